@@ -1,0 +1,235 @@
+"""What an engine must provide: about a dozen wide ops, and the loading of what they multiply with.
+
+`model/` is written over this protocol and treats arrays and loaded weights as opaque: it may slice,
+reshape and hand them back to ops, nothing else. A backend knows nothing of prompts, bundles or budgets.
+
+Legend: T tokens, D model width, H query heads, KVH key/value heads, Dh head width, F neurons, V vocabulary,
+K/N columns/rows of a matrix, G groups of 64 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import RecordLayout
+from ondevice.config import Activation, ModelConfig
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Float16: TypeAlias = NDArray[np.float16]
+Float32: TypeAlias = NDArray[np.float32]
+Int32: TypeAlias = NDArray[np.int32]
+
+Array: TypeAlias = Any
+"""A backend's float32 activations; numpy arrays for `cpu` and `reference`. Sliceable and reshapeable."""
+Vector: TypeAlias = Any
+"""A loaded norm weight."""
+Linear: TypeAlias = Any
+"""A loaded matrix with its bias."""
+Embedding: TypeAlias = Any
+"""A loaded embedding table, resident or read row by row."""
+FeedForward: TypeAlias = Any
+"""One layer's loaded neurons: resident, streamed or cached; the model can't tell."""
+
+BLOCK_TOKENS = 64
+"""Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Byte layout of one key/value block, which holds `BLOCK_TOKENS` positions of every layer and head.
+
+    Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Codes are slot-major,
+    (64, Dh): float16 at 16 bits, int8 at 8 bits. Scales, 64 float32, exist at 8 bits only.
+    8 bits, per token and head, all in float32: m = max|x|, scale = m / 127, q = rint(x * (127 / m)), which
+    reads back as q * scale; m == 0 gives q = 0 and scale = 0. Every offset is a multiple of 64 bytes.
+    """
+
+    config: ModelConfig
+    kv_bits: Literal[16, 8] = 16
+
+    @property
+    def codes_bytes(self) -> int:
+        """Bytes of one head's key (or value) codes in a block."""
+        return BLOCK_TOKENS * self.config.head_dim * self.kv_bits // 8
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of one head's key (or value) scales in a block; 0 at 16 bits."""
+        return BLOCK_TOKENS * 4 if self.kv_bits == 8 else 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one (layer, kv head) in a block: keys, then values."""
+        return 2 * (self.codes_bytes + self.scales_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.config.num_layers * self.config.num_kv_heads * self.head_bytes
+
+    def head_offset(self, layer: int, head: int) -> int:
+        """Where (layer, kv head) begins in a block, in bytes."""
+        return (layer * self.config.num_kv_heads + head) * self.head_bytes
+
+    def blocks(self, n_tokens: int) -> int:
+        """Blocks that hold n_tokens positions."""
+        return -(-n_tokens // BLOCK_TOKENS)
+
+
+class KVStore(Protocol):
+    """The part of a key/value cache that ops see: where position p's bytes are."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def blocks(self) -> list[Bytes]:
+        """(block_bytes,) each, 64-byte aligned, writable; room for every position an op is given."""
+        ...
+
+
+class RowChunk(NamedTuple):
+    """Rows row0 .. row0 + n of a stored matrix. The arrays are valid until the next chunk is asked for."""
+
+    row0: int
+    codes: Bytes
+    """(n, padded_cols * bits / 8); at 16 bits the bytes of float16 values."""
+    scales: Float16
+    """(n, G); (n, 0) at 16 bits."""
+    biases: Float16
+    """(n, G); (n, 0) at 16 bits."""
+
+
+class LinearSource(Protocol):
+    """A matrix on disk, read once, in bounded pieces and ascending rows."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
+
+    @property
+    def bits(self) -> Literal[4, 8, 16]: ...
+
+    @property
+    def bias(self) -> Float32 | None:
+        """(rows,) added to every product, or None."""
+        ...
+
+    def chunks(self) -> Iterator[RowChunk]:
+        """Every row once. Raises FlashReadError if the bytes don't match their checksum."""
+        ...
+
+
+class FeedForwardSource(Protocol):
+    """One layer's neuron records on disk, in stored order: [gate row], [up row | down row]."""
+
+    @property
+    def file(self) -> int:
+        """Index of the layer's file in the flash reader, for engines that stream it themselves."""
+        ...
+
+    @property
+    def num_neurons(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def bits(self) -> Literal[4, 8, 16]: ...
+
+    @property
+    def layout(self) -> RecordLayout: ...
+
+    def read(self, first: int, count: int) -> Bytes:
+        """(count, stride) records first .. first + count. Raises FlashReadError."""
+        ...
+
+
+class EmbeddingSource(Protocol):
+    """The embedding table on disk: one single-row record per token id."""
+
+    @property
+    def file(self) -> int:
+        """Index of the table's file in the flash reader."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def bits(self) -> Literal[4, 8, 16]: ...
+
+    @property
+    def layout(self) -> RecordLayout: ...
+
+    def read(self, tokens: Int32) -> Bytes:
+        """(T, stride) the records of these token ids (T,). Raises FlashReadError."""
+        ...
+
+
+class Backend(Protocol):
+    """One engine. Ops are deterministic; arguments are as documented, and ops needn't check them again."""
+
+    @property
+    def name(self) -> str: ...
+
+    def load_vector(self, values: Float32) -> Vector:
+        """values: (n,)."""
+        ...
+
+    def load_linear(self, source: LinearSource) -> Linear: ...
+
+    def load_feed_forward(self, layer: int, source: FeedForwardSource) -> FeedForward:
+        """Called for layers 0, 1, ... in order."""
+        ...
+
+    def load_embedding(self, source: EmbeddingSource) -> Embedding: ...
+
+    def embedding(self, table: Embedding, tokens: Int32) -> Array:
+        """tokens: (T,) ids in 0 .. V-1. Returns (T, D)."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Vector, eps: float) -> Array:
+        """x: (..., n), weight: (n,). x / sqrt(mean(x^2) + eps) * weight along the last axis, same shape."""
+        ...
+
+    def linear(self, x: Array, weight: Linear) -> Array:
+        """x: (T, K). Returns (T, N) = x @ W^T + bias."""
+        ...
+
+    def rope(self, x: Array, cos: Float32, sin: Float32) -> Array:
+        """Rotate halves: x (T, H, Dh), host tables cos and sin (T, Dh / 2). May overwrite x."""
+        ...
+
+    def kv_write(self, kv: KVStore, layer: int, k: Array, v: Array, position: int) -> None:
+        """Quantise and store k, v (T, KVH, Dh) at logical positions position .. position + T - 1."""
+        ...
+
+    def attention(self, q: Array, kv: KVStore, layer: int, position: int, window: int) -> Array:
+        """Causal attention over stored keys and values, scores scaled by 1 / sqrt(Dh).
+
+        q: (T, H, Dh), the first at logical `position`; query t sees positions 0 .. position + t, or with
+        window > 0 only the last `window` of them. Its own chunk is already written. Returns (T, H * Dh).
+        """
+        ...
+
+    def feed_forward(self, x: Array, weight: FeedForward, activation: Activation) -> Array:
+        """x: (T, D). Returns (T, D) = down(activation(gate(x)) * up(x)). Layers come in order in a pass."""
+        ...
+
+    def add(self, a: Array, b: Array) -> Array:
+        """Elementwise sum of two arrays of one shape; may overwrite a."""
+        ...
+
+    def to_numpy(self, x: Array) -> Float32:
+        """The host's copy or view of an array."""
+        ...

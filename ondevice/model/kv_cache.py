@@ -1,0 +1,95 @@
+"""The key/value cache: the tokens a pass has seen, and the blocks that hold their keys and values.
+
+It grows a block of 64 tokens at a time, from an allocator that may refuse (the memory plan's), and knows
+nothing of attention: ops write and read the blocks by `KVLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
+
+__all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block"]
+
+ALIGNMENT = 64
+
+
+def allocate_block(nbytes: int) -> Bytes:
+    """A zeroed (nbytes,) block on a 64-byte boundary, from the process heap."""
+    buffer = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + nbytes]
+
+
+def _forget(block: Bytes) -> None:
+    """The heap's blocks need no more than their last reference to go."""
+
+
+class KVCache:
+    """Keys and values of `tokens`, at logical positions 0 .. length - 1.
+
+    `allocate(nbytes)` gives a writable uint8 block or raises (`BudgetError` where a plan is in charge);
+    `release(block)` takes one back.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        allocate: Callable[[int], Bytes] = allocate_block,
+        release: Callable[[Bytes], None] = _forget,
+    ) -> None:
+        self.layout = layout
+        self.blocks: list[Bytes] = []
+        self.tokens: list[int] = []
+        self._allocate = allocate
+        self._release = release
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are stored."""
+        return len(self.tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks held, used or reserved."""
+        return len(self.blocks) * self.layout.block_bytes
+
+    def reserve(self, n_tokens: int) -> None:
+        """Hold room for n_tokens positions in all. What the allocator raises leaves the cache as it was."""
+        held = len(self.blocks)
+        try:
+            while len(self.blocks) < self.layout.blocks(n_tokens):
+                self.blocks.append(self._allocate(self.layout.block_bytes))
+        except BaseException:
+            self._shrink(held)
+            raise
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count tokens whose keys and values a pass has just written behind the others."""
+        room = len(self.blocks) * BLOCK_TOKENS - self.length
+        if len(tokens) > room:
+            raise ValueError(f"{len(tokens)} tokens were written where only {room} positions are reserved")
+        self.tokens.extend(tokens)
+
+    def truncate(self, n_tokens: int) -> None:
+        """Keep the first n_tokens positions and release the blocks that none of them uses."""
+        if not 0 <= n_tokens <= self.length:
+            raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
+        del self.tokens[n_tokens:]
+        self._shrink(self.layout.blocks(n_tokens))
+
+    def fork(self) -> KVCache:
+        """An independent copy, in blocks of its own."""
+        copy = KVCache(self.layout, self._allocate, self._release)
+        copy.reserve(self.length)
+        for target, source in zip(copy.blocks, self.blocks, strict=False):
+            target[:] = source
+        copy.tokens = list(self.tokens)
+        return copy
+
+    def _shrink(self, n_blocks: int) -> None:
+        while len(self.blocks) > n_blocks:
+            self._release(self.blocks.pop())

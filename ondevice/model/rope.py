@@ -1,0 +1,82 @@
+"""Rotary position embedding tables (arXiv 2104.09864), with linear and llama3 frequency scaling.
+
+Frequencies and angles are rounded to float32 as `transformers` rounds them. Cosine and sine come from IEEE
+additions and multiplications alone, so the tables have the same bits on every machine and for every split
+of a prompt; library cosines differ between both.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.config import ModelConfig, RopeScaling
+
+# pi/2 in three parts of at most 33 bits (fdlibm's split): k * part is exact for every k below 2^20.
+_HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+_SIN_TERMS = tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(9))
+_COS_TERMS = tuple((-1.0) ** n / math.factorial(2 * n) for n in range(9))
+
+
+class Rope:
+    """The tables of one model.
+
+    `inverse_frequencies`: (Dh / 2,) float32, radians per position.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        exponents = [i / config.head_dim for i in range(0, config.head_dim, 2)]
+        frequencies = [1.0 / config.rope_theta**exponent for exponent in exponents]
+        if config.rope_scaling is not None:
+            frequencies = [_scaled(frequency, config.rope_scaling) for frequency in frequencies]
+        self.inverse_frequencies = np.array(frequencies, dtype=np.float32)
+
+    def tables(self, position: int, count: int) -> tuple[Float32, Float32]:
+        """Cosine and sine, each (count, Dh / 2), for positions position .. position + count - 1."""
+        positions = np.arange(position, position + count, dtype=np.float32)
+        angles = positions[:, None] * self.inverse_frequencies
+        cos, sin = cos_sin(angles.astype(np.float64))
+        return cos.astype(np.float32), sin.astype(np.float32)
+
+
+def cos_sin(angles: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Cosine and sine of angles from 0 to 1.6 million radians, to 2e-15, from exactly rounded operations."""
+    quarters = np.rint(angles * (2.0 / math.pi))
+    reduced = angles
+    for part in _HALF_PI:
+        reduced = reduced - quarters * part
+    square = reduced * reduced
+    sine = reduced * _polynomial(square, _SIN_TERMS)
+    cosine = _polynomial(square, _COS_TERMS)
+    quadrant = quarters.astype(np.int64) & 3
+    odd = (quadrant & 1) == 1
+    cos = np.where(odd, sine, cosine) * np.where((quadrant == 1) | (quadrant == 2), -1.0, 1.0)
+    sin = np.where(odd, cosine, sine) * np.where(quadrant >= 2, -1.0, 1.0)
+    return cos, sin
+
+
+def _polynomial(x: NDArray[np.float64], terms: tuple[float, ...]) -> NDArray[np.float64]:
+    total = np.full_like(x, terms[-1])
+    for term in reversed(terms[:-1]):
+        total = total * x + term
+    return total
+
+
+def _scaled(frequency: float, scaling: RopeScaling) -> float:
+    """One frequency after scaling: divided (linear), or by wavelength (Llama 3.1's recipe)."""
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    wavelength = 2.0 * math.pi / frequency
+    low_wavelength = scaling.original_max_context / scaling.low_freq_factor
+    high_wavelength = scaling.original_max_context / scaling.high_freq_factor
+    if wavelength > low_wavelength:
+        return frequency / scaling.factor
+    if wavelength < high_wavelength:
+        return frequency
+    smooth = (scaling.original_max_context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
