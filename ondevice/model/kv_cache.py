@@ -59,13 +59,15 @@ class KVCache:
 
     def reserve(self, n_tokens: int) -> None:
         """Hold room for n_tokens positions in all. What the allocator raises leaves the cache as it was."""
-        held = len(self.blocks)
+        added: list[Bytes] = []
         try:
-            while len(self.blocks) < self.layout.blocks(n_tokens):
-                self.blocks.append(self._allocate(self.layout.block_bytes))
-        except BaseException:
-            self._shrink(held)
-            raise
+            while len(self.blocks) + len(added) < self.layout.blocks(n_tokens):
+                added.append(self._allocate(self.layout.block_bytes))
+            self.blocks += added
+            added = []
+        finally:
+            for block in added:
+                self._release(block)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count tokens whose keys and values a pass has just written behind the others."""

@@ -1,0 +1,217 @@
+"""The oracle of the other backends: float activations, dequantised weights, plain numpy.
+
+Slow and obvious. Its logits are within 1e-4 of `transformers` in float32; it makes no promise of equal
+bits between ways of splitting a prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import (
+    BLOCK_TOKENS,
+    Bytes,
+    EmbeddingSource,
+    FeedForwardSource,
+    Float16,
+    Float32,
+    Int32,
+    KVStore,
+    LinearSource,
+)
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import GROUP_SIZE, Activation
+
+RECORDS_PER_READ = 1024
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+@dataclass(frozen=True)
+class ReferenceLinear:
+    """weight: (N, K); bias: (N,) or None."""
+
+    weight: Float32
+    bias: Float32 | None
+
+
+@dataclass(frozen=True)
+class ReferenceFeedForward:
+    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection."""
+
+    gate: Float32
+    up: Float32
+    down: Float32
+
+
+class ReferenceBackend:
+    """`Backend` in numpy. Arrays are float32 numpy arrays."""
+
+    name = "reference"
+
+    def load_vector(self, values: Float32) -> Float32:
+        return np.array(values, dtype=np.float32)
+
+    def load_linear(self, source: LinearSource) -> ReferenceLinear:
+        weight = np.empty((source.rows, source.cols), dtype=np.float32)
+        for row0, codes, scales, biases in source.chunks():
+            rows = dequantise(codes, scales, biases, source.bits, source.cols)
+            weight[row0 : row0 + len(rows)] = rows
+        bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
+        return ReferenceLinear(weight, bias)
+
+    def load_feed_forward(self, layer: int, source: FeedForwardSource) -> ReferenceFeedForward:
+        shape = (source.num_neurons, source.hidden_size)
+        gate, up, down = (np.empty(shape, dtype=np.float32) for _ in range(3))
+        row = RowLayout(source.hidden_size, source.bits)
+        gate_at, up_at = source.layout.part_offsets
+        for first in range(0, source.num_neurons, RECORDS_PER_READ):
+            count = min(RECORDS_PER_READ, source.num_neurons - first)
+            records = source.read(first, count)
+            for target, offset in ((gate, gate_at), (up, up_at), (down, up_at + row.nbytes)):
+                target[first : first + count] = read_rows(records, offset, row)
+        return ReferenceFeedForward(gate, up, down)
+
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
+        return source
+
+    def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
+        return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
+
+    def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
+        mean_square = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
+        return (x / np.sqrt(mean_square + eps)).astype(np.float32) * weight
+
+    def linear(self, x: Float32, weight: ReferenceLinear) -> Float32:
+        product: Float32 = x @ weight.weight.T
+        return product if weight.bias is None else product + weight.bias
+
+    def rope(self, x: Float32, cos: Float32, sin: Float32) -> Float32:
+        half = x.shape[-1] // 2
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = cos[:, None], sin[:, None]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+    def kv_write(self, kv: KVStore, layer: int, k: Float32, v: Float32, position: int) -> None:
+        for token in range(len(k)):
+            block, slot = divmod(position + token, BLOCK_TOKENS)
+            for head in range(k.shape[1]):
+                keys, values = _head_views(kv, block, layer, head)
+                keys.write(slot, k[token, head])
+                values.write(slot, v[token, head])
+
+    def attention(self, q: Float32, kv: KVStore, layer: int, position: int, window: int) -> Float32:
+        tokens, heads, width = q.shape
+        keys, values = _stored(kv, layer, position + tokens)
+        queries_per_head = heads // len(keys)
+        visible = _visible(position, tokens, window)
+        out = np.empty_like(q)
+        for head in range(heads):
+            k, v = keys[head // queries_per_head], values[head // queries_per_head]
+            scores = np.where(visible, q[:, head] @ k.T / math.sqrt(width), -np.inf)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
+        return out.reshape(tokens, heads * width)
+
+    def feed_forward(self, x: Float32, weight: ReferenceFeedForward, activation: Activation) -> Float32:
+        product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+        return product
+
+    def add(self, a: Float32, b: Float32) -> Float32:
+        return a + b
+
+    def to_numpy(self, x: Float32) -> Float32:
+        return x
+
+
+def dequantise(codes: Bytes, scales: Float16, biases: Float16, bits: int, cols: int) -> Float32:
+    """Rows as stored -> (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
+    if bits == 16:
+        return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
+    if bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    groups = codes.reshape(len(codes), -1, GROUP_SIZE).astype(np.float32)
+    values = groups * scales.astype(np.float32)[:, :, None] + biases.astype(np.float32)[:, :, None]
+    return values.reshape(len(codes), -1)[:, :cols]
+
+
+def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
+    """The row that lies `offset` bytes into each record (n, stride), dequantised: (n, row.cols)."""
+    scales_at = offset + row.codes_bytes
+    biases_at = scales_at + row.scales_bytes
+    codes = records[:, offset:scales_at]
+    scales = np.ascontiguousarray(records[:, scales_at:biases_at]).view(np.float16)
+    biases = np.ascontiguousarray(records[:, biases_at : biases_at + row.biases_bytes]).view(np.float16)
+    return dequantise(codes, scales, biases, row.bits, row.cols)
+
+
+def activate(x: Float32, activation: Activation) -> Float32:
+    """The gate's nonlinearity, elementwise, in float64 and rounded once."""
+    wide = x.astype(np.float64)
+    match activation:
+        case "silu":
+            wide = wide / (1.0 + np.exp(np.clip(-wide, None, 700.0)))
+        case "gelu":
+            wide = 0.5 * wide * (1.0 + _erf(wide / math.sqrt(2.0)).astype(np.float64))
+        case "gelu_tanh":
+            wide = 0.5 * wide * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)))
+        case "relu":
+            wide = np.maximum(wide, 0.0)
+        case "relu2":
+            wide = np.square(np.maximum(wide, 0.0))
+    return wide.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class _HeadView:
+    """Views of one block's keys or values of one (layer, head): codes (64, Dh), scales (64,) or None."""
+
+    codes: NDArray[np.float16] | NDArray[np.int8]
+    scales: Float32 | None
+
+    def write(self, slot: int, x: Float32) -> None:
+        if self.scales is None:
+            self.codes[slot] = x
+            return
+        largest = np.abs(x).max()
+        self.scales[slot] = largest / np.float32(127)
+        self.codes[slot] = np.rint(x * (np.float32(127) / largest)) if largest > 0 else 0
+
+    def read(self) -> Float32:
+        values = self.codes.astype(np.float32)
+        return values if self.scales is None else values * self.scales[:, None]
+
+
+def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadView, _HeadView]:
+    layout = kv.layout
+    start = layout.head_offset(layer, head)
+    views = []
+    for at in (start, start + layout.head_bytes // 2):
+        codes = kv.blocks[block][at : at + layout.codes_bytes]
+        if layout.kv_bits == 16:
+            views.append(_HeadView(codes.view(np.float16).reshape(BLOCK_TOKENS, -1), None))
+        else:
+            scales = kv.blocks[block][at + layout.codes_bytes : at + layout.head_bytes // 2]
+            views.append(_HeadView(codes.view(np.int8).reshape(BLOCK_TOKENS, -1), scales.view(np.float32)))
+    return views[0], views[1]
+
+
+def _stored(kv: KVStore, layer: int, length: int) -> tuple[list[Float32], list[Float32]]:
+    """Every kv head's keys and values at positions 0 .. length - 1, read back: (length, Dh) each."""
+    keys, values = [], []
+    for head in range(kv.layout.config.num_kv_heads):
+        views = [_head_views(kv, block, layer, head) for block in range(kv.layout.blocks(length))]
+        keys.append(np.concatenate([k.read() for k, _ in views])[:length])
+        values.append(np.concatenate([v.read() for _, v in views])[:length])
+    return keys, values
+
+
+def _visible(position: int, tokens: int, window: int) -> NDArray[np.bool_]:
+    """(T, position + T) True where query t may look at key p: p <= position + t, within the window."""
+    query = np.arange(position, position + tokens)[:, None]
+    key = np.arange(position + tokens)[None, :]
+    causal: NDArray[np.bool_] = key <= query
+    return causal & (key > query - window) if window else causal
