@@ -1,0 +1,215 @@
+"""Where every byte of a bundle lies: row, record and tensor layouts, file names, safetensors headers.
+
+Pure arithmetic over ModelConfig and QuantConfig; it opens no file. `weights/README.md` is the specification.
+Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 64 along a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+
+FORMAT = "ondevice-bundle"
+VERSION = 1
+DATA_OFFSET = 4096
+"""First byte of the records in a record file, and the alignment of the data in the resident file."""
+CRC_BLOCK_BYTES = 1 << 20
+"""Bytes one CRC32C covers in files that hold no records."""
+
+MANIFEST = "bundle.json"
+RESIDENT = "resident.safetensors"
+EMBEDDING = "embedding.safetensors"
+CHECKSUMS = "checksums.bin"
+TOKENIZER_FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
+CHAT_TEMPLATE = "chat_template.jinja"
+RECORDS_TENSOR = "records"
+
+SafetensorsType = Literal["F32", "F16", "U32"]
+_NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4"}
+
+
+def neuron_file_name(layer: int) -> str:
+    """Name of the file that holds the neuron records of `layer`."""
+    return f"neurons-{layer:05d}.safetensors"
+
+
+def padded(n: int, multiple: int) -> int:
+    """`n` rounded up to a multiple of `multiple`."""
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """One stored row of `cols` logical elements: [codes | scales | biases], or float16 values at 16 bits."""
+
+    cols: int
+    bits: int
+
+    @property
+    def padded_cols(self) -> int:
+        return padded(self.cols, GROUP_SIZE)
+
+    @property
+    def groups(self) -> int:
+        return self.padded_cols // GROUP_SIZE
+
+    @property
+    def codes_bytes(self) -> int:
+        return self.padded_cols * self.bits // 8
+
+    @property
+    def scales_bytes(self) -> int:
+        """Bytes of the float16 scales; 0 at 16 bits."""
+        return 0 if self.bits == 16 else 2 * self.groups
+
+    @property
+    def biases_bytes(self) -> int:
+        return self.scales_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes_bytes + self.scales_bytes + self.biases_bytes
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Rows of one record, grouped in parts that can each be read, and are checksummed, on their own."""
+
+    parts: tuple[tuple[RowLayout, ...], ...]
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Unpadded bytes of each part."""
+        return tuple(sum(row.nbytes for row in part) for part in self.parts)
+
+    @cached_property
+    def alignment(self) -> int:
+        """512 where padding to it costs at most an eighth, else 64."""
+        at_512 = sum(padded(nbytes, 512) for nbytes in self.row_bytes)
+        return 512 if 8 * at_512 <= 9 * sum(self.row_bytes) else 64
+
+    @cached_property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Padded bytes of each part."""
+        return tuple(padded(nbytes, self.alignment) for nbytes in self.row_bytes)
+
+    @cached_property
+    def part_offsets(self) -> tuple[int, ...]:
+        """First byte of each part, from the start of the record."""
+        return tuple(sum(self.part_bytes[:part]) for part in range(len(self.parts)))
+
+    @cached_property
+    def stride(self) -> int:
+        """Bytes from one record to the next."""
+        return sum(self.part_bytes)
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) byte ranges of a record that hold no data and must be zero."""
+        pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
+        return tuple((start + used, start + full) for start, used, full in pairs if used < full)
+
+
+def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
+    """Record of one feed-forward neuron: [gate row] and [up row | down column], all D long."""
+    row = RowLayout(config.hidden_size, quant.bits)
+    return RecordLayout(((row,), (row, row)))
+
+
+def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
+    """Record of one token: its embedding row."""
+    return RecordLayout(((RowLayout(config.hidden_size, quant.bits),),))
+
+
+def record_file_bytes(num_records: int, layout: RecordLayout) -> int:
+    """Size of a record file."""
+    return DATA_OFFSET + num_records * layout.stride
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Type (as safetensors spells it) and shape of one resident tensor."""
+
+    dtype: SafetensorsType
+    shape: tuple[int, ...]
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.generic]:
+        return np.dtype(_NUMPY_TYPES[self.dtype])
+
+    @property
+    def nbytes(self) -> int:
+        return self.numpy_dtype.itemsize * prod(self.shape)
+
+
+def linear_tensors(name: str, rows: int, cols: int, quant: QuantConfig) -> dict[str, TensorSpec]:
+    """Tensors of one quantised (rows, cols) matrix called `name`."""
+    row = RowLayout(cols, quant.bits)
+    if quant.bits == 16:
+        return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
+    return {
+        f"{name}.codes": TensorSpec("U32", (rows, row.codes_bytes // 4)),
+        f"{name}.scales": TensorSpec("F16", (rows, row.groups)),
+        f"{name}.biases": TensorSpec("F16", (rows, row.groups)),
+    }
+
+
+def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
+    """The exact tensors of the resident file, in the order in which their bytes lie there."""
+    tensors: dict[str, TensorSpec] = {}
+    for layer in range(config.num_layers):
+        tensors |= _layer_tensors(f"layers.{layer}", config, quant)
+    tensors["final_norm.weight"] = TensorSpec("F32", (config.hidden_size,))
+    if not config.tie_embeddings:
+        tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant)
+    return tensors
+
+
+def _layer_tensors(prefix: str, config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
+    hidden = config.hidden_size
+    attention = f"{prefix}.attention"
+    tensors = {f"{prefix}.attention_norm.weight": TensorSpec("F32", (hidden,))}
+    tensors |= linear_tensors(f"{attention}.qkv", config.qkv_size, hidden, quant)
+    if config.attention_bias:
+        tensors[f"{attention}.qkv.bias"] = TensorSpec("F32", (config.qkv_size,))
+    if config.qk_norm:
+        tensors[f"{attention}.q_norm.weight"] = TensorSpec("F32", (config.head_dim,))
+        tensors[f"{attention}.k_norm.weight"] = TensorSpec("F32", (config.head_dim,))
+    tensors |= linear_tensors(f"{attention}.out", hidden, config.query_size, quant)
+    if config.attention_output_bias:
+        tensors[f"{attention}.out.bias"] = TensorSpec("F32", (hidden,))
+    tensors[f"{prefix}.feed_forward_norm.weight"] = TensorSpec("F32", (hidden,))
+    return tensors
+
+
+def resident_header(tensors: Mapping[str, TensorSpec]) -> bytes:
+    """The resident file up to its data: the safetensors length and header, space-padded to `DATA_OFFSET`s."""
+    entries = {}
+    offset = 0
+    for name, spec in tensors.items():
+        entries[name] = _header_entry(spec.dtype, spec.shape, offset, spec.nbytes)
+        offset += spec.nbytes
+    return _header(entries)
+
+
+def record_header(num_records: int, stride: int) -> bytes:
+    """The first `DATA_OFFSET` bytes of a record file."""
+    return _header({RECORDS_TENSOR: _header_entry("U8", (num_records, stride), 0, num_records * stride)})
+
+
+def _header_entry(dtype: str, shape: tuple[int, ...], offset: int, nbytes: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+
+
+def _header(entries: Mapping[str, object]) -> bytes:
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    length = padded(8 + len(text), DATA_OFFSET) - 8
+    return length.to_bytes(8, "little") + text.ljust(length, b" ")

@@ -1,0 +1,340 @@
+"""`bundle.json`: its dataclasses, its strict parser and its text.
+
+Every field has a type and a range; unknown, missing or repeated keys are refused. The manifest carries the
+sha256 of its own canonical form, so damage to it is told apart from a value that was wrong when written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, cast, get_args
+
+from ondevice.bundle.layout import (
+    CHAT_TEMPLATE,
+    CHECKSUMS,
+    EMBEDDING,
+    FORMAT,
+    RESIDENT,
+    TOKENIZER_FILES,
+    VERSION,
+    RecordLayout,
+    embedding_layout,
+    neuron_file_name,
+    neuron_layout,
+)
+from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.config import GROUP_SIZE, Activation, ModelConfig, QuantConfig, RopeScaling
+from ondevice.errors import BundleError, UnsupportedModelError
+
+MAX_FILE_BYTES = 1 << 48
+MAX_TOKENIZER_BYTES = 64 << 20
+"""Largest tokenizer file or chat template, which are read whole."""
+_MAX_TOKENS = 1 << 24
+_MAX_EOS = 64
+_MAX_CRCS = 1 << 40
+_SAFE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
+_TENSOR_KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+TokenizerKind = Literal["sentencepiece", "tokenizers"]
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """Which tokenizer files a bundle carries, and the token ids that frame a text.
+
+    `kind` is None where the checkpoint had no tokenizer; then the model is used through token ids.
+    """
+
+    kind: TokenizerKind | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    add_bos: bool = False
+    chat_template: str | None = None
+    """`chat_template.jinja`, or None."""
+
+    @property
+    def file(self) -> str | None:
+        return None if self.kind is None else TOKENIZER_FILES[self.kind]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.file, self.chat_template) if name is not None)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the weights come from and what storing them cost. Nothing here depends on time or machine.
+
+    `quantisation_error` maps a kind of tensor to its relative root-mean-square error.
+    """
+
+    source: str
+    source_format: str
+    converter_version: str
+    quantisation_error: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CrcRange:
+    """A file's entries in the checksum table: the first one and how many."""
+
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says of one file. `crc` is None for the checksum table itself."""
+
+    nbytes: int
+    sha256: str
+    crc: CrcRange | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `bundle.json`."""
+
+    config: ModelConfig
+    quant: QuantConfig
+    tokenizer: TokenizerInfo
+    generation: Mapping[str, float]
+    """Defaults the model's authors recommend for sampling, by `SamplingConfig` field name."""
+    provenance: Provenance
+    files: Mapping[str, FileEntry]
+
+
+GENERATION_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 1 << 22),
+    "top_p": (1e-6, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 100.0),
+}
+
+
+def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ...]:
+    """Every file the manifest must list, in the order of their entries in the checksum table."""
+    neurons = (neuron_file_name(layer) for layer in range(config.num_layers))
+    return (RESIDENT, EMBEDDING, *neurons, *tokenizer.files, CHECKSUMS)
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """The bytes of `bundle.json`."""
+    content = _to_json(manifest)
+    document = {"manifest": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
+    text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Raises BundleError for anything damaged or out of range, UnsupportedModelError for another version."""
+    document = Section(parse_json(data, "bundle.json"), "bundle.json")
+    content = document.get("manifest")
+    if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
+        raise BundleError("bundle.json doesn't match its own sha256; it was damaged or edited")
+    document.close()
+    root = Section(content, "manifest")
+    root.equal("format", FORMAT)
+    version = root.integer("version", 1, 1 << 31)
+    if version != VERSION:
+        raise UnsupportedModelError(f"bundle format version {version}; this release reads version {VERSION}")
+    config = _parse_model(root.section("model"))
+    quant = _parse_quantisation(root.section("quantisation"))
+    root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
+    root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
+    tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
+    generation = _parse_generation(root.section("generation"))
+    provenance = _parse_provenance(root.section("provenance"))
+    files = _parse_files(root.section("files"), bundle_files(config, tokenizer))
+    root.close()
+    return Manifest(config, quant, tokenizer, generation, provenance, files)
+
+
+def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
+    """The parts of the manifest that decide every size."""
+    model = asdict(config) | {"layer_windows": list(config.layer_windows)}
+    model |= {"rms_norm_eps": float(config.rms_norm_eps), "rope_theta": float(config.rope_theta)}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": model,
+        "quantisation": {"bits": quant.bits, "group_size": GROUP_SIZE},
+        "neurons": _layout_json(config.intermediate_size, neuron_layout(config, quant)),
+        "embedding": _layout_json(config.vocab_size, embedding_layout(config, quant)),
+    }
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    tokenizer = asdict(manifest.tokenizer) | {
+        "file": manifest.tokenizer.file,
+        "eos_ids": list(manifest.tokenizer.eos_ids),
+    }
+    provenance = asdict(manifest.provenance) | {"notes": list(manifest.provenance.notes)}
+    files = {
+        name: {
+            "bytes": entry.nbytes,
+            "sha256": entry.sha256,
+            "crc": None if entry.crc is None else asdict(entry.crc),
+        }
+        for name, entry in manifest.files.items()
+    }
+    return model_json(manifest.config, manifest.quant) | {
+        "tokenizer": tokenizer,
+        "generation": dict(manifest.generation),
+        "provenance": provenance,
+        "files": files,
+    }
+
+
+def _layout_json(num_records: int, layout: RecordLayout) -> dict[str, Any]:
+    return {
+        "num_records": num_records,
+        "stride": layout.stride,
+        "alignment": layout.alignment,
+        "part_bytes": list(layout.part_bytes),
+    }
+
+
+def _parse_model(section: Section) -> ModelConfig:
+    size: dict[str, Any] = {
+        name: section.integer(name, 1, _MAX_TOKENS)
+        for name in (
+            "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "intermediate_size", "vocab_size", "max_context",
+        )
+    }  # fmt: skip
+    flags: dict[str, Any] = {
+        name: section.boolean(name)
+        for name in ("attention_bias", "attention_output_bias", "qk_norm", "tie_embeddings")
+    }
+    scaling = section.optional_section("rope_scaling")
+    windows = section.integers("layer_windows", 1 << 10, 0, _MAX_TOKENS)
+    if len(windows) != size["num_layers"]:
+        raise BundleError(
+            f"manifest.model.layer_windows has {len(windows)} values for {size['num_layers']} layers"
+        )
+    config = ModelConfig(
+        architecture=section.text("architecture", 64),
+        hidden_act=cast(Activation, section.text("hidden_act", 64)),
+        rms_norm_eps=section.number("rms_norm_eps", 0.0, 1.0),
+        rope_theta=section.number("rope_theta", 1.0, 1e12),
+        rope_scaling=None if scaling is None else _parse_rope_scaling(scaling),
+        layer_windows=windows,
+        **size,
+        **flags,
+    )
+    section.close()
+    return config
+
+
+def _parse_rope_scaling(section: Section) -> RopeScaling:
+    kind = section.text("kind", 16)
+    if kind not in ("linear", "llama3"):
+        raise UnsupportedModelError(f"rope_scaling kind {kind!r} is not linear or llama3")
+    scaling = RopeScaling(
+        kind=cast(Literal["linear", "llama3"], kind),
+        factor=section.number("factor", 1e-3, 1e6),
+        low_freq_factor=section.number("low_freq_factor", 1e-3, 1e6),
+        high_freq_factor=section.number("high_freq_factor", 1e-3, 1e6),
+        original_max_context=section.integer("original_max_context", 1, _MAX_TOKENS),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise BundleError("manifest.model.rope_scaling: high_freq_factor must be above low_freq_factor")
+    section.close()
+    return scaling
+
+
+def _parse_quantisation(section: Section) -> QuantConfig:
+    bits = section.integer("bits", 1, 64)
+    if bits not in (4, 8, 16):
+        raise UnsupportedModelError(f"quantisation to {bits} bits; this release reads 4, 8 and 16")
+    section.equal("group_size", GROUP_SIZE)
+    section.close()
+    return QuantConfig(cast(Literal[4, 8, 16], bits))
+
+
+def _parse_tokenizer(section: Section, vocab_size: int) -> TokenizerInfo:
+    kind = section.get("kind")
+    if kind is not None and section.text("kind", 32) not in get_args(TokenizerKind):
+        raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(TOKENIZER_FILES)}")
+    template = section.get("chat_template")
+    if template is not None:
+        section.equal("chat_template", CHAT_TEMPLATE)
+    bos_id = section.get("bos_id")
+    info = TokenizerInfo(
+        kind=kind,
+        bos_id=None if bos_id is None else section.integer("bos_id", 0, vocab_size - 1),
+        eos_ids=section.integers("eos_ids", _MAX_EOS, 0, vocab_size - 1),
+        add_bos=section.boolean("add_bos"),
+        chat_template=template,
+    )
+    section.equal("file", info.file)
+    if info.add_bos and info.bos_id is None:
+        raise BundleError("manifest.tokenizer.add_bos is true, but there is no bos_id")
+    section.close()
+    return info
+
+
+def _parse_generation(section: Section) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for name, (low, high) in GENERATION_RANGES.items():
+        if name in section.names:
+            read = section.integer if isinstance(high, int) else section.number
+            values[name] = read(name, low, high)  # type: ignore[arg-type]
+    section.close()
+    return values
+
+
+def _parse_provenance(section: Section) -> Provenance:
+    provenance = Provenance(
+        source=section.text("source", 1024),
+        source_format=section.text("source_format", 64),
+        converter_version=section.text("converter_version", 64),
+        quantisation_error=_parse_errors(section.section("quantisation_error")),
+        notes=section.texts("notes", 64, 1024),
+    )
+    section.close()
+    return provenance
+
+
+def _parse_errors(section: Section) -> dict[str, float]:
+    for name in section.names:
+        if len(section.names) > 64 or not _TENSOR_KIND.fullmatch(name):
+            raise BundleError(f"{section.where} has the name {name[:40]!a} among {len(section.names)}")
+    return {name: section.number(name, 0.0, 1e6) for name in section.names}
+
+
+def _parse_files(section: Section, expected: tuple[str, ...]) -> dict[str, FileEntry]:
+    for name in section.names:
+        if not _SAFE_NAME.fullmatch(name):
+            raise BundleError(f"manifest.files has the unsafe name {name[:80]!a}")
+    files = {name: _parse_file(section.section(name)) for name in expected}
+    section.close()
+    return files
+
+
+def _parse_file(section: Section) -> FileEntry:
+    sha256 = section.text("sha256", 64)
+    if not _SHA256.fullmatch(sha256):
+        raise BundleError(f"{section.where}.sha256 is {sha256!a}; it must be 64 lower-case hex digits")
+    crc = section.optional_section("crc")
+    entry = FileEntry(
+        nbytes=section.integer("bytes", 0, MAX_FILE_BYTES),
+        sha256=sha256,
+        crc=None if crc is None else _parse_crc(crc),
+    )
+    section.close()
+    return entry
+
+
+def _parse_crc(section: Section) -> CrcRange:
+    crc = CrcRange(section.integer("offset", 0, _MAX_CRCS), section.integer("count", 0, _MAX_CRCS))
+    section.close()
+    return crc

@@ -1,0 +1,304 @@
+"""Opens a bundle: everything about it is checked but its weights, which are not read.
+
+Every size is computed from the manifest's model and compared with the manifest and the disk before anything
+is allocated for it. Reading and checksumming weights is the flash layer's work; `verify` reads them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from ondevice.bundle.layout import (
+    CHECKSUMS,
+    CRC_BLOCK_BYTES,
+    DATA_OFFSET,
+    EMBEDDING,
+    MANIFEST,
+    RESIDENT,
+    RecordLayout,
+    TensorSpec,
+    embedding_layout,
+    neuron_file_name,
+    neuron_layout,
+    record_header,
+    resident_header,
+    resident_tensors,
+)
+from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
+from ondevice.bundle.strict_json import MAX_JSON_BYTES
+from ondevice.config import ModelConfig, QuantConfig
+from ondevice.errors import BundleError, ModelNotFoundError
+
+MAX_CHECKSUM_BYTES = 1 << 28
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedFile:
+    """A file and the CRC32C table that its reads are checked against.
+
+    The bytes from `crc_start` to the end are covered by units of `crc_units` bytes, repeating; the last unit
+    of the file may be short. `crcs[i]` (uint32) belongs to unit i. `nbytes` is the whole file's size.
+    """
+
+    path: Path
+    nbytes: int
+    crc_start: int
+    crc_units: tuple[int, ...]
+    crcs: np.ndarray
+
+
+@dataclass(frozen=True)
+class TensorSpan:
+    """Where one resident tensor lies: `nbytes` bytes from `offset` of `file`."""
+
+    file: str
+    offset: int
+    nbytes: int
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """What model and format decide about a file, whatever the weights: its size, its head and its CRC units.
+
+    `nbytes` is None where only the manifest knows (tokenizer files); `num_records` is 0 outside record files.
+    """
+
+    nbytes: int | None
+    header: bytes
+    crc_start: int
+    crc_units: tuple[int, ...]
+    num_records: int = 0
+    record: RecordLayout | None = None
+
+    def crc_count(self, nbytes: int) -> int:
+        """CRC entries of the file at a size of `nbytes`."""
+        cycles, rest = divmod(nbytes - self.crc_start, sum(self.crc_units))
+        return cycles * len(self.crc_units) + (rest > 0)
+
+
+def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
+    """Layout of the bundle's file `name` (any but the manifest and the checksum table)."""
+    if name == RESIDENT:
+        tensors = resident_tensors(config, quant)
+        header = resident_header(tensors)
+        nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
+        return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
+    if name == EMBEDDING:
+        return _record_file(config.vocab_size, embedding_layout(config, quant))
+    if name.startswith("neurons-"):
+        return _record_file(config.intermediate_size, neuron_layout(config, quant))
+    return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
+
+
+def _record_file(num_records: int, record: RecordLayout) -> FileLayout:
+    header = record_header(num_records, record.stride)
+    nbytes = DATA_OFFSET + num_records * record.stride
+    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, num_records, record)
+
+
+class Bundle:
+    """An opened bundle. Its attributes are read-only facts; nothing is held open."""
+
+    path: Path
+    manifest: Manifest
+    config: ModelConfig
+    quant: QuantConfig
+    neuron_layout: RecordLayout
+    embedding_layout: RecordLayout
+    bundle_bytes: int
+    """Bytes of all files together."""
+
+    def __init__(self, path: Path, manifest: Manifest, manifest_bytes: int) -> None:
+        """Use `Bundle.open`."""
+        self.path = path
+        self.manifest = manifest
+        self.config = manifest.config
+        self.quant = manifest.quant
+        self.neuron_layout = neuron_layout(self.config, self.quant)
+        self.embedding_layout = embedding_layout(self.config, self.quant)
+        self.bundle_bytes = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
+        self._folder = path.resolve()
+        self._check_sizes()
+        self._check_headers()
+        self._spans = _resident_spans(self.config, self.quant)
+        self._check_with_safetensors()
+        self._crcs = self._read_checksums()
+
+    @staticmethod
+    def open(path: str | Path) -> Bundle:
+        """Opens the bundle in the folder `path`.
+
+        Raises ModelNotFoundError if there is none, BundleError if anything in it is damaged or out of
+        bounds, UnsupportedModelError if this release doesn't know its version or a model option.
+        """
+        folder = Path(path)
+        if not os.path.lexists(folder / MANIFEST):
+            raise ModelNotFoundError(
+                f"no bundle at {folder} (it has no {MANIFEST}); "
+                f"make one with: ondevice convert SOURCE --output {folder}"
+            )
+        data = _read(contained(folder.resolve(), MANIFEST), MAX_JSON_BYTES)
+        return Bundle(folder, parse_manifest(data), len(data))
+
+    @property
+    def name(self) -> str:
+        """The name of the bundle's folder."""
+        return self._folder.name
+
+    @property
+    def parameters(self) -> int:
+        """Logical parameters of the model; tied embeddings count once."""
+        config = self.config
+        hidden = config.hidden_size
+        layer = hidden * (config.qkv_size + config.query_size + 3 * config.intermediate_size + 2)
+        layer += config.attention_bias * config.qkv_size + config.attention_output_bias * hidden
+        layer += config.qk_norm * 2 * config.head_dim
+        tables = 1 if config.tie_embeddings else 2
+        return config.num_layers * layer + tables * config.vocab_size * hidden + hidden
+
+    @property
+    def neuron_files(self) -> tuple[CheckedFile, ...]:
+        """Every layer's neuron file, in order."""
+        return tuple(self.neuron_file(layer) for layer in range(self.config.num_layers))
+
+    @property
+    def embedding_file(self) -> CheckedFile:
+        return self.file(EMBEDDING)
+
+    def neuron_file(self, layer: int) -> CheckedFile:
+        return self.file(neuron_file_name(layer))
+
+    def file(self, name: str) -> CheckedFile:
+        """The file `name` with its checksums. Raises BundleError if the bundle has no such file."""
+        entry = self.manifest.files.get(name)
+        if entry is None or entry.crc is None:
+            raise BundleError(f"{name!r} is not a file with checksums in the bundle {self.path}")
+        layout = file_layout(name, self.config, self.quant)
+        crcs = self._crcs[entry.crc.offset : entry.crc.offset + entry.crc.count]
+        return CheckedFile(self._folder / name, entry.nbytes, layout.crc_start, layout.crc_units, crcs)
+
+    def tensor_span(self, name: str) -> TensorSpan:
+        """Where the resident tensor `name` lies. Raises BundleError if the model has no such tensor."""
+        if name not in self._spans:
+            raise BundleError(f"the bundle {self.path} has no tensor {name!r}")
+        return self._spans[name]
+
+    def read_small(self, name: str) -> bytes:
+        """A tokenizer file or chat template, whole. Raises BundleError if its sha256 differs."""
+        entry = self.manifest.files.get(name)
+        if entry is None or name not in self.manifest.tokenizer.files:
+            raise BundleError(f"the bundle {self.path} has no tokenizer file {name!r}")
+        data = _read(contained(self._folder, name), entry.nbytes)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
+        return data
+
+    def _check_sizes(self) -> None:
+        """Manifest and disk agree with the sizes that the model implies; the CRC ranges follow each other."""
+        next_crc = 0
+        for name in bundle_files(self.config, self.manifest.tokenizer):
+            entry = self.manifest.files[name]
+            if name == CHECKSUMS:
+                expected, crc = 4 * next_crc, None
+            else:
+                layout = file_layout(name, self.config, self.quant)
+                expected = entry.nbytes if layout.nbytes is None else layout.nbytes
+                crc = CrcRange(next_crc, layout.crc_count(expected))
+                next_crc += crc.count
+                if layout.nbytes is None and not 1 <= expected <= MAX_TOKENIZER_BYTES:
+                    raise BundleError(f"{name} has {expected} bytes; the limit is {MAX_TOKENIZER_BYTES}")
+            if entry.nbytes != expected:
+                raise BundleError(f"manifest: {name} has {entry.nbytes} bytes; this model needs {expected}")
+            if entry.crc != crc:
+                raise BundleError(f"manifest: {name} has the checksum range {entry.crc}; expected {crc}")
+            actual = contained(self._folder, name).stat().st_size
+            if actual != expected:
+                raise BundleError(f"{name} has {actual} bytes on disk; the manifest says {expected}")
+        if 4 * next_crc > MAX_CHECKSUM_BYTES:
+            raise BundleError(f"{CHECKSUMS} has {4 * next_crc} bytes; the limit is {MAX_CHECKSUM_BYTES}")
+
+    def _check_headers(self) -> None:
+        """The safetensors headers are the canonical ones, so every offset can be computed."""
+        for name in self.manifest.files:
+            if name != CHECKSUMS:
+                header = file_layout(name, self.config, self.quant).header
+                if read_range(self._folder / name, 0, len(header)) != header:
+                    raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
+
+    def _check_with_safetensors(self) -> None:
+        """The safetensors library finds exactly the expected tensors in the resident file."""
+        expected = resident_tensors(self.config, self.quant)
+        try:
+            with safe_open(self._folder / RESIDENT, framework="numpy") as file:
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                specs = {n: TensorSpec(s.get_dtype(), tuple(s.get_shape())) for n, s in found.items()}
+        except (SafetensorError, OSError) as error:
+            raise BundleError(f"{RESIDENT}: the safetensors library refuses it: {error}") from error
+        if specs != expected:
+            differing = sorted(n for n in specs.keys() | expected if specs.get(n) != expected.get(n))
+            raise BundleError(f"{RESIDENT}: tensor {differing[0]!r} isn't what this model implies")
+
+    def _read_checksums(self) -> np.ndarray:
+        entry = self.manifest.files[CHECKSUMS]
+        data = _read(contained(self._folder, CHECKSUMS), entry.nbytes)
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise BundleError(
+                f"{CHECKSUMS} doesn't match its sha256; the bundle is damaged, convert it again"
+            )
+        return np.frombuffer(data, dtype="<u4")
+
+
+def _resident_spans(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpan]:
+    tensors = resident_tensors(config, quant)
+    offset = len(resident_header(tensors))
+    spans = {}
+    for name, spec in tensors.items():
+        spans[name] = TensorSpan(RESIDENT, offset, spec.nbytes, spec.numpy_dtype, spec.shape)
+        offset += spec.nbytes
+    return spans
+
+
+def contained(folder: Path, name: str) -> Path:
+    """The regular file `name` of the resolved `folder`. Raises BundleError if it leads anywhere else."""
+    try:
+        path = (folder / name).resolve(strict=True)
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{name} is missing from {folder} or can't be reached: {error}") from error
+    if not path.is_relative_to(folder):
+        raise BundleError(f"{name} is a link that leaves the bundle {folder}")
+    if not stat.S_ISREG(mode):
+        raise BundleError(f"{name} in {folder} isn't a regular file")
+    return path
+
+
+def read_range(path: Path, offset: int, nbytes: int) -> bytes:
+    """Exactly `nbytes` bytes of `path` from `offset`. Raises BundleError if they can't be had."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(nbytes)
+    except OSError as error:
+        raise BundleError(f"{path.name} can't be read: {error}") from error
+    if len(data) != nbytes:
+        raise BundleError(f"{path.name} ends {nbytes - len(data)} bytes early")
+    return data
+
+
+def _read(path: Path, most: int) -> bytes:
+    """All of `path`. Raises BundleError if it has more than `most` bytes."""
+    size = path.stat().st_size
+    if size > most:
+        raise BundleError(f"{path.name} has {size} bytes; the limit is {most}")
+    return read_range(path, 0, size)

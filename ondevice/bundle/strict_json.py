@@ -1,0 +1,154 @@
+"""JSON from an untrusted file: size, nesting, keys, types and ranges checked; only BundleError comes out."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ondevice.errors import BundleError
+
+MAX_JSON_BYTES = 1 << 20
+MAX_NESTING = 16
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """The value that `data` (UTF-8) spells. Raises BundleError, naming `where`, for all it can't accept."""
+    if len(data) > MAX_JSON_BYTES:
+        raise BundleError(f"{where} has {len(data)} bytes; the limit is {MAX_JSON_BYTES}")
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(data):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(match.group(), 0)
+        if depth > MAX_NESTING:
+            raise BundleError(f"{where} nests deeper than {MAX_NESTING} levels at byte {match.start()}")
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except ValueError as error:
+        raise BundleError(f"{where} isn't valid JSON: {error}") from error
+
+
+def canonical_json(value: object) -> bytes:
+    """The one spelling that is hashed: sorted keys, no spaces, ASCII, shortest floats."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return result
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+class Section:
+    """One JSON object, read field by field; `close` refuses the keys that nobody asked for."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise BundleError(f"{where} must be an object, not {_shown(value)}")
+        self._values: dict[str, Any] = value
+        self._unread = set(value)
+        self.where = where
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys, as they come in the file."""
+        return tuple(self._values)
+
+    def get(self, key: str) -> Any:
+        """The raw value. Raises BundleError if the key is missing."""
+        if key not in self._values:
+            raise BundleError(f"{self.where} lacks {key!r}")
+        self._unread.discard(key)
+        return self._values[key]
+
+    def section(self, key: str) -> Section:
+        return Section(self.get(key), f"{self.where}.{key}")
+
+    def optional_section(self, key: str) -> Section | None:
+        return None if self.get(key) is None else self.section(key)
+
+    def integer(self, key: str, low: int, high: int) -> int:
+        return self._integer(self.get(key), key, low, high)
+
+    def integers(self, key: str, most: int, low: int, high: int) -> tuple[int, ...]:
+        """A list of at most `most` integers from `low` to `high`."""
+        return tuple(self._integer(value, key, low, high) for value in self._list(key, most))
+
+    def number(self, key: str, low: float, high: float) -> float:
+        """A finite number from `low` to `high`."""
+        value = self.get(key)
+        if type(value) not in (int, float) or not low <= value <= high:
+            self._refuse(key, value, f"a number from {low} to {high}")
+        return float(value)
+
+    def boolean(self, key: str) -> bool:
+        value = self.get(key)
+        if type(value) is not bool:
+            self._refuse(key, value, "true or false")
+        return bool(value)
+
+    def text(self, key: str, most: int) -> str:
+        """A printable string of 1 to `most` characters."""
+        return self._text(self.get(key), key, most)
+
+    def texts(self, key: str, count: int, most: int) -> tuple[str, ...]:
+        """A list of at most `count` printable strings of 1 to `most` characters."""
+        return tuple(self._text(value, key, most) for value in self._list(key, count))
+
+    def equal(self, key: str, expected: object) -> None:
+        """Requires exactly the JSON value `expected`."""
+        value = self.get(key)
+        if canonical_json(value) != canonical_json(expected):
+            self._refuse(key, value, _shown(expected))
+
+    def close(self) -> None:
+        if self._unread:
+            raise BundleError(f"{self.where} has an unknown key {min(self._unread)!r}")
+
+    def _list(self, key: str, most: int) -> list[Any]:
+        value = self.get(key)
+        if not isinstance(value, list) or len(value) > most:
+            self._refuse(key, value, f"a list of at most {most} values")
+        return list(value)
+
+    def _integer(self, value: object, key: str, low: int, high: int) -> int:
+        if type(value) is not int or not low <= value <= high:
+            self._refuse(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def _text(self, value: object, key: str, most: int) -> str:
+        if not isinstance(value, str) or not 1 <= len(value) <= most or not value.isprintable():
+            self._refuse(key, value, f"printable text of 1 to {most} characters")
+        return value
+
+    def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
+        raise BundleError(f"{self.where}.{key} is {_shown(value)}; it must be {wanted}")
+
+
+def _shown(value: object) -> str:
+    """`value` as a short piece of ASCII for a message."""
+    if isinstance(value, Mapping | list):
+        return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        return "a huge integer"
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
