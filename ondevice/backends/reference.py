@@ -27,7 +27,7 @@ from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
 
 RECORDS_PER_READ = 1024
-_erf = np.frompyfunc(math.erf, 1, 1)
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ class ReferenceBackend:
 
     def linear(self, x: Float32, weight: ReferenceLinear) -> Float32:
         product: Float32 = x @ weight.weight.T
-        return product if weight.bias is None else product + weight.bias
+        if weight.bias is not None:
+            product += weight.bias
+        return product
 
     def rope(self, x: Float32, cos: Float32, sin: Float32) -> Float32:
         half = x.shape[-1] // 2
@@ -155,7 +157,7 @@ def activate(x: Float32, activation: Activation) -> Float32:
         case "silu":
             wide = wide / (1.0 + np.exp(np.clip(-wide, None, 700.0)))
         case "gelu":
-            wide = 0.5 * wide * (1.0 + _erf(wide / math.sqrt(2.0)).astype(np.float64))
+            wide = 0.5 * wide * (1.0 + _erf(wide / math.sqrt(2.0)))
         case "gelu_tanh":
             wide = 0.5 * wide * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)))
         case "relu":

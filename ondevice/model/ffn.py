@@ -1,0 +1,16 @@
+"""One layer's feed-forward block: norm, gated feed-forward (arXiv 2002.05202), residual.
+
+Where the neurons live and which of them are multiplied is the backend's and `sparsity`'s affair.
+"""
+
+from __future__ import annotations
+
+from ondevice.backends.base import Array, Backend
+from ondevice.config import ModelConfig
+from ondevice.model.weights import LayerWeights
+
+
+def feed_forward(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> Array:
+    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D)."""
+    normed = backend.rms_norm(x, weights.feed_forward_norm, config.rms_norm_eps)
+    return backend.add(x, backend.feed_forward(normed, weights.feed_forward, config.hidden_act))

@@ -1,0 +1,101 @@
+"""The forward pass of a decoder-only transformer, written once over the backend ops: the file to open first.
+
+    x = embedding(tokens)
+    for each layer:  x += attention(norm(x));  x += feed_forward(norm(x))
+    logits = head(norm(x))
+
+It knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from ondevice.backends.base import Array, Backend, Float32
+from ondevice.config import ModelConfig
+from ondevice.errors import BundleError, UsageError
+from ondevice.model.attention import attention
+from ondevice.model.ffn import feed_forward
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.rope import Rope
+from ondevice.model.weights import ModelWeights
+
+WantedLogits = Literal["none", "last", "all"]
+
+
+class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, never an error a user sees
+    """A pass was given up between two layers; the cache is as it was before it."""
+
+
+class Transformer:
+    """A loaded model: shapes, an engine and the weights that engine loaded."""
+
+    def __init__(self, config: ModelConfig, backend: Backend, weights: ModelWeights) -> None:
+        self.config = config
+        self.backend = backend
+        self._weights = weights
+        self._rope = Rope(config)
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        kv: KVCache,
+        logits: WantedLogits = "last",
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Float32 | None:
+        """Run T tokens at positions kv.length, kv.length + 1, ... and leave their keys and values in kv.
+
+        Returns float32 logits, (1, V) of the last token or (T, V) of all, or None where none are wanted.
+        Raises Cancelled when `cancelled()` holds between two layers, UsageError for an id outside the
+        vocabulary, BundleError for logits that aren't finite, and what a read or the cache's allocator raises. Whatever it raises, kv is as before.
+        """
+        ids = self._checked(tokens)
+        start = kv.length
+        kv.reserve(start + len(ids))
+        try:
+            x = self._layers(ids, kv, logits, cancelled)
+            result = None if logits == "none" else self._head(x)
+            kv.extend(ids.tolist())
+        finally:
+            if kv.length == start:
+                kv.truncate(start)
+        return result
+
+    def _layers(
+        self, ids: np.ndarray, kv: KVCache, logits: WantedLogits, cancelled: Callable[[], bool] | None
+    ) -> Array:
+        """Hidden states (T, D) after the last layer; only the last token's (1, D) unless all are wanted."""
+        backend, config, position = self.backend, self.config, kv.length
+        cos, sin = self._rope.tables(position, len(ids))
+        x = backend.embedding(self._weights.embedding, ids)
+        for layer, weights in enumerate(self._weights.layers):
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
+            if layer == config.num_layers - 1 and logits != "all":
+                x = x[-1:]
+            x = feed_forward(backend, config, weights, x)
+        return x
+
+    def _head(self, x: Array) -> Float32:
+        normed = self.backend.rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
+        logits = self.backend.to_numpy(self.backend.linear(normed, self._weights.head))
+        if not np.isfinite(logits).all():
+            raise BundleError(
+                "the model computes logits that are not finite: its weights are not a usable model's; "
+                "check the checkpoint and convert it again"
+            )
+        return logits
+
+    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+        """tokens as (T,) int32. An id out of range would be read as some other record."""
+        if not len(tokens):
+            raise UsageError("a forward pass needs at least one token")
+        lowest, highest = min(tokens), max(tokens)
+        if lowest < 0 or highest >= self.config.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise UsageError(f"token id {bad} is not from 0 to {self.config.vocab_size - 1}")
+        return np.array(tokens, dtype=np.int32)
