@@ -1,0 +1,1 @@
+"""Run a language model that is larger than the memory you give it."""

@@ -1,0 +1,175 @@
+"""Frozen configuration: what a model is, how it is stored, how it runs, how it samples.
+
+Each option has its one default here; the CLI and the API read them from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ondevice.errors import UnsupportedModelError, UsageError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequency scaling: `linear` (position interpolation) or `llama3` (by wavelength)."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and arithmetic of a decoder-only transformer with a gated feed-forward.
+
+    Sizes are logical; storage pads what it quantises to multiples of `GROUP_SIZE`.
+    `layer_windows[i]` is layer i's sliding attention window in tokens, 0 for full attention.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context: int
+    hidden_act: Activation
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    layer_windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, limit in _SIZE_LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= limit:
+                raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from 1 to {limit}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
+        if not 0.0 < self.rms_norm_eps < 1.0 or not 1.0 <= self.rope_theta < 1e12:
+            raise UnsupportedModelError(
+                f"rms_norm_eps {self.rms_norm_eps} or rope_theta {self.rope_theta} is out of range"
+            )
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (0,) * self.num_layers)
+        if len(self.layer_windows) != self.num_layers or min(self.layer_windows) < 0:
+            raise UnsupportedModelError(
+                f"layer_windows must hold {self.num_layers} values of 0 or more, one per layer"
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return self.query_size + 2 * self.kv_size
+
+
+_SIZE_LIMITS = {
+    "hidden_size": 1 << 17,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 10,
+    "num_kv_heads": 1 << 10,
+    "head_dim": 1 << 10,
+    "intermediate_size": 1 << 20,
+    "vocab_size": 1 << 22,
+    "max_context": 1 << 24,
+}
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """Weight storage. bits 4 or 8: group-affine, `w = scale * q + bias`, groups of 64; 16: float16."""
+
+    bits: Literal[4, 8, 16] = 4
+
+    @property
+    def name(self) -> str:
+        return {4: "q4", 8: "q8", 16: "f16"}[self.bits]
+
+    @staticmethod
+    def parse(name: str) -> QuantConfig:
+        """`q4`, `q8` or `f16`. Raises UsageError on anything else."""
+        for bits in (4, 8, 16):
+            config = QuantConfig(bits)  # type: ignore[arg-type]
+            if config.name == name:
+                return config
+        raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How a bundle is run. None of these but `kv_bits`, `backend` and lossy `sparsity` changes the text."""
+
+    dram_budget: str | int = "auto"
+    backend: Literal["auto", "cpu", "mlx", "reference"] = "auto"
+    threads: int = 0
+    """Compute threads; 0 means one per core the process may use."""
+    io: Literal["auto", "direct", "buffered"] = "auto"
+    sparsity: Literal["auto", "dense", "exact", "predicted", "threshold", "experts"] = "auto"
+    speculation: Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"] = "auto"
+    kv_bits: Literal[16, 8] = 16
+    max_context: int = 0
+    """Tokens a session may hold; 0 means the smaller of the model's own limit and 4,096."""
+    prefill_chunk: int = 256
+    """Prompt tokens per forward pass. Fixed, so memory pressure can't change it."""
+    kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is chosen from the logits. The defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = field(default=())
+    max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("max_tokens", self.max_tokens >= 0, "0 or more"),
+            ("seed", 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
+        )
+        for name, valid, range_text in checks:
+            if not valid:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {range_text}")

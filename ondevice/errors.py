@@ -1,0 +1,63 @@
+"""The typed error tree: one class per cause, each with the exit code the CLI maps it to."""
+
+from __future__ import annotations
+
+
+class OndeviceError(Exception):
+    """Base of every error this package raises on purpose. The message names value, limit and remedy."""
+
+    exit_code = 1
+
+
+class UsageError(OndeviceError, ValueError):
+    """An argument that can't be right whatever the model (a malformed size, a negative temperature)."""
+
+    exit_code = 2
+
+
+class ModelNotFoundError(OndeviceError):
+    """No bundle by that name or path; the message has the `ondevice convert` line to run."""
+
+    exit_code = 3
+
+
+class UnsupportedModelError(OndeviceError):
+    """The checkpoint or bundle is sound, but uses something this runtime doesn't implement."""
+
+    exit_code = 3
+
+
+class ContextOverflowError(OndeviceError):
+    """The prompt alone is longer than the context."""
+
+    exit_code = 4
+
+
+class BudgetError(OndeviceError):
+    """The DRAM budget can't be met. `required_bytes` is the smallest budget that works."""
+
+    exit_code = 5
+
+    def __init__(self, message: str, required_bytes: int) -> None:
+        super().__init__(message)
+        self.required_bytes = required_bytes
+
+
+class BundleError(OndeviceError):
+    """A bundle is damaged, truncated or hostile."""
+
+    exit_code = 6
+
+
+class CheckpointError(OndeviceError):
+    """A source checkpoint is damaged, truncated or inconsistent."""
+
+    exit_code = 6
+
+
+class BackendUnavailableError(OndeviceError):
+    """The requested backend, kernel target or I/O mode can't run on this machine."""
+
+
+class FlashReadError(OndeviceError):
+    """A read from flash failed, came short, or its bytes don't match their checksum."""

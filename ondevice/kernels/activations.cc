@@ -1,0 +1,57 @@
+#include "simd.h"
+#include "target_kernels.h"
+
+namespace ondevice {
+namespace ONDEVICE_NS {
+namespace {
+
+// Abramowitz and Stegun 7.1.26, absolute error below 2e-7.
+F erf_lanes(F x) {
+  const F magnitude = abs(x);
+  const F t = div(set1(1.0f), fma(set1(0.3275911f), magnitude, set1(1.0f)));
+  F p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const F tail = mul(mul(p, t), exp_lanes(sub(zero(), mul(magnitude, magnitude))));
+  const F positive = sub(set1(1.0f), tail);
+  // The sign without a select: x / |x|, and 0 where x is 0.
+  return mul(positive, div(x, max(magnitude, set1(1e-30f))));
+}
+
+F sigmoid_weighted(F x, F argument) {  // x / (1 + e^-argument)
+  return div(x, add(set1(1.0f), exp_lanes(sub(zero(), argument))));
+}
+
+F activation(Activation act, F x) {
+  switch (act) {
+    case Activation::kSilu:
+      return sigmoid_weighted(x, x);
+    case Activation::kGelu:
+      return mul(mul(set1(0.5f), x), add(set1(1.0f), erf_lanes(mul(x, set1(0.70710678118654752f)))));
+    case Activation::kGeluTanh: {
+      const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
+      return sigmoid_weighted(x, mul(set1(1.59576912160573071f), cubic));
+    }
+    case Activation::kRelu:
+      return max(x, zero());
+    default: {
+      const F positive = max(x, zero());
+      return mul(positive, positive);
+    }
+  }
+}
+
+}  // namespace
+
+void activate(Activation act, const float* gate, const float* up, float* h, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t left = n - i;
+    const F value = mul(activation(act, load_partial(gate + i, left)), load_partial(up + i, left));
+    store_partial(h + i, value, left);
+  }
+}
+
+}  // namespace ONDEVICE_NS
+}  // namespace ondevice

@@ -1,0 +1,223 @@
+#include "simd.h"
+#include "target_kernels.h"
+
+#include <math.h>
+
+namespace ondevice {
+namespace ONDEVICE_NS {
+namespace {
+
+// A block holds, per (layer, kv head), 64 positions:
+//   8 bits:  keys int8 (head_dim, 64), key scales f32 (64), values int8 (64, head_dim), value scales f32 (64)
+//   16 bits: keys float16 (head_dim, 64), values float16 (64, head_dim)
+// Keys lie dimension by dimension, so that 16 positions are scored at once, each summed over the dimensions
+// in ascending order: a score depends on nothing but its query, its key and that order.
+struct Head {
+  uint8_t* keys;
+  float* key_scales;
+  uint8_t* values;
+  float* value_scales;
+};
+
+Head head_at(const KvView& kv, int64_t block, int64_t head) {
+  uint8_t* base = kv.blocks[block] + kv.layer_offset + head * kv.head_bytes;
+  const int64_t codes = kKvBlock * kv.head_dim * kv.bits / 8;
+  if (kv.bits == 16) return {base, nullptr, base + codes, nullptr};
+  float* key_scales = reinterpret_cast<float*>(base + codes);
+  uint8_t* values = base + codes + kKvBlock * 4;
+  return {base, key_scales, values, reinterpret_cast<float*>(values + codes)};
+}
+
+F load_codes(const uint8_t* base, int bits, int64_t index) {
+  return bits == 16 ? load_half(reinterpret_cast<const uint16_t*>(base) + index)
+                    : load_int8(reinterpret_cast<const int8_t*>(base) + index);
+}
+
+// int8 code per value, scale = max|x| / 127; a zero vector has scale 0.
+void quantize_head(const float* x, int64_t n, int8_t* codes, int64_t stride, float* scale) {
+  F magnitude = zero();
+  for (int64_t i = 0; i < n; i += 16) magnitude = max(magnitude, abs(load_partial(x + i, n - i)));
+  const float m = reduce_max(magnitude);
+  const float inverse = m > 0.0f ? 127.0f / m : 0.0f;
+  for (int64_t i = 0; i < n; i += 16) {
+    int8_t lanes[16];
+    store_int8(lanes, mul(load_partial(x + i, n - i), set1(inverse)));
+    for (int64_t k = 0; k < 16 && i + k < n; ++k) codes[(i + k) * stride] = lanes[k];
+  }
+  *scale = m / 127.0f;
+}
+
+void half_head(const float* x, int64_t n, uint16_t* out, int64_t stride) {
+  for (int64_t i = 0; i < n; i += 16) {
+    uint16_t lanes[16];
+    store_half(lanes, load_partial(x + i, n - i));
+    for (int64_t k = 0; k < 16 && i + k < n; ++k) out[(i + k) * stride] = lanes[k];
+  }
+}
+
+int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
+
+// Scores of `rows` queries against one block's 64 keys -> scores[r * stride + position in block].
+void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, float scale, float* keys,
+                 float* scores, int64_t stride) {
+  for (int64_t p = 0; p < kKvBlock; p += 16) {
+    for (int64_t d = 0; d < kv.head_dim; ++d)
+      store(keys + d * 16, load_codes(head.keys, kv.bits, d * kKvBlock + p));
+    const F factor = head.key_scales ? mul(load(head.key_scales + p), set1(scale)) : set1(scale);
+    int64_t r = 0;
+    for (; r + 4 <= rows; r += 4) {
+      const float* q0 = q + r * kv.head_dim;
+      F a = zero(), b = zero(), c = zero(), e = zero();
+      for (int64_t d = 0; d < kv.head_dim; ++d) {
+        const F k = load(keys + d * 16);
+        a = fma(set1(q0[d]), k, a);
+        b = fma(set1(q0[kv.head_dim + d]), k, b);
+        c = fma(set1(q0[2 * kv.head_dim + d]), k, c);
+        e = fma(set1(q0[3 * kv.head_dim + d]), k, e);
+      }
+      store(scores + r * stride + p, mul(a, factor));
+      store(scores + (r + 1) * stride + p, mul(b, factor));
+      store(scores + (r + 2) * stride + p, mul(c, factor));
+      store(scores + (r + 3) * stride + p, mul(e, factor));
+    }
+    for (; r < rows; ++r) {
+      F a = zero();
+      for (int64_t d = 0; d < kv.head_dim; ++d) a = fma(set1(q[r * kv.head_dim + d]), load(keys + d * 16), a);
+      store(scores + r * stride + p, mul(a, factor));
+    }
+  }
+}
+
+// exp(score - max) over positions [low, high] of a row that starts at position `base`; 0 outside.
+// The sum is kept in 16 lanes by position % 16 and returned.
+float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t high) {
+  float top = scores[low - base];
+  for (int64_t p = low; p <= high; ++p) top = scores[p - base] > top ? scores[p - base] : top;
+  F sum = zero();
+  for (int64_t p = base; p < end; p += 16) {
+    F e = zero();
+    if (p + 15 >= low && p <= high) {
+      e = exp_lanes(sub(load(scores + p - base), set1(top)));
+      if (p < low || p + 15 > high) {
+        float lanes[16];
+        store(lanes, e);
+        for (int64_t k = 0; k < 16; ++k)
+          if (p + k < low || p + k > high) lanes[k] = 0.0f;
+        e = load(lanes);
+      }
+    }
+    sum = add(sum, e);
+    store(scores + p - base, e);
+  }
+  return reduce_add(sum);
+}
+
+// acc[d] gains weight * value for positions [low, high] of one block, ascending.
+void weigh_values(const float* values, int64_t width, const float* weights, int64_t low, int64_t high,
+                  float* acc) {
+  int64_t d = 0;
+  for (; d + 64 <= width; d += 64) {
+    F a = load(acc + d), b = load(acc + d + 16), c = load(acc + d + 32), e = load(acc + d + 48);
+    for (int64_t p = low; p <= high; ++p) {
+      const F w = set1(weights[p]);
+      const float* v = values + p * width + d;
+      a = fma(w, load(v), a);
+      b = fma(w, load(v + 16), b);
+      c = fma(w, load(v + 32), c);
+      e = fma(w, load(v + 48), e);
+    }
+    store(acc + d, a);
+    store(acc + d + 16, b);
+    store(acc + d + 32, c);
+    store(acc + d + 48, e);
+  }
+  for (; d < width; d += 16) {
+    F a = load(acc + d);
+    for (int64_t p = low; p <= high; ++p) a = fma(set1(weights[p]), load(values + p * width + d), a);
+    store(acc + d, a);
+  }
+}
+
+// A block's values as floats (64, width), zeros behind head_dim.
+void load_values(const Head& head, const KvView& kv, int64_t width, float* values) {
+  const int64_t bytes = kv.bits / 8;
+  for (int64_t p = 0; p < kKvBlock; ++p)
+    for (int64_t d = 0; d < width; d += 16) {
+      const int64_t index = p * kv.head_dim + d;
+      if (d + 16 <= kv.head_dim) {
+        store(values + p * width + d, load_codes(head.values, kv.bits, index));
+        continue;
+      }
+      uint8_t tail[32] = {0};
+      memcpy(tail, head.values + index * bytes, static_cast<size_t>((kv.head_dim - d) * bytes));
+      store(values + p * width + d, load_codes(tail, kv.bits, 0));
+    }
+}
+
+int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace
+
+void kv_write(const KvView& kv, int64_t position, const float* k, const float* v) {
+  const int64_t slot = position % kKvBlock;
+  for (int64_t head = 0; head < kv.heads; ++head) {
+    const Head at = head_at(kv, position / kKvBlock, head);
+    const float *key = k + head * kv.head_dim, *value = v + head * kv.head_dim;
+    if (kv.bits == 16) {
+      half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + slot, kKvBlock);
+      half_head(value, kv.head_dim, reinterpret_cast<uint16_t*>(at.values) + slot * kv.head_dim, 1);
+    } else {
+      quantize_head(key, kv.head_dim, reinterpret_cast<int8_t*>(at.keys) + slot, kKvBlock, at.key_scales + slot);
+      quantize_head(value, kv.head_dim, reinterpret_cast<int8_t*>(at.values) + slot * kv.head_dim, 1,
+                    at.value_scales + slot);
+    }
+  }
+}
+
+void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch) {
+  const KvView& kv = args.kv;
+  const int64_t shared = args.heads / kv.heads, dim = kv.head_dim, width = pad16(dim);
+  const int64_t rows = (q_end - q_begin) * shared;
+  const int64_t last = args.position + q_end - 1;
+  const int64_t first = args.window ? max_of(0, args.position + q_begin - args.window + 1) : 0;
+  const int64_t base = first / kKvBlock * kKvBlock, end = (last / kKvBlock + 1) * kKvBlock, span = end - base;
+  float* q = scratch;                   // (rows, dim)
+  float* scores = q + rows * dim;       // (rows, span)
+  float* acc = scores + rows * span;    // (rows, width)
+  float* block = acc + rows * width;    // (64, width) or (dim, 16)
+  float* sums = block + kKvBlock * width;
+  for (int64_t r = 0; r < rows; ++r)
+    memcpy(q + r * dim, args.q + (q_begin + r / shared) * args.q_stride + (head * shared + r % shared) * dim,
+           static_cast<size_t>(dim) * sizeof(float));
+  const float scale = 1.0f / sqrtf(static_cast<float>(dim));
+  for (int64_t p = base; p < end; p += kKvBlock)
+    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, scale, block, scores + p - base, span);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t high = args.position + q_begin + r / shared;
+    const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;
+    sums[r] = softmax_row(scores + r * span, base, end, low, high);
+  }
+  for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
+  for (int64_t p = base; p < end; p += kKvBlock) {
+    const Head at = head_at(kv, p / kKvBlock, head);
+    load_values(at, kv, width, block);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t high = args.position + q_begin + r / shared;
+      const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;
+      float* weights = scores + r * span + p - base;
+      if (at.value_scales)
+        for (int64_t i = 0; i < kKvBlock; i += 16)
+          store(weights + i, mul(load(weights + i), load(at.value_scales + i)));
+      weigh_values(block, width, weights, max_of(low - p, 0), min_of(high - p, kKvBlock - 1), acc + r * width);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    float* out = args.out + ((q_begin + r / shared) * args.heads + head * shared + r % shared) * dim;
+    for (int64_t d = 0; d < dim; d += 16)
+      store_partial(out + d, mul(load(acc + r * width + d), set1(1.0f / sums[r])), dim - d);
+  }
+}
+
+}  // namespace ONDEVICE_NS
+}  // namespace ondevice

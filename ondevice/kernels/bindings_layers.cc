@@ -1,0 +1,135 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings.h"
+#include "layers.h"
+
+namespace ondevice {
+namespace {
+
+using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+
+int64_t rows_of(const Rows& x, int64_t cols) {
+  require(static_cast<int64_t>(x.shape(1)) == cols && (x.stride(1) == 1 || cols == 1), "x is (T, cols) floats");
+  require(x.shape(0) > 0, "x has no rows");
+  return static_cast<int64_t>(x.shape(0));
+}
+
+void check_bits(int bits) { require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16"); }
+
+void load_rows(Matrix& matrix, Engine& engine, int64_t row0, const Bytes2& codes, const Halves2& scales,
+               const Halves2& biases) {
+  const int64_t n = codes.shape(0), groups = matrix.bits() == 16 ? 0 : matrix.groups();
+  require(row0 >= 0 && n > 0 && row0 + n <= matrix.rows(), "rows are outside the matrix");
+  require(static_cast<int64_t>(codes.shape(1)) == matrix.groups() * kGroup * matrix.bits() / 8 &&
+              codes.stride(1) == 1,
+          "codes are (n, padded_cols * bits / 8)");
+  if (groups)
+    for (const Halves2* values : {&scales, &biases})
+      require(static_cast<int64_t>(values->shape(0)) == n && static_cast<int64_t>(values->shape(1)) == groups &&
+                  (values->stride(1) == 1 || groups == 1),
+              "scales and biases are (n, G)");
+  const StoredRows rows{codes.data(),
+                        reinterpret_cast<const uint8_t*>(scales.data()),
+                        reinterpret_cast<const uint8_t*>(biases.data()),
+                        codes.stride(0),
+                        groups ? scales.stride(0) * 2 : 0,
+                        groups ? biases.stride(0) * 2 : 0};
+  nb::gil_scoped_release release;
+  matrix.load_rows(engine, row0, n, rows);
+}
+
+void pack(FeedForward& layer, Engine& engine, Segment& segment, int64_t blocks, int64_t block0,
+          const CArray<const uint8_t, 2>& records) {
+  const int64_t count = records.shape(0);
+  require(static_cast<int64_t>(records.shape(1)) == layer.stride(), "records are (n, stride)");
+  require(blocks > 0 && layer.segment_bytes(blocks) <= segment.nbytes(), "the segment is too small");
+  require(count > 0 && block0 >= 0 && block0 + (count + kGroup - 1) / kGroup <= blocks,
+          "records are outside the segment");
+  layer.shape(segment, blocks);
+  nb::gil_scoped_release release;
+  layer.pack(engine, segment, block0, records.data(), count);
+}
+
+}  // namespace
+
+void bind_layers(nb::module_& m) {
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__",
+           [](Matrix* self, int64_t rows, int64_t cols, int bits) {
+             check_bits(bits);
+             require(rows > 0 && cols > 0, "rows and cols must be positive");
+             new (self) Matrix(rows, cols, bits);
+           })
+      .def_prop_ro("nbytes", &Matrix::nbytes)
+      .def_prop_ro("rows", &Matrix::rows)
+      .def_prop_ro("cols", &Matrix::cols)
+      .def("load_rows", &load_rows, nb::arg("engine"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
+           nb::arg("biases"))
+      .def(
+          "forward",
+          [](const Matrix& matrix, Engine& engine, const Rows& x,
+             const std::optional<CArray<const float, 1>>& bias, const CArray<float, 2>& out) {
+            const int64_t tokens = rows_of(x, matrix.cols());
+            require(static_cast<int64_t>(out.shape(0)) == tokens &&
+                        static_cast<int64_t>(out.shape(1)) == matrix.rows(),
+                    "out is (T, rows)");
+            require(!bias || static_cast<int64_t>(bias->shape(0)) == matrix.rows(), "bias is (rows,)");
+            nb::gil_scoped_release release;
+            matrix.forward(engine, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data());
+          },
+          nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"));
+
+  nb::class_<Segment>(m, "Segment")
+      .def("__init__",
+           [](Segment* self, int64_t nbytes) {
+             require(nbytes > 0, "a segment needs bytes");
+             new (self) Segment(nbytes);
+           })
+      .def_prop_ro("nbytes", &Segment::nbytes);
+
+  nb::class_<FeedForward>(m, "FeedForward")
+      .def("__init__",
+           [](FeedForward* self, int64_t hidden, int bits, int activation, int64_t stride, int64_t gate,
+              int64_t up, int64_t down) {
+             check_bits(bits);
+             require(hidden > 0 && activation >= 0 && activation <= 4, "hidden or activation is out of range");
+             const int64_t groups = (hidden + kGroup - 1) / kGroup;
+             const int64_t row = groups * kGroup * bits / 8 + (bits == 16 ? 0 : 4 * groups);
+             for (const int64_t offset : {gate, up, down})
+               require(offset >= 0 && offset + row <= stride, "a row lies outside the record");
+             new (self) FeedForward(hidden, bits, static_cast<Activation>(activation), {stride, gate, up, down});
+           })
+      .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
+      .def("pack", &pack, nb::arg("engine"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
+           nb::arg("records"))
+      .def(
+          "begin",
+          [](const FeedForward& layer, Engine& engine, const Rows& x) {
+            const int64_t tokens = rows_of(x, layer.hidden());
+            nb::gil_scoped_release release;
+            layer.begin(engine, x.data(), x.stride(0), tokens);
+          },
+          nb::arg("engine"), nb::arg("x"))
+      .def(
+          "add",
+          [](const FeedForward& layer, Engine& engine, const std::vector<const Segment*>& segments,
+             int64_t tokens) {
+            require(tokens > 0, "tokens must be positive");
+            nb::gil_scoped_release release;
+            layer.add(engine, segments, tokens);
+          },
+          nb::arg("engine"), nb::arg("segments"), nb::arg("tokens"))
+      .def(
+          "finish",
+          [](const FeedForward& layer, Engine& engine, const CArray<float, 2>& out) {
+            require(static_cast<int64_t>(out.shape(1)) == layer.hidden(), "out is (T, hidden)");
+            nb::gil_scoped_release release;
+            layer.finish(engine, static_cast<int64_t>(out.shape(0)), out.data());
+          },
+          nb::arg("engine"), nb::arg("out"));
+}
+
+}  // namespace ondevice

@@ -1,0 +1,52 @@
+#include "buffer.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+namespace ondevice {
+namespace {
+
+constexpr size_t kPage = 4096, kHugePage = size_t{2} << 20;
+
+}  // namespace
+
+Buffer::Buffer(size_t bytes) {
+  if (bytes == 0) return;
+  mapped_ = (bytes + kPage - 1) / kPage * kPage;
+  const bool huge = mapped_ >= 2 * kHugePage;
+  const size_t slack = huge ? kHugePage : 0;
+  void* map = mmap(nullptr, mapped_ + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (map == MAP_FAILED) throw std::bad_alloc();
+  uint8_t* base = static_cast<uint8_t*>(map);
+  if (huge) {
+    const size_t before = (kHugePage - reinterpret_cast<uintptr_t>(base) % kHugePage) % kHugePage;
+    if (before) munmap(base, before);
+    if (slack - before) munmap(base + before + mapped_, slack - before);
+    base += before;
+#if defined(MADV_HUGEPAGE)
+    madvise(base, mapped_, MADV_HUGEPAGE);
+#endif
+  }
+  data_ = base;
+  size_ = bytes;
+}
+
+Buffer::~Buffer() {
+  if (data_) munmap(data_, mapped_);
+}
+
+Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  if (this != &other) {
+    if (data_) munmap(data_, mapped_);
+    data_ = std::exchange(other.data_, nullptr);
+    size_ = std::exchange(other.size_, 0);
+    mapped_ = std::exchange(other.mapped_, 0);
+  }
+  return *this;
+}
+
+}  // namespace ondevice

@@ -1,0 +1,37 @@
+// Anonymous memory straight from the operating system: what is released goes back at once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ondevice {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  // Zeroed, 4096-aligned (2 MiB-aligned and huge-page advised from 4 MiB up). Throws std::bad_alloc.
+  explicit Buffer(size_t bytes);
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+
+  // At least `bytes`, contents lost when it grows.
+  void grow(size_t bytes) {
+    if (bytes > size_) *this = Buffer(bytes);
+  }
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0, mapped_ = 0;
+};
+
+}  // namespace ondevice

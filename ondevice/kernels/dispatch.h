@@ -1,0 +1,17 @@
+// Which targets this build holds and this machine runs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace ondevice {
+
+// Names of the runnable targets, the preferred one first; "scalar" is always last.
+std::vector<std::string> available_targets();
+
+// The table of a target, or of the preferred one for "auto". Null if it can't run here.
+const KernelTable* find_target(const std::string& name, std::string* resolved);
+
+}  // namespace ondevice

@@ -1,0 +1,76 @@
+// Quantising a checkpoint's rows where they lie, transposed or not.
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "layers.h"
+
+namespace ondevice {
+namespace {
+
+constexpr int64_t kRows = 16;
+
+void widen(const KernelTable& kernels, SourceType type, const uint8_t* data, int64_t n, float* out) {
+  if (type == SourceType::kFloat) {
+    std::memcpy(out, data, static_cast<size_t>(n) * sizeof(float));
+  } else if (type == SourceType::kHalf) {
+    kernels.half_to_float(reinterpret_cast<const uint16_t*>(data), out, n);
+  } else {
+    const uint16_t* in = reinterpret_cast<const uint16_t*>(data);
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+      std::memcpy(out + i, &bits, sizeof(bits));
+    }
+  }
+}
+
+// Up to 16 rows of floats; a transposed source is read 16 neighbours at a time.
+void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, int64_t count, int64_t cols,
+            float* out) {
+  const int64_t bytes = source.type == SourceType::kFloat ? 4 : 2;
+  if (source.col_stride == 1) {
+    for (int64_t r = 0; r < count; ++r)
+      widen(kernels, source.type, source.data + (row + r) * source.row_stride * bytes, cols, out + r * cols);
+    return;
+  }
+  const int64_t step = source.row_stride == 1 ? count : 1;
+  for (int64_t c = 0; c < cols; ++c)
+    for (int64_t r = 0; r < count; r += step) {
+      float values[kRows];
+      widen(kernels, source.type, source.data + ((row + r) * source.row_stride + c * source.col_stride) * bytes,
+            step, values);
+      for (int64_t k = 0; k < step; ++k) out[(r + k) * cols + c] = values[k];
+    }
+}
+
+}  // namespace
+
+bool quantize_rows(Engine& engine, const SourceRows& source, int64_t rows, int64_t cols, int bits,
+                   uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  const int64_t groups = (cols + kGroup - 1) / kGroup, codes_bytes = groups * kGroup * bits / 8;
+  std::atomic<bool> finite{true};
+  const KernelTable& kernels = engine.kernels();
+  engine.pool().parallel_for((rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end, int) {
+    std::vector<float> values(static_cast<size_t>(kRows * cols));
+    bool good = true;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i * kRows, count = rows - row < kRows ? rows - row : kRows;
+      gather(kernels, source, row, count, cols, values.data());
+      for (int64_t r = 0; r < count; ++r) {
+        const float* x = values.data() + r * cols;
+        uint8_t* out = codes + (row + r) * codes_bytes;
+        if (bits == 16) {
+          good &= kernels.float_to_half(x, reinterpret_cast<uint16_t*>(out), cols);
+          std::memset(out + 2 * cols, 0, static_cast<size_t>(codes_bytes - 2 * cols));
+        } else {
+          good &= kernels.quantize_row(bits, x, cols, out, scales + (row + r) * groups,
+                                       biases + (row + r) * groups);
+        }
+      }
+    }
+    if (!good) finite.store(false);
+  });
+  return finite.load();
+}
+
+}  // namespace ondevice

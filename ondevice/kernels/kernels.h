@@ -1,0 +1,87 @@
+// The kernels of one target, as a table that is filled once per target and picked at run time.
+//
+// Every function works on a range of outputs, allocates nothing, validates nothing and has one order of
+// operations per output: tokens, threads and targets don't change a bit.
+#pragma once
+
+#include <cstdint>
+
+namespace ondevice {
+
+constexpr int64_t kGroup = 64;   // columns that share one scale and bias
+constexpr int64_t kTile = 16;    // output rows that are stored interleaved
+constexpr int64_t kKvBlock = 64; // positions of a KV block
+
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
+
+// Activations of T tokens, quantised to int8 per group of 64.
+struct QuantizedRows {
+  int8_t* codes;      // (T, groups * 64); for 4-bit weights each 8 in the order 0 2 4 6 1 3 5 7
+  float* scales;      // (T, groups)
+  float* sums;        // (T, groups) scale * sum of the group's codes
+  int32_t* int_sums;  // (T, groups) sum of the group's codes
+  int64_t groups;
+};
+
+// One layer's keys and values: kv_blocks[p / 64] + offset of (layer, kv head), see attention.cc.
+struct KvView {
+  uint8_t* const* blocks;
+  int64_t layer_offset;  // bytes from a block's start to this layer's first head
+  int64_t head_bytes;    // bytes from one kv head to the next
+  int64_t heads, head_dim;
+  int bits;  // 8 or 16
+};
+
+struct AttentionArgs {
+  const float* q;  // (T, heads, head_dim) with q_stride floats between tokens
+  int64_t q_stride, heads;
+  KvView kv;
+  int64_t position;  // of the first query
+  int64_t window;    // positions that a query sees, itself included; 0: all
+  float* out;        // (T, heads * head_dim)
+};
+
+// Bytes of one 16-row, 64-column block: codes, 16 scales, 16 biases.
+constexpr int64_t tile_group_bytes(int bits) { return kTile * kGroup * bits / 8 + 4 * kTile; }
+
+struct KernelTable {
+  // x: cols floats -> one row of `out` at token t. nibble_order: the layout that 4-bit weights want.
+  void (*quantize_activations)(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
+                               int64_t t);
+  // out[t, 16 * tile + r] for tiles in [begin, end); only `rows` rows are stored. bias may be null.
+  void (*linear_quantized)(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+                           const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                           int64_t end);
+  // Row-major float16 weights, padded_cols (a multiple of 16) each; x rows are padded with zeros likewise.
+  void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
+                      const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end);
+  // h = act(gate) * up, elementwise; padded to 16.
+  void (*activate)(Activation act, const float* gate, const float* up, float* h, int64_t n);
+  // Down projection of `blocks` blocks of 64 neurons into outputs of group g; see feed_forward.cc.
+  void (*down_quantized)(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
+                         int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
+  // y[t, j] for j in [begin, end), multiples of 16: float16 rows, ascending neuron by fused multiply-adds.
+  void (*down_half)(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
+                    int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
+  // y[t, 64 g + j] + sum of the 16 lanes -> out
+  void (*add_bias_lanes)(const float* y, const float* lanes, float* out, int64_t n);
+  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  // Rotate-half rotary embedding of one head in place: cos and sin have head_dim / 2 values.
+  void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);
+  void (*kv_write)(const KvView& kv, int64_t position, const float* k, const float* v);
+  // Queries [q_begin, q_end) of the query heads that read kv head `head`.
+  void (*attention)(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
+  // Row-major codes, scales, biases -> floats.
+  void (*dequantize_row)(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
+                         int64_t groups, float* out);
+  // Row of floats -> codes, scales, biases. False when a value isn't finite or a scale overflows float16.
+  bool (*quantize_row)(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales,
+                       uint16_t* biases);
+  void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
+  bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);
+};
+
+// Scratch floats that one attention task needs, for a last position `end` (exclusive) and query rows at once.
+int64_t attention_scratch_floats(int64_t end, int64_t query_rows, int64_t head_dim);
+
+}  // namespace ondevice

@@ -1,0 +1,139 @@
+#include "layers.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "dispatch.h"
+
+namespace ondevice {
+namespace {
+
+int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
+
+const KernelTable* require_target(const std::string& name, std::string* resolved) {
+  const KernelTable* table = find_target(name, resolved);
+  if (!table) throw std::invalid_argument("kernel target '" + name + "' can't run on this machine");
+  return table;
+}
+
+// Query rows that share one walk over the keys: enough to amortise their conversion to float.
+constexpr int64_t kQueryRows = 32;
+// Tiles (16 rows) that a thread takes at a time.
+constexpr int64_t kTileGrain = 8;
+
+}  // namespace
+
+Engine::Engine(int threads, const std::string& target)
+    : pool_(threads), table_(require_target(target, &target_)) {}
+
+size_t Engine::scratch_bytes() const {
+  size_t total = 0;
+  for (const Buffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &attention_, &h_, &y_,
+                               &lanes_, &tile_})
+    total += buffer->size();
+  return total;
+}
+
+QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
+                               bool nibble_order) {
+  const int64_t groups = groups_of(cols), n = tokens * groups;
+  x_codes_.grow(static_cast<size_t>(n * kGroup));
+  x_scales_.grow(static_cast<size_t>(n) * sizeof(float));
+  x_sums_.grow(static_cast<size_t>(n) * sizeof(float));
+  x_int_sums_.grow(static_cast<size_t>(n) * sizeof(int32_t));
+  const QuantizedRows rows{x_codes_.as<int8_t>(), x_scales_.as<float>(), x_sums_.as<float>(),
+                           x_int_sums_.as<int32_t>(), groups};
+  pool_.parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t)
+      table_->quantize_activations(x + t * x_stride, cols, nibble_order, rows, t);
+  });
+  return rows;
+}
+
+const float* Engine::pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols) {
+  x_padded_.grow(static_cast<size_t>(tokens * padded_cols) * sizeof(float));
+  float* out = x_padded_.as<float>();
+  for (int64_t t = 0; t < tokens; ++t) {
+    std::memcpy(out + t * padded_cols, x + t * x_stride, static_cast<size_t>(cols) * sizeof(float));
+    std::memset(out + t * padded_cols + cols, 0, static_cast<size_t>(padded_cols - cols) * sizeof(float));
+  }
+  return out;
+}
+
+void Engine::attention(const AttentionArgs& args, int64_t tokens) {
+  const int64_t shared = args.heads / args.kv.heads;
+  const int64_t queries = shared >= kQueryRows ? 1 : kQueryRows / shared;
+  const int64_t pieces = (tokens + queries - 1) / queries;
+  const int64_t floats =
+      attention_scratch_floats(args.position + tokens, (tokens < queries ? tokens : queries) * shared,
+                               args.kv.head_dim);
+  attention_.grow(static_cast<size_t>(floats * pool_.threads()) * sizeof(float));
+  pool_.parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i / args.kv.heads * queries;
+      const int64_t last = first + queries < tokens ? first + queries : tokens;
+      table_->attention(args, i % args.kv.heads, first, last, attention_.as<float>() + thread * floats);
+    }
+  });
+}
+
+void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
+                     const StoredRows& source, uint8_t* tiles) {
+  const int64_t words = kGroup * bits / 32, block = tile_group_bytes(bits);
+  const int64_t first = row0 / kTile, last = (row0 + count - 1) / kTile;
+  pool.parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t tile = first + begin; tile < first + end; ++tile) {
+      const int64_t low = tile * kTile < row0 ? row0 - tile * kTile : 0;
+      const int64_t high = (tile + 1) * kTile > row0 + count ? row0 + count - tile * kTile : kTile;
+      const int64_t base = tile * kTile - row0;
+      for (int64_t g = 0; g < groups; ++g) {
+        uint8_t* out = tiles + (tile * groups + g) * block;
+        uint8_t* scales = out + kTile * kGroup * bits / 8;
+        for (int64_t r = low; r < high; ++r) {
+          const uint8_t* codes = source.codes + (base + r) * source.codes_stride + g * words * 4;
+          for (int64_t w = 0; w < words; ++w) std::memcpy(out + w * 64 + r * 4, codes + w * 4, 4);
+          std::memcpy(scales + r * 2, source.scales + (base + r) * source.scales_stride + g * 2, 2);
+          std::memcpy(scales + 2 * kTile + r * 2, source.biases + (base + r) * source.biases_stride + g * 2, 2);
+        }
+      }
+    }
+  });
+}
+
+Matrix::Matrix(int64_t rows, int64_t cols, int bits)
+    : rows_(rows),
+      cols_(cols),
+      groups_(groups_of(cols)),
+      bits_(bits),
+      memory_(static_cast<size_t>(bits == 16 ? rows * groups_ * kGroup * 2
+                                             : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(bits))) {}
+
+void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source) {
+  if (bits_ != 16) {
+    interleave_rows(engine.pool(), bits_, groups_, row0, count, source, memory_.data());
+    return;
+  }
+  const int64_t bytes = groups_ * kGroup * 2;
+  for (int64_t r = 0; r < count; ++r)
+    std::memcpy(memory_.data() + (row0 + r) * bytes, source.codes + r * source.codes_stride,
+                static_cast<size_t>(bytes));
+}
+
+void Matrix::forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
+                     float* out) const {
+  const KernelTable& kernels = engine.kernels();
+  if (bits_ == 16) {
+    const int64_t padded = groups_ * kGroup;
+    const float* rows = engine.pad(x, x_stride, tokens, cols_, padded);
+    engine.pool().parallel_for(rows_, 32, [&](int64_t begin, int64_t end, int) {
+      kernels.linear_half(memory_.as<const uint16_t>(), padded, rows, tokens, bias, out, rows_, begin, end);
+    });
+    return;
+  }
+  const QuantizedRows rows = engine.quantize(x, x_stride, tokens, cols_, bits_ == 4);
+  engine.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
+    kernels.linear_quantized(bits_, memory_.data(), rows, tokens, bias, out, rows_, rows_, begin, end);
+  });
+}
+
+}  // namespace ondevice

@@ -1,0 +1,134 @@
+// What the bindings expose: an engine (threads, target, scratch), packed matrices, feed-forward segments.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buffer.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace ondevice {
+
+// Row-major rows as they lie on disk: codes, scales and biases, each with its own stride in bytes.
+struct StoredRows {
+  const uint8_t* codes;
+  const uint8_t* scales;
+  const uint8_t* biases;
+  int64_t codes_stride, scales_stride, biases_stride;
+};
+
+class Engine {
+ public:
+  // Throws std::invalid_argument if the target can't run here.
+  Engine(int threads, const std::string& target);
+
+  const KernelTable& kernels() const { return *table_; }
+  const std::string& target() const { return target_; }
+  ThreadPool& pool() { return pool_; }
+  size_t scratch_bytes() const;
+
+  // Activations (tokens, cols), rows x_stride floats apart, quantised into scratch; valid until the next call.
+  QuantizedRows quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, bool nibble_order);
+  // The same rows as floats, zero-padded to padded_cols.
+  const float* pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols);
+  void attention(const AttentionArgs& args, int64_t tokens);
+
+ private:
+  friend class FeedForward;
+  ThreadPool pool_;
+  std::string target_;
+  const KernelTable* table_;
+  Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, attention_;
+  Buffer h_, y_, lanes_, tile_;
+};
+
+// A (rows, cols) matrix: 16 rows interleaved when quantised, row-major at 16 bits.
+class Matrix {
+ public:
+  Matrix(int64_t rows, int64_t cols, int bits);
+
+  int64_t rows() const { return rows_; }
+  int64_t cols() const { return cols_; }
+  int64_t groups() const { return groups_; }
+  int bits() const { return bits_; }
+  int64_t nbytes() const { return static_cast<int64_t>(memory_.size()); }
+  void load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source);
+  void forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
+               float* out) const;
+
+ private:
+  int64_t rows_, cols_, groups_;
+  int bits_;
+  Buffer memory_;
+};
+
+// Byte offsets of a neuron record's three rows.
+struct RecordShape {
+  int64_t stride, gate, up, down;
+};
+
+// Room for a contiguous range of one layer's neurons, in whole blocks of 64, in the kernels' form.
+class Segment {
+ public:
+  explicit Segment(int64_t bytes) : memory_(static_cast<size_t>(bytes)) {}
+  int64_t nbytes() const { return static_cast<int64_t>(memory_.size()); }
+
+ private:
+  friend class FeedForward;
+  Buffer memory_;
+  int64_t blocks_ = 0;
+};
+
+class FeedForward {
+ public:
+  FeedForward(int64_t hidden, int bits, Activation activation, RecordShape record);
+
+  // Bytes of `blocks` blocks of 64 neurons.
+  int64_t segment_bytes(int64_t blocks) const { return blocks * kGroup * 3 * row_bytes_; }
+  int64_t stride() const { return record_.stride; }
+  int64_t hidden() const { return hidden_; }
+  int bits() const { return bits_; }
+
+  // Lays out `segment` for `blocks` blocks; its contents are undefined until packed.
+  void shape(Segment& segment, int64_t blocks) const { segment.blocks_ = blocks; }
+  // `count` records -> blocks [block0, ...); a last block that isn't full is padded with zero neurons.
+  void pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records, int64_t count) const;
+
+  // One pass: begin, add the segments in ascending neuron order, finish.
+  void begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const;
+  void add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens) const;
+  void finish(Engine& engine, int64_t tokens, float* out) const;
+
+ private:
+  void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens) const;
+  void gate_up(Engine& engine, const Segment& segment, int64_t column, int64_t h_stride, int64_t tokens,
+               int64_t begin, int64_t end, int thread) const;
+
+  int64_t hidden_, groups_;
+  int bits_;
+  Activation activation_;
+  RecordShape record_;
+  int64_t row_bytes_;
+};
+
+enum class SourceType { kFloat, kHalf, kBfloat };
+
+// A checkpoint's matrix in place, perhaps transposed; strides in elements.
+struct SourceRows {
+  const uint8_t* data;
+  SourceType type;
+  int64_t row_stride, col_stride;
+};
+
+// Rows -> codes, scales and biases (float16 codes alone at 16 bits), zero-padded to whole groups.
+// False if a value isn't finite, or isn't as float16.
+bool quantize_rows(Engine& engine, const SourceRows& source, int64_t rows, int64_t cols, int bits,
+                   uint8_t* codes, uint16_t* scales, uint16_t* biases);
+
+// Rows -> 16-row interleaved blocks at `tiles` (whose tile has `groups` groups), for rows row0 and up.
+void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
+                     const StoredRows& source, uint8_t* tiles);
+
+}  // namespace ondevice

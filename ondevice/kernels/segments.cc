@@ -1,0 +1,206 @@
+// The feed-forward over packed segments of neurons; kernels in feed_forward.cc and linear.cc.
+#include <cstring>
+#include <utility>
+
+#include "layers.h"
+
+namespace ondevice {
+namespace {
+
+constexpr int64_t kTilesPerBlock = kGroup / kTile;
+// Hidden activations that one batch of segments may hold, so that they stay in the cache: 2 MB of floats.
+constexpr int64_t kHiddenFloats = 512 * 1024;
+
+int64_t down_block_bytes(int bits) { return kGroup * kGroup * bits / 8 + 4 * kGroup; }
+
+// One (group, block) of the down projection: outputs 64 g .. 64 g + 63 of 64 neurons, see feed_forward.cc.
+// Each neuron's 16 codes of a tile are spread to byte or nibble position by position.
+void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t count, int64_t codes_bytes,
+               int64_t groups, uint8_t* out) {
+  uint8_t zeros[kGroup] = {0};
+  for (int64_t tile = 0; tile < kTilesPerBlock; ++tile)
+    for (int64_t n = 0; n < kGroup; n += bits == 4 ? 2 : 1) {
+      const int64_t offset = (g * kGroup + tile * kTile) * bits / 8;
+      const uint8_t* a = n < count ? rows[n] + offset : zeros;
+      if (bits == 8) {
+        uint8_t* to = out + tile * kTile * kGroup + n / 4 * 64 + n % 4;
+        for (int64_t j = 0; j < kTile; ++j) to[4 * j] = a[j];
+        continue;
+      }
+      const uint8_t* b = n + 1 < count ? rows[n + 1] + offset : zeros;
+      uint8_t* to = out + tile * kTile * kGroup / 2 + n / 8 * 64 + n % 8 / 2;
+      for (int64_t j = 0; j < kTile / 2; ++j) {
+        to[8 * j] = static_cast<uint8_t>((a[j] & 0x0f) | (b[j] << 4));
+        to[8 * j + 4] = static_cast<uint8_t>((a[j] >> 4) | (b[j] & 0xf0));
+      }
+    }
+  uint8_t* scales = out + kGroup * kGroup * bits / 8;
+  for (int64_t n = 0; n < kGroup; ++n) {
+    if (n < count) {
+      std::memcpy(scales + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
+      std::memcpy(scales + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);
+    } else {
+      std::memset(scales + 2 * n, 0, 2);
+      std::memset(scales + 2 * (kGroup + n), 0, 2);
+    }
+  }
+}
+
+}  // namespace
+
+FeedForward::FeedForward(int64_t hidden, int bits, Activation activation, RecordShape record)
+    : hidden_(hidden),
+      groups_((hidden + kGroup - 1) / kGroup),
+      bits_(bits),
+      activation_(activation),
+      record_(record),
+      row_bytes_(groups_ * kGroup * bits / 8 + (bits == 16 ? 0 : groups_ * 4)) {}
+
+void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records,
+                       int64_t count) const {
+  const int64_t rows = segment.blocks_ * kGroup, blocks = (count + kGroup - 1) / kGroup;
+  uint8_t* gate = segment.memory_.data();
+  uint8_t* up = gate + rows * row_bytes_;
+  uint8_t* down = up + rows * row_bytes_;
+  const int64_t row0 = block0 * kGroup, padding = blocks * kGroup - count;
+  if (bits_ == 16) {
+    uint8_t* const parts[3] = {gate, up, down};
+    const int64_t offsets[3] = {record_.gate, record_.up, record_.down};
+    for (int part = 0; part < 3; ++part) {
+      for (int64_t n = 0; n < count; ++n)
+        std::memcpy(parts[part] + (row0 + n) * row_bytes_, records + n * record_.stride + offsets[part],
+                    static_cast<size_t>(row_bytes_));
+      std::memset(parts[part] + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
+    }
+    return;
+  }
+  const int64_t codes = groups_ * kGroup * bits_ / 8;
+  if (padding) {
+    const int64_t tile_bytes = groups_ * tile_group_bytes(bits_), last = (row0 + count) / kTile;
+    const int64_t end = (block0 + blocks) * kTilesPerBlock;
+    std::memset(gate + last * tile_bytes, 0, static_cast<size_t>((end - last) * tile_bytes));
+    std::memset(up + last * tile_bytes, 0, static_cast<size_t>((end - last) * tile_bytes));
+  }
+  for (const auto& [tiles, offset] : {std::pair{gate, record_.gate}, std::pair{up, record_.up}}) {
+    const uint8_t* base = records + offset;
+    interleave_rows(engine.pool(), bits_, groups_, row0, count,
+                    {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride,
+                     record_.stride},
+                    tiles);
+  }
+  engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i / groups_, g = i % groups_;
+      const uint8_t* rows_of_block[kGroup];
+      const int64_t here = count - block * kGroup < kGroup ? count - block * kGroup : kGroup;
+      for (int64_t n = 0; n < here; ++n)
+        rows_of_block[n] = records + (block * kGroup + n) * record_.stride + record_.down;
+      pack_down(bits_, rows_of_block, g, here, codes, groups_,
+                down + (g * segment.blocks_ + block0 + block) * down_block_bytes(bits_));
+    }
+  });
+}
+
+void FeedForward::begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const {
+  const int64_t width = groups_ * kGroup;
+  if (bits_ == 16)
+    engine.pad(x, x_stride, tokens, hidden_, width);
+  else
+    engine.quantize(x, x_stride, tokens, hidden_, bits_ == 4);
+  const size_t y_bytes = static_cast<size_t>(tokens * width) * sizeof(float);
+  const size_t lane_bytes = static_cast<size_t>(tokens * groups_ * kTile) * sizeof(float);
+  engine.y_.grow(y_bytes);
+  engine.lanes_.grow(lane_bytes);
+  std::memset(engine.y_.data(), 0, y_bytes);
+  std::memset(engine.lanes_.data(), 0, lane_bytes);
+}
+
+void FeedForward::add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens) const {
+  size_t first = 0;
+  while (first < segments.size()) {
+    int64_t neurons = segments[first]->blocks_ * kGroup;
+    size_t last = first + 1;
+    while (last < segments.size() && (neurons + segments[last]->blocks_ * kGroup) * tokens <= kHiddenFloats)
+      neurons += segments[last++]->blocks_ * kGroup;
+    add_batch(engine, segments.data() + first, static_cast<int64_t>(last - first), tokens);
+    first = last;
+  }
+}
+
+void FeedForward::gate_up(Engine& engine, const Segment& segment, int64_t column, int64_t h_stride,
+                          int64_t tokens, int64_t begin, int64_t end, int thread) const {
+  const KernelTable& kernels = engine.kernels();
+  const int64_t rows = segment.blocks_ * kGroup, width = groups_ * kGroup;
+  const uint8_t* gate = segment.memory_.data();
+  const uint8_t* up = gate + rows * row_bytes_;
+  const QuantizedRows x{engine.x_codes_.as<int8_t>(), engine.x_scales_.as<float>(),
+                        engine.x_sums_.as<float>(), engine.x_int_sums_.as<int32_t>(), groups_};
+  float* g = engine.tile_.as<float>() + thread * 2 * tokens * kTile;
+  float* u = g + tokens * kTile;
+  for (int64_t tile = begin; tile < end; ++tile) {
+    for (const auto& [weights, out] : {std::pair{gate, g}, std::pair{up, u}}) {
+      const uint8_t* tile_weights = weights + tile * kTile * row_bytes_;
+      if (bits_ == 16)
+        kernels.linear_half(reinterpret_cast<const uint16_t*>(tile_weights), width,
+                            engine.x_padded_.as<float>(), tokens, nullptr, out, kTile, 0, kTile);
+      else
+        kernels.linear_quantized(bits_, tile_weights, x, tokens, nullptr, out, kTile, kTile, 0, 1);
+    }
+    kernels.activate(activation_, g, u, g, tokens * kTile);
+    float* h = engine.h_.as<float>() + column + tile * kTile;
+    for (int64_t t = 0; t < tokens; ++t)
+      std::memcpy(h + t * h_stride, g + t * kTile, kTile * sizeof(float));
+  }
+}
+
+void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int64_t count,
+                            int64_t tokens) const {
+  const KernelTable& kernels = engine.kernels();
+  std::vector<int64_t> columns(static_cast<size_t>(count) + 1, 0);
+  for (int64_t i = 0; i < count; ++i)
+    columns[static_cast<size_t>(i) + 1] = columns[static_cast<size_t>(i)] + segments[i]->blocks_ * kGroup;
+  const int64_t neurons = columns.back(), width = groups_ * kGroup;
+  engine.h_.grow(static_cast<size_t>(neurons * tokens) * sizeof(float));
+  engine.tile_.grow(static_cast<size_t>(engine.pool().threads() * 2 * tokens * kTile) * sizeof(float));
+  engine.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
+    int64_t i = 0;
+    for (int64_t tile = begin; tile < end; ++tile) {
+      while (columns[static_cast<size_t>(i) + 1] <= tile * kTile) ++i;
+      const int64_t column = columns[static_cast<size_t>(i)], local = tile - column / kTile;
+      gate_up(engine, *segments[i], column, neurons, tokens, local, local + 1, thread);
+    }
+  });
+  const float* h = engine.h_.as<float>();
+  float* y = engine.y_.as<float>();
+  if (bits_ == 16) {
+    engine.pool().parallel_for(width / kTile, 2, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t rows = segments[i]->blocks_ * kGroup;
+        const uint8_t* down = segments[i]->memory_.data() + 2 * rows * row_bytes_;
+        kernels.down_half(reinterpret_cast<const uint16_t*>(down), width, rows,
+                          h + columns[static_cast<size_t>(i)], neurons, tokens, y, width, begin * kTile,
+                          end * kTile);
+      }
+    });
+    return;
+  }
+  engine.pool().parallel_for(groups_, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t g = begin; g < end; ++g)
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t blocks = segments[i]->blocks_;
+        const uint8_t* down = segments[i]->memory_.data() + 2 * blocks * kGroup * row_bytes_;
+        kernels.down_quantized(bits_, down + g * blocks * down_block_bytes(bits_), blocks,
+                               h + columns[static_cast<size_t>(i)], neurons, tokens, y + g * kGroup, width,
+                               engine.lanes_.as<float>() + g * kTile, groups_ * kTile);
+      }
+  });
+}
+
+void FeedForward::finish(Engine& engine, int64_t tokens, float* out) const {
+  const int64_t width = groups_ * kGroup;
+  for (int64_t t = 0; t < tokens; ++t)
+    engine.kernels().add_bias_lanes(engine.y_.as<float>() + t * width,
+                                    engine.lanes_.as<float>() + t * groups_ * kTile, out + t * hidden_, hidden_);
+}
+
+}  // namespace ondevice

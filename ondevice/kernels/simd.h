@@ -1,0 +1,80 @@
+// Sixteen float or int32 lanes, the same on every target.
+//
+// A kernel is written once over these types and compiled once per target; since the lanes are always
+// sixteen and every operation below is exact or correctly rounded, all targets give the same bits.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(ONDEVICE_TARGET_AVX512)
+#define ONDEVICE_NS avx512
+#include "simd_avx512.h"
+#elif defined(ONDEVICE_TARGET_AVX2)
+#define ONDEVICE_NS avx2
+#include "simd_avx2.h"
+#elif defined(ONDEVICE_TARGET_NEON)
+#define ONDEVICE_NS neon
+#include "simd_neon.h"
+#else
+#define ONDEVICE_NS scalar
+#include "simd_scalar.h"
+#endif
+
+namespace ondevice {
+namespace ONDEVICE_NS {
+
+// Sum of the lanes as a fixed tree: halves of 8, 4, 2, 1.
+static inline float reduce_add(F a) {
+  float v[16];
+  store(v, a);
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) v[i] = v[i] + v[i + width];
+  return v[0];
+}
+
+static inline float reduce_max(F a) {
+  float v[16];
+  store(v, a);
+  float m = v[0];
+  for (int i = 1; i < 16; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// First n (0 to 16) floats, zeros behind them.
+static inline F load_partial(const float* p, int64_t n) {
+  if (n >= 16) return load(p);
+  float v[16] = {0};
+  memcpy(v, p, static_cast<size_t>(n) * sizeof(float));
+  return load(v);
+}
+
+static inline void store_partial(float* p, F a, int64_t n) {
+  if (n >= 16) {
+    store(p, a);
+    return;
+  }
+  float v[16];
+  store(v, a);
+  memcpy(p, v, static_cast<size_t>(n) * sizeof(float));
+}
+
+// e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range.
+// Cody-Waite reduction, degree-6 polynomial in Horner form with fused multiply-adds.
+static inline F exp_lanes(F x) {
+  x = min(max(x, set1(-87.0f)), set1(88.0f));
+  const F n = round_even(mul(x, set1(1.44269504088896341f)));
+  F r = fma(n, set1(-0.693145751953125f), x);
+  r = fma(n, set1(-1.42860682030941723212e-6f), r);
+  F p = set1(1.3981999507e-3f);
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), r);
+  p = add(p, set1(1.0f));
+  return scale_by_pow2(p, n);
+}
+
+}  // namespace ONDEVICE_NS
+}  // namespace ondevice

@@ -1,0 +1,114 @@
+// AVX2 with FMA and F16C: two registers are sixteen lanes.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace ondevice {
+namespace avx2 {
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+struct B {
+  __m256i a, b;
+};
+
+static inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+static inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+static inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+static inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+static inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+static inline F fma(F x, F y, F z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+static inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+static inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+static inline F abs(F x) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
+}
+static inline F round_even(F x) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+static inline __m256 pow2(__m256 n) {
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline F scale_by_pow2(F x, F n) {
+  return {_mm256_mul_ps(x.a, pow2(n.a)), _mm256_mul_ps(x.b, pow2(n.b))};
+}
+static inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+static inline F load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))};
+}
+static inline void store_half(uint16_t* p, F x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline F load_int8(const int8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+static inline F load_uint8(const uint8_t* p) {
+  const __m128i bytes = load128(p);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+static inline void store_int8(int8_t* p, F x) {
+  const __m256i words = _mm256_permute4x64_epi64(
+      _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+static inline I int_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline I add_int(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+static inline B load_bytes(const uint8_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+static inline B low_nibbles(B x) {
+  const __m256i mask = _mm256_set1_epi8(0x0f);
+  return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+}
+static inline B high_nibbles(B x) {
+  return low_nibbles({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)});
+}
+// Pairs of products fit 16 bits for codes up to 15 (2 * 15 * 127), so nothing saturates.
+static inline I dot_q4(I acc, B codes, const int8_t* quad) {
+  const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_add_epi32(acc.a, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.a, x), ones)),
+          _mm256_add_epi32(acc.b, _mm256_madd_epi16(_mm256_maddubs_epi16(codes.b, x), ones))};
+}
+// Codes up to 255 would saturate: multiply the two nibbles apart, the high one weighted by 16.
+static inline I dot_q8(I acc, B codes, const int8_t* quad) {
+  const B low = low_nibbles(codes), high = high_nibbles(codes);
+  const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
+  const __m256i ones = _mm256_set1_epi16(1), sixteens = _mm256_set1_epi16(16);
+  const __m256i a = _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(low.a, x), ones),
+                                     _mm256_madd_epi16(_mm256_maddubs_epi16(high.a, x), sixteens));
+  const __m256i b = _mm256_add_epi32(_mm256_madd_epi16(_mm256_maddubs_epi16(low.b, x), ones),
+                                     _mm256_madd_epi16(_mm256_maddubs_epi16(high.b, x), sixteens));
+  return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
+}
+static inline I finish_q8(I acc, int32_t) { return acc; }
+static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+constexpr int kTokenTile = 4;
+
+}  // namespace avx2
+}  // namespace ondevice

@@ -1,0 +1,112 @@
+// NEON with the dot-product extension (ARMv8.2): four registers are sixteen lanes.
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace ondevice {
+namespace neon {
+
+struct F {
+  float32x4_t v[4];
+};
+struct I {
+  int32x4_t v[4];
+};
+struct B {
+  uint8x16_t v[4];
+};
+
+#define ONDEVICE_EACH(expression)        \
+  for (int i = 0; i < 4; ++i) {          \
+    r.v[i] = expression;                 \
+  }                                      \
+  return r
+
+static inline F load(const float* p) { F r; ONDEVICE_EACH(vld1q_f32(p + 4 * i)); }
+static inline void store(float* p, F a) {
+  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+}
+static inline F set1(float x) { F r; ONDEVICE_EACH(vdupq_n_f32(x)); }
+static inline F zero() { return set1(0.0f); }
+static inline F add(F a, F b) { F r; ONDEVICE_EACH(vaddq_f32(a.v[i], b.v[i])); }
+static inline F sub(F a, F b) { F r; ONDEVICE_EACH(vsubq_f32(a.v[i], b.v[i])); }
+static inline F mul(F a, F b) { F r; ONDEVICE_EACH(vmulq_f32(a.v[i], b.v[i])); }
+static inline F div(F a, F b) { F r; ONDEVICE_EACH(vdivq_f32(a.v[i], b.v[i])); }
+static inline F fma(F a, F b, F c) { F r; ONDEVICE_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
+// Comparisons and selects, so that the second operand wins on ties as on x86.
+static inline F max(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]));
+}
+static inline F min(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]));
+}
+static inline F abs(F a) { F r; ONDEVICE_EACH(vabsq_f32(a.v[i])); }
+static inline F round_even(F a) { F r; ONDEVICE_EACH(vrndnq_f32(a.v[i])); }
+static inline F scale_by_pow2(F a, F n) {
+  F r;
+  ONDEVICE_EACH(vmulq_f32(
+      a.v[i], vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23))));
+}
+static inline F load_half(const uint16_t* p) {
+  F r;
+  ONDEVICE_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
+}
+static inline void store_half(uint16_t* p, F a) {
+  for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+}
+static inline F load_int8(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+  return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+           vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+}
+static inline F load_uint8(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
+}
+static inline void store_int8(int8_t* p, F a) {
+  const int16x8_t low = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(a.v[0])), vmovn_s32(vcvtnq_s32_f32(a.v[1])));
+  const int16x8_t high = vcombine_s16(vmovn_s32(vcvtnq_s32_f32(a.v[2])), vmovn_s32(vcvtnq_s32_f32(a.v[3])));
+  vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+
+static inline I int_zero() { I r; ONDEVICE_EACH(vdupq_n_s32(0)); }
+static inline I add_int(I a, I b) { I r; ONDEVICE_EACH(vaddq_s32(a.v[i], b.v[i])); }
+static inline F to_float(I a) { F r; ONDEVICE_EACH(vcvtq_f32_s32(a.v[i])); }
+static inline B load_bytes(const uint8_t* p) { B r; ONDEVICE_EACH(vld1q_u8(p + 16 * i)); }
+static inline B low_nibbles(B a) { B r; ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(0x0f))); }
+static inline B high_nibbles(B a) { B r; ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4)); }
+static inline int8x16_t broadcast_quad(const int8_t* quad) {
+  int32_t word;
+  memcpy(&word, quad, sizeof(word));
+  return vreinterpretq_s8_s32(vdupq_n_s32(word));
+}
+static inline I dot_q4(I acc, B codes, const int8_t* quad) {
+  const int8x16_t x = broadcast_quad(quad);
+  I r;
+  ONDEVICE_EACH(vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), x));
+}
+// Codes are re-centred to code - 128, which fits a signed byte; finish_q8 adds the difference back.
+static inline I dot_q8(I acc, B codes, const int8_t* quad) {
+  const int8x16_t x = broadcast_quad(quad);
+  I r;
+  ONDEVICE_EACH(vdotq_s32(acc.v[i], vreinterpretq_s8_u8(veorq_u8(codes.v[i], vdupq_n_u8(0x80))), x));
+}
+static inline I finish_q8(I acc, int32_t activation_sum) {
+  I r;
+  ONDEVICE_EACH(vaddq_s32(acc.v[i], vdupq_n_s32(128 * activation_sum)));
+}
+static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+#undef ONDEVICE_EACH
+
+constexpr int kTokenTile = 4;
+
+}  // namespace neon
+}  // namespace ondevice

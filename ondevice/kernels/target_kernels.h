@@ -1,0 +1,91 @@
+// The kernels of the target being compiled, and the pieces that two of them share. Include after simd.h.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace ondevice {
+namespace ONDEVICE_NS {
+
+void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out, int64_t t);
+void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                      float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end);
+void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens, const float* bias,
+                 float* out, int64_t out_stride, int64_t begin, int64_t end);
+void activate(Activation act, const float* gate, const float* up, float* h, int64_t n);
+void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
+                    int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
+void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
+               int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
+void add_bias_lanes(const float* y, const float* lanes, float* out, int64_t n);
+void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
+void rope(float* x, const float* cos, const float* sin, int64_t head_dim);
+void kv_write(const KvView& kv, int64_t position, const float* k, const float* v);
+void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
+void dequantize_row(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
+                    int64_t groups, float* out);
+bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales, uint16_t* biases);
+void half_to_float(const uint16_t* in, float* out, int64_t n);
+bool float_to_half(const float* in, uint16_t* out, int64_t n);
+
+// 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum.
+static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes, float* scale,
+                                  int32_t* sum) {
+  const F inverse = set1(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
+  int8_t natural[64];
+  for (int i = 0; i < 4; ++i) store_int8(natural + 16 * i, mul(v[i], inverse));
+  int32_t total = 0;
+  for (int i = 0; i < 64; ++i) total += natural[i];
+  *sum = total;
+  *scale = magnitude / 127.0f;
+  if (!nibble_order) {
+    memcpy(codes, natural, 64);
+    return;
+  }
+  // A byte of 4-bit codes holds elements 2k and 2k + 1, so even and odd activations are set apart.
+  for (int i = 0; i < 64; i += 8)
+    for (int k = 0; k < 4; ++k) {
+      codes[i + k] = natural[i + 2 * k];
+      codes[i + 4 + k] = natural[i + 2 * k + 1];
+    }
+}
+
+// Sums of code products of one 16-row, 64-column block with TT tokens; exact, so in any order.
+// Split in two chains per token where few tokens leave the multiplier idle.
+template <int BITS, int TT>
+static inline void dot_block(const uint8_t* block, const int8_t* const* x, const int32_t* int_sums, F* sums) {
+  I a[TT], b[TT];
+  for (int t = 0; t < TT; ++t) a[t] = b[t] = int_zero();
+  if (BITS == 4) {
+    for (int v = 0; v < 8; ++v) {
+      const B raw = load_bytes(block + 64 * v);
+      const B low = low_nibbles(raw), high = high_nibbles(raw);
+      for (int t = 0; t < TT; ++t) {
+        a[t] = dot_q4(a[t], low, x[t] + 8 * v);
+        if (TT <= 2)
+          b[t] = dot_q4(b[t], high, x[t] + 8 * v + 4);
+        else
+          a[t] = dot_q4(a[t], high, x[t] + 8 * v + 4);
+      }
+    }
+  } else {
+    for (int v = 0; v < 16; v += 2) {
+      const B low = load_bytes(block + 64 * v), high = load_bytes(block + 64 * v + 64);
+      for (int t = 0; t < TT; ++t) {
+        a[t] = dot_q8(a[t], low, x[t] + 4 * v);
+        if (TT <= 2)
+          b[t] = dot_q8(b[t], high, x[t] + 4 * v + 4);
+        else
+          a[t] = dot_q8(a[t], high, x[t] + 4 * v + 4);
+      }
+    }
+  }
+  for (int t = 0; t < TT; ++t) {
+    if (TT <= 2) a[t] = add_int(a[t], b[t]);
+    if (BITS == 8) a[t] = finish_q8(a[t], int_sums[t]);
+    sums[t] = to_float(a[t]);
+  }
+}
+
+}  // namespace ONDEVICE_NS
+}  // namespace ondevice

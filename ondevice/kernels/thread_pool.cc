@@ -1,0 +1,86 @@
+#include "thread_pool.h"
+
+#include <chrono>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ondevice {
+namespace {
+
+// Long enough to bridge the Python between two kernels of a layer, short enough not to burn an idle core.
+constexpr auto kSpin = std::chrono::microseconds(60);
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+ThreadPool::ThreadPool(int threads) {
+  for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { worker(i); });
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_.store(true);
+    generation_.fetch_add(1);
+  }
+  wake_.notify_all();
+  for (auto& worker : workers_) worker.join();
+}
+
+void ThreadPool::take_pieces(int thread) {
+  for (;;) {
+    const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
+    if (begin >= count_) return;
+    call_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_, thread);
+  }
+}
+
+void ThreadPool::run(int64_t count, int64_t grain, Call call, const void* context) {
+  call_ = call;
+  context_ = context;
+  count_ = count;
+  grain_ = grain;
+  next_.store(0, std::memory_order_relaxed);
+  working_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
+  generation_.fetch_add(1);
+  if (sleeping_.load() > 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
+  }
+  take_pieces(0);
+  for (int spins = 0; working_.load(std::memory_order_acquire) > 0; ++spins) {
+    relax();
+    if (spins > 4096) std::this_thread::yield();
+  }
+}
+
+void ThreadPool::worker(int thread) {
+  uint64_t seen = 0;
+  for (;;) {
+    const auto deadline = std::chrono::steady_clock::now() + kSpin;
+    int spins = 0;
+    while (generation_.load(std::memory_order_acquire) == seen) {
+      relax();
+      if (++spins % 64 || std::chrono::steady_clock::now() < deadline) continue;
+      std::unique_lock<std::mutex> lock(mutex_);
+      sleeping_.fetch_add(1);
+      wake_.wait(lock, [&] { return generation_.load() != seen; });
+      sleeping_.fetch_sub(1);
+    }
+    seen = generation_.load(std::memory_order_acquire);
+    if (stop_.load()) return;
+    take_pieces(thread);
+    working_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace ondevice

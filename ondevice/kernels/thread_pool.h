@@ -1,0 +1,57 @@
+// A small persistent pool. Work is split over outputs only, so results don't depend on the split.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ondevice {
+
+class ThreadPool {
+ public:
+  // threads >= 1, the caller's included.
+  explicit ThreadPool(int threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls body(begin, end, thread) over pieces of [0, count) of at most `grain`; returns when all are done.
+  // One caller at a time.
+  template <class Body>
+  void parallel_for(int64_t count, int64_t grain, const Body& body) {
+    if (count <= 0) return;
+    if (workers_.empty() || count <= grain) {
+      body(0, count, 0);
+      return;
+    }
+    run(count, grain, [](const void* context, int64_t begin, int64_t end, int thread) {
+      (*static_cast<const Body*>(context))(begin, end, thread);
+    }, &body);
+  }
+
+ private:
+  using Call = void (*)(const void* context, int64_t begin, int64_t end, int thread);
+
+  void run(int64_t count, int64_t grain, Call call, const void* context);
+  void take_pieces(int thread);
+  void worker(int thread);
+
+  std::vector<std::thread> workers_;
+  Call call_ = nullptr;
+  const void* context_ = nullptr;
+  int64_t count_ = 0, grain_ = 1;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> generation_{0};
+  alignas(64) std::atomic<int> working_{0};
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> stop_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+}  // namespace ondevice
