@@ -129,11 +129,6 @@ def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     return RecordLayout(((RowLayout(config.hidden_size, quant.bits),),))
 
 
-def record_file_bytes(num_records: int, layout: RecordLayout) -> int:
-    """Size of a record file."""
-    return DATA_OFFSET + num_records * layout.stride
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """Type (as safetensors spells it) and shape of one resident tensor."""
@@ -213,3 +208,43 @@ def _header(entries: Mapping[str, object]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode("ascii")
     length = padded(8 + len(text), DATA_OFFSET) - 8
     return length.to_bytes(8, "little") + text.ljust(length, b" ")
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """What model and format decide about a file, whatever the weights: its size, its head and its CRC units.
+
+    `nbytes` is None where only the manifest knows (tokenizer files); `num_records` is 0 outside record files.
+    """
+
+    nbytes: int | None
+    header: bytes
+    crc_start: int
+    crc_units: tuple[int, ...]
+    num_records: int = 0
+    record: RecordLayout | None = None
+
+    def crc_count(self, nbytes: int) -> int:
+        """CRC entries of the file at a size of `nbytes`."""
+        cycles, rest = divmod(nbytes - self.crc_start, sum(self.crc_units))
+        return cycles * len(self.crc_units) + (rest > 0)
+
+
+def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
+    """Layout of the file `name` of a bundle (any but the manifest and the checksum table)."""
+    if name == RESIDENT:
+        tensors = resident_tensors(config, quant)
+        header = resident_header(tensors)
+        nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
+        return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
+    if name == EMBEDDING:
+        return _record_file(config.vocab_size, embedding_layout(config, quant))
+    if name.startswith("neurons-"):
+        return _record_file(config.intermediate_size, neuron_layout(config, quant))
+    return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
+
+
+def _record_file(num_records: int, record: RecordLayout) -> FileLayout:
+    header = record_header(num_records, record.stride)
+    nbytes = DATA_OFFSET + num_records * record.stride
+    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, num_records, record)

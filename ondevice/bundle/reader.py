@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.layout import (
     CHECKSUMS,
-    CRC_BLOCK_BYTES,
-    DATA_OFFSET,
     EMBEDDING,
     MANIFEST,
     RESIDENT,
-    RecordLayout,
     TensorSpec,
     embedding_layout,
+    file_layout,
     neuron_file_name,
     neuron_layout,
-    record_header,
     resident_header,
     resident_tensors,
 )
@@ -38,7 +34,7 @@ from ondevice.config import ModelConfig, QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
-_HASH_CHUNK_BYTES = 1 << 20
+"""Largest checksum table: 64 million record parts, some 300 GB of weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,57 +63,8 @@ class TensorSpan:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class FileLayout:
-    """What model and format decide about a file, whatever the weights: its size, its head and its CRC units.
-
-    `nbytes` is None where only the manifest knows (tokenizer files); `num_records` is 0 outside record files.
-    """
-
-    nbytes: int | None
-    header: bytes
-    crc_start: int
-    crc_units: tuple[int, ...]
-    num_records: int = 0
-    record: RecordLayout | None = None
-
-    def crc_count(self, nbytes: int) -> int:
-        """CRC entries of the file at a size of `nbytes`."""
-        cycles, rest = divmod(nbytes - self.crc_start, sum(self.crc_units))
-        return cycles * len(self.crc_units) + (rest > 0)
-
-
-def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
-    """Layout of the bundle's file `name` (any but the manifest and the checksum table)."""
-    if name == RESIDENT:
-        tensors = resident_tensors(config, quant)
-        header = resident_header(tensors)
-        nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
-        return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
-    if name == EMBEDDING:
-        return _record_file(config.vocab_size, embedding_layout(config, quant))
-    if name.startswith("neurons-"):
-        return _record_file(config.intermediate_size, neuron_layout(config, quant))
-    return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
-
-
-def _record_file(num_records: int, record: RecordLayout) -> FileLayout:
-    header = record_header(num_records, record.stride)
-    nbytes = DATA_OFFSET + num_records * record.stride
-    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, num_records, record)
-
-
 class Bundle:
     """An opened bundle. Its attributes are read-only facts; nothing is held open."""
-
-    path: Path
-    manifest: Manifest
-    config: ModelConfig
-    quant: QuantConfig
-    neuron_layout: RecordLayout
-    embedding_layout: RecordLayout
-    bundle_bytes: int
-    """Bytes of all files together."""
 
     def __init__(self, path: Path, manifest: Manifest, manifest_bytes: int) -> None:
         """Use `Bundle.open`."""
@@ -127,7 +74,7 @@ class Bundle:
         self.quant = manifest.quant
         self.neuron_layout = neuron_layout(self.config, self.quant)
         self.embedding_layout = embedding_layout(self.config, self.quant)
-        self.bundle_bytes = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
+        self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
         self._check_sizes()
         self._check_headers()
@@ -148,7 +95,7 @@ class Bundle:
                 f"no bundle at {folder} (it has no {MANIFEST}); "
                 f"make one with: ondevice convert SOURCE --output {folder}"
             )
-        data = _read(contained(folder.resolve(), MANIFEST), MAX_JSON_BYTES)
+        data = read_whole(contained(folder.resolve(), MANIFEST), MAX_JSON_BYTES)
         return Bundle(folder, parse_manifest(data), len(data))
 
     @property
@@ -199,7 +146,7 @@ class Bundle:
         entry = self.manifest.files.get(name)
         if entry is None or name not in self.manifest.tokenizer.files:
             raise BundleError(f"the bundle {self.path} has no tokenizer file {name!r}")
-        data = _read(contained(self._folder, name), entry.nbytes)
+        data = read_whole(contained(self._folder, name), entry.nbytes)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
         return data
@@ -241,17 +188,16 @@ class Bundle:
         expected = resident_tensors(self.config, self.quant)
         try:
             with safe_open(self._folder / RESIDENT, framework="numpy") as file:
-                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                found = {name: file.get_slice(name) for name in file.offset_keys()}
                 specs = {n: TensorSpec(s.get_dtype(), tuple(s.get_shape())) for n, s in found.items()}
         except (SafetensorError, OSError) as error:
             raise BundleError(f"{RESIDENT}: the safetensors library refuses it: {error}") from error
-        if specs != expected:
-            differing = sorted(n for n in specs.keys() | expected if specs.get(n) != expected.get(n))
-            raise BundleError(f"{RESIDENT}: tensor {differing[0]!r} isn't what this model implies")
+        if list(specs.items()) != list(expected.items()):
+            raise BundleError(f"{RESIDENT}: the safetensors library finds other tensors than this model has")
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]
-        data = _read(contained(self._folder, CHECKSUMS), entry.nbytes)
+        data = read_whole(contained(self._folder, CHECKSUMS), entry.nbytes)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise BundleError(
                 f"{CHECKSUMS} doesn't match its sha256; the bundle is damaged, convert it again"
@@ -267,38 +213,3 @@ def _resident_spans(config: ModelConfig, quant: QuantConfig) -> dict[str, Tensor
         spans[name] = TensorSpan(RESIDENT, offset, spec.nbytes, spec.numpy_dtype, spec.shape)
         offset += spec.nbytes
     return spans
-
-
-def contained(folder: Path, name: str) -> Path:
-    """The regular file `name` of the resolved `folder`. Raises BundleError if it leads anywhere else."""
-    try:
-        path = (folder / name).resolve(strict=True)
-        mode = path.stat().st_mode
-    except (OSError, RuntimeError) as error:
-        raise BundleError(f"{name} is missing from {folder} or can't be reached: {error}") from error
-    if not path.is_relative_to(folder):
-        raise BundleError(f"{name} is a link that leaves the bundle {folder}")
-    if not stat.S_ISREG(mode):
-        raise BundleError(f"{name} in {folder} isn't a regular file")
-    return path
-
-
-def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Exactly `nbytes` bytes of `path` from `offset`. Raises BundleError if they can't be had."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(nbytes)
-    except OSError as error:
-        raise BundleError(f"{path.name} can't be read: {error}") from error
-    if len(data) != nbytes:
-        raise BundleError(f"{path.name} ends {nbytes - len(data)} bytes early")
-    return data
-
-
-def _read(path: Path, most: int) -> bytes:
-    """All of `path`. Raises BundleError if it has more than `most` bytes."""
-    size = path.stat().st_size
-    if size > most:
-        raise BundleError(f"{path.name} has {size} bytes; the limit is {most}")
-    return read_range(path, 0, size)

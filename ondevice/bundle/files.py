@@ -1,0 +1,77 @@
+"""File access for bundles: reads that stay inside the folder, writes that survive a crash."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ondevice.errors import BundleError
+
+
+def contained(folder: Path, name: str) -> Path:
+    """The regular file `name` of the resolved `folder`. Raises BundleError if it leads anywhere else."""
+    try:
+        path = (folder / name).resolve(strict=True)
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        raise BundleError(f"{name} is missing from {folder} or can't be reached: {error}") from error
+    if not path.is_relative_to(folder):
+        raise BundleError(f"{name} is a link that leaves the bundle {folder}")
+    if not stat.S_ISREG(mode):
+        raise BundleError(f"{name} in {folder} isn't a regular file")
+    return path
+
+
+def read_range(path: Path, offset: int, nbytes: int) -> bytes:
+    """Exactly `nbytes` bytes of `path` from `offset`. Raises BundleError if they can't be had."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(nbytes)
+    except OSError as error:
+        raise BundleError(f"{path.name} can't be read: {error}") from error
+    if len(data) != nbytes:
+        raise BundleError(f"{path.name} ends {nbytes - len(data)} bytes early")
+    return data
+
+
+def read_whole(path: Path, most: int) -> bytes:
+    """All of `path`. Raises BundleError if it has more than `most` bytes."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise BundleError(f"{path.name} can't be read: {error}") from error
+    if size > most:
+        raise BundleError(f"{path.name} has {size} bytes; the limit is {most}")
+    return read_range(path, 0, size)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Writes `path` so that after a crash it has its old content or all of the new. Raises OSError."""
+    temporary = temporary_path(path)
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(temporary, path)
+
+
+def temporary_path(path: Path) -> Path:
+    """Where `path` is written before it is complete."""
+    return path.with_name(path.name + ".tmp")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Gives a complete, synced file its name, durably. Raises OSError."""
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
