@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.test_rope import config
 
 from ondevice.backends.base import Bytes
 from ondevice.errors import BudgetError
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
+from tests.sources import tiny_config
 
-CONFIG = config(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+CONFIG = tiny_config(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
 
 
 class Counter:

@@ -10,24 +10,11 @@ import pytest
 
 from ondevice.config import ModelConfig, RopeScaling
 from ondevice.model.rope import Rope, cos_sin
+from tests.sources import tiny_config
 
 
 def config(**changes: Any) -> ModelConfig:
-    values: dict[str, Any] = {
-        "architecture": "llama",
-        "hidden_size": 64,
-        "num_layers": 1,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 32,
-        "intermediate_size": 64,
-        "vocab_size": 32,
-        "max_context": 4096,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    }
-    return ModelConfig(**(values | changes))
+    return tiny_config(head_dim=32, **changes)
 
 
 def test_cos_sin_match_the_library_to_the_last_bits() -> None:

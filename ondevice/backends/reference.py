@@ -83,7 +83,8 @@ class ReferenceBackend:
 
     def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
         mean_square = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-        return (x / np.sqrt(mean_square + eps)).astype(np.float32) * weight
+        normed: Float32 = (x / np.sqrt(mean_square + eps)).astype(np.float32)
+        return normed * weight
 
     def linear(self, x: Float32, weight: ReferenceLinear) -> Float32:
         product: Float32 = x @ weight.weight.T

@@ -7,27 +7,17 @@ matrix. Reads of the resident file go by whole CRC blocks and each block is read
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 
-from ondevice.backends.base import (
-    Backend,
-    Bytes,
-    Embedding,
-    FeedForward,
-    Float32,
-    Int32,
-    Linear,
-    RowChunk,
-    Vector,
-)
+from ondevice.backends.base import Backend, Bytes, Float32, Int32, Linear, RowChunk, Vector
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
+from ondevice.model.weights import LayerWeights, ModelWeights
 
 RESIDENT_FILE = 0
 EMBEDDING_FILE = 1
@@ -36,29 +26,6 @@ CHUNK_BYTES = 4 << 20
 """Codes of one RowChunk, at most, unless a single row is longer."""
 KEPT_BLOCKS = 8
 """CRC blocks remembered while loading: the edges of codes, scales and biases, and the norms between."""
-
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """What one layer multiplies with, as the engine loaded it. The q and k norms exist if `qk_norm`."""
-
-    attention_norm: Vector
-    qkv: Linear
-    q_norm: Vector | None
-    k_norm: Vector | None
-    out: Linear
-    feed_forward_norm: Vector
-    feed_forward: FeedForward
-
-
-@dataclass(frozen=True)
-class ModelWeights:
-    """All of a model, as the engine loaded it."""
-
-    embedding: Embedding
-    layers: Sequence[LayerWeights]
-    final_norm: Vector
-    head: Linear
 
 
 def bundle_files(bundle: Bundle) -> list[CheckedFile]:

@@ -50,7 +50,8 @@ class Transformer:
 
         Returns float32 logits, (1, V) of the last token or (T, V) of all, or None where none are wanted.
         Raises Cancelled when `cancelled()` holds between two layers, UsageError for an id outside the
-        vocabulary, BundleError for logits that aren't finite, and what a read or the cache's allocator raises. Whatever it raises, kv is as before.
+        vocabulary, BundleError for logits that aren't finite, and what a read or the cache's allocator
+        raises. Whatever it raises, kv is as before.
         """
         ids = self._checked(tokens)
         start = kv.length

@@ -1,0 +1,214 @@
+"""Weights that never saw a disk: backend sources over arrays, and whole random models made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk
+from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
+from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.model.transformer import Transformer
+from ondevice.model.weights import LayerWeights, ModelWeights
+
+Bits = Literal[4, 8, 16]
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Two layers, grouped queries, and no size that is a multiple of 64."""
+    values: dict[str, Any] = {
+        "architecture": "llama",
+        "hidden_size": 40,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 72,
+        "vocab_size": 50,
+        "max_context": 256,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    return ModelConfig(**(values | changes))
+
+
+def quantise_rows(weight: Float32, bits: Bits) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
+    """weight (n, K) -> codes, scales, biases as a bundle stores them, and the values they stand for."""
+    rows, cols = weight.shape
+    layout = RowLayout(cols, bits)
+    wide = np.zeros((rows, layout.padded_cols), dtype=np.float32)
+    wide[:, :cols] = weight
+    if bits == 16:
+        half = wide.astype(np.float16)
+        nothing = np.zeros((rows, 0), dtype=np.float16)
+        return half.view(np.uint8), nothing, nothing, half.astype(np.float32)[:, :cols]
+    groups = wide.reshape(rows, layout.groups, GROUP_SIZE)
+    low, high = groups.min(axis=2), groups.max(axis=2)
+    scales = ((high - low) / (2**bits - 1)).astype(np.float16)
+    biases = low.astype(np.float16)
+    step = np.where(scales == 0, 1, scales).astype(np.float32)[:, :, None]
+    q = np.clip(np.rint((groups - biases.astype(np.float32)[:, :, None]) / step), 0, 2**bits - 1)
+    exact = scales.astype(np.float32)[:, :, None] * q + biases.astype(np.float32)[:, :, None]
+    codes = q.astype(np.uint8).reshape(rows, -1)
+    if bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return codes, scales, biases, exact.astype(np.float32).reshape(rows, -1)[:, :cols]
+
+
+def records(layout: RecordLayout, parts: list[list[Float32]]) -> Bytes:
+    """One record per row of the given matrices, part by part: (n, stride)."""
+    rows = len(parts[0][0])
+    out = np.zeros((rows, layout.stride), dtype=np.uint8)
+    for offset, row_layouts, matrices in zip(layout.part_offsets, layout.parts, parts, strict=True):
+        at = offset
+        for row, matrix in zip(row_layouts, matrices, strict=True):
+            codes, scales, biases, _ = quantise_rows(matrix, row.bits)  # type: ignore[arg-type]
+            stored = np.concatenate([codes, scales.view(np.uint8), biases.view(np.uint8)], axis=1)
+            out[:, at : at + row.nbytes] = stored
+            at += row.nbytes
+    return out
+
+
+@dataclass(frozen=True)
+class ArrayLinear:
+    """`LinearSource` over a float matrix (N, K)."""
+
+    weight: Float32
+    bits: Bits
+    bias: Float32 | None = None
+    step: int = 7
+
+    @property
+    def rows(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.weight.shape[1]
+
+    def chunks(self) -> Iterator[RowChunk]:
+        codes, scales, biases, _ = quantise_rows(self.weight, self.bits)
+        for row0 in range(0, self.rows, self.step):
+            rows = slice(row0, row0 + self.step)
+            yield RowChunk(row0, codes[rows], scales[rows], biases[rows])
+
+
+@dataclass(frozen=True)
+class ArrayFeedForward:
+    """`FeedForwardSource` over gate, up and (transposed) down, each (F, D)."""
+
+    gate: Float32
+    up: Float32
+    down: Float32
+    bits: Bits
+    layout: RecordLayout
+    file: int = 0
+
+    @property
+    def num_neurons(self) -> int:
+        return self.gate.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate.shape[1]
+
+    def read(self, first: int, count: int) -> Bytes:
+        rows = slice(first, first + count)
+        return records(self.layout, [[self.gate[rows]], [self.up[rows], self.down[rows]]])
+
+
+@dataclass(frozen=True)
+class ArrayEmbedding:
+    """`EmbeddingSource` over a float table (V, D)."""
+
+    table: Float32
+    bits: Bits
+    layout: RecordLayout
+    file: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.table.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.table.shape[1]
+
+    def read(self, tokens: Int32) -> Bytes:
+        return records(self.layout, [[self.table[tokens]]])
+
+
+@dataclass
+class RandomWeights:
+    """Float weights of a model; the matrices as (N, K), `down` transposed to (F, D)."""
+
+    config: ModelConfig
+    seed: int = 0
+    vectors: dict[str, Float32] = field(default_factory=dict)
+    matrices: dict[str, Float32] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config, generator = self.config, np.random.default_rng(self.seed)
+
+        def matrix(name: str, rows: int, cols: int, fan_in: int) -> None:
+            values = generator.standard_normal((rows, cols)) / np.sqrt(fan_in)
+            self.matrices[name] = values.astype(np.float32)
+
+        def vector(name: str, size: int, mean: float) -> None:
+            self.vectors[name] = (mean + 0.1 * generator.standard_normal(size)).astype(np.float32)
+
+        width, neurons = config.hidden_size, config.intermediate_size
+        matrix("embedding", config.vocab_size, width, 1)
+        matrix("head", config.vocab_size, width, width)
+        vector("final_norm", width, 1.0)
+        for i in range(config.num_layers):
+            vector(f"{i}.attention_norm", width, 1.0)
+            vector(f"{i}.feed_forward_norm", width, 1.0)
+            vector(f"{i}.q_norm", config.head_dim, 1.0)
+            vector(f"{i}.k_norm", config.head_dim, 1.0)
+            vector(f"{i}.qkv.bias", config.qkv_size, 0.0)
+            vector(f"{i}.out.bias", width, 0.0)
+            matrix(f"{i}.qkv", config.qkv_size, width, width)
+            matrix(f"{i}.out", width, config.query_size, config.query_size)
+            matrix(f"{i}.gate", neurons, width, width)
+            matrix(f"{i}.up", neurons, width, width)
+            matrix(f"{i}.down", neurons, width, neurons)
+
+    def load(self, backend: Backend, bits: Bits = 16) -> Transformer:
+        """The model, loaded into `backend`."""
+        config, quant = self.config, QuantConfig(bits)
+
+        def linear(name: str, has_bias: bool) -> Any:
+            bias = self.vectors[f"{name}.bias"] if has_bias else None
+            return backend.load_linear(ArrayLinear(self.matrices[name], bits, bias))
+
+        def norm(name: str) -> Any:
+            return backend.load_vector(self.vectors[name])
+
+        table = ArrayEmbedding(self.matrices["embedding"], bits, embedding_layout(config, quant))
+        layers = [
+            LayerWeights(
+                attention_norm=norm(f"{i}.attention_norm"),
+                qkv=linear(f"{i}.qkv", config.attention_bias),
+                q_norm=norm(f"{i}.q_norm") if config.qk_norm else None,
+                k_norm=norm(f"{i}.k_norm") if config.qk_norm else None,
+                out=linear(f"{i}.out", config.attention_output_bias),
+                feed_forward_norm=norm(f"{i}.feed_forward_norm"),
+                feed_forward=backend.load_feed_forward(
+                    i,
+                    ArrayFeedForward(
+                        *(self.matrices[f"{i}.{name}"] for name in ("gate", "up", "down")),
+                        bits=bits,
+                        layout=neuron_layout(config, quant),
+                    ),
+                ),
+            )
+            for i in range(config.num_layers)
+        ]
+        head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
+        weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head)
+        return Transformer(config, backend, weights)
