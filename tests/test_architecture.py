@@ -30,7 +30,7 @@ LAYERS = (
     ("sampling", "speculation"),
     ("memory_plan",),
     ("generate",),
-    ("api",),
+    ("settings", "models", "owner", "engine", "scoring", "session", "api"),
     ("cli",),
 )
 ORDER = [part for layer in LAYERS for part in layer]

@@ -1,0 +1,211 @@
+"""Which folder a model's name means, and which modes that model can have.
+
+A name is a path, a folder under the model folders, or an alias. Nothing is downloaded to run a model: a
+name that isn't there gets the `convert` line that makes it. Only `convert` itself may fetch a repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import dataclass
+from importlib import import_module, util
+from pathlib import Path
+
+from ondevice.config import ModelConfig, RuntimeConfig
+from ondevice.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
+
+MANIFEST = "bundle.json"
+
+ALIASES = {
+    "llama-7b": "huggyllama/llama-7b",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mistral-7b-instruct": "mistralai/Mistral-7B-Instruct-v0.2",
+    "qwen2.5-0.5b-instruct": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-7b-instruct": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "relu-llama-7b": "SparseLLM/ReluLLaMA-7B",
+    "prosparse-llama-2-7b": "SparseLLM/prosparse-llama-2-7b",
+}
+"""Short names of public checkpoints; the last two have ReLU-sparse feed-forward layers."""
+
+REPOSITORY_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+"""All that a conversion reads: never code, never a pickle."""
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def model_home() -> Path:
+    """The folder that converted models live in: `ONDEVICE_HOME`, else the platform's data folder."""
+    home = os.environ.get("ONDEVICE_HOME")
+    if home:
+        return Path(home).expanduser()
+    import platformdirs
+
+    return platformdirs.user_data_path("ondevice", appauthor=False) / "models"
+
+
+def shipped_folder() -> Path:
+    """The installed `weights/`; in a source tree it stands beside the package."""
+    package = Path(__file__).resolve().parent
+    installed = package / "weights"
+    return installed if installed.is_dir() else package.parent / "weights"
+
+
+def find_model(name: str | os.PathLike[str] | None = None) -> Path:
+    """The bundle folder that `name` means; without a name, the model that ships.
+
+    Raises ModelNotFoundError with the `ondevice convert` line that would make it.
+    """
+    if name is None:
+        return _shipped_model()
+    text = os.fspath(name)
+    path = Path(text).expanduser()
+    if path.is_dir() or isinstance(name, os.PathLike):
+        return _checked_path(path)
+    is_repository = _REPOSITORY.fullmatch(text) is not None
+    if os.sep in text and not is_repository or text in ("", ".", ".."):
+        return _checked_path(path)
+    folder_name = text.rsplit("/", 1)[-1]
+    for folder in (model_home(), shipped_folder()):
+        if (folder / folder_name / MANIFEST).is_file():
+            return folder / folder_name
+    source = ALIASES.get(text, text if is_repository else None)
+    raise ModelNotFoundError(_missing(text, folder_name, source))
+
+
+def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
+    """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
+
+    Raises ModelNotFoundError if there is no such path, or the repository can't be had (`offline`, no
+    `huggingface_hub`, no network, no permission).
+    """
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if path.exists():
+        return path
+    repository = ALIASES.get(text, text)
+    if not _REPOSITORY.fullmatch(repository):
+        raise ModelNotFoundError(
+            f"no checkpoint at {text}: give a Hugging Face folder, a llama2.c .bin file, a repository id such "
+            f"as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
+        )
+    if offline:
+        raise ModelNotFoundError(
+            f"{repository} isn't a folder here and --offline forbids downloading it; "
+            "give the path of a downloaded copy"
+        )
+    if util.find_spec("huggingface_hub") is None:
+        raise ModelNotFoundError(
+            f"{repository} isn't a folder here; to download it, install the extra: pip install 'ondevice[hub]'"
+        )
+    return _download(repository)
+
+
+def _download(repository: str) -> Path:
+    hub = import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(repository, allow_patterns=REPOSITORY_FILES))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{repository} couldn't be downloaded: {error}") from error
+
+
+def _shipped_model() -> Path:
+    folder = shipped_folder()
+    bundles = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}")) if folder.is_dir() else []
+    if bundles:
+        return bundles[0]
+    line = _convert_line("CHECKPOINT", model_home() / "NAME")
+    raise ModelNotFoundError(
+        f"no model ships with this version, so --model is needed. To convert one first: {line}"
+    )
+
+
+def _checked_path(path: Path) -> Path:
+    if (path / MANIFEST).is_file():
+        return path
+    if path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.bin"))):
+        line = _convert_line(str(path), model_home() / path.resolve().name)
+        raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")
+    if path.is_dir():
+        raise ModelNotFoundError(f"{path} holds no {MANIFEST}, so it isn't a (finished) bundle")
+    line = _convert_line("CHECKPOINT", path)
+    raise ModelNotFoundError(f"no bundle at {path}. To make it: {line}")
+
+
+def _missing(name: str, folder_name: str, source: str | None) -> str:
+    line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
+    known = "" if source else f" Names known without a checkpoint of your own: {', '.join(ALIASES)}."
+    return f"no model called {name} in {model_home()} or {shipped_folder()}. To make it: {line}{known}"
+
+
+def _convert_line(source: str, output: Path) -> str:
+    return f"ondevice convert {shlex.quote(source)} --output {shlex.quote(str(output))}"
+
+
+@dataclass(frozen=True)
+class SparsityMode:
+    """Whether a model can run in a mode, and why (not)."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def sparsity_modes(config: ModelConfig) -> tuple[SparsityMode, ...]:
+    """Every sparsity mode, and whether this model can have it."""
+    relu = config.hidden_act in ("relu", "relu2")
+    exact = (
+        f"its {config.hidden_act} gates are exact zeros, but this version has no exact-sparse engine"
+        if relu
+        else f"{config.hidden_act} gates are hardly ever exactly zero; it takes relu or relu2"
+    )
+    threshold = (
+        "is for silu and gelu models"
+        if relu
+        else f"its bundle holds no calibrated thresholds for {config.hidden_act}"
+    )
+    return (
+        SparsityMode("dense", True, "every neuron of every token; exact"),
+        SparsityMode("exact", False, exact),
+        SparsityMode("predicted", False, "its bundle holds no predictors"),
+        SparsityMode("threshold", False, threshold),
+        SparsityMode("experts", False, "it has no expert router"),
+    )
+
+
+def check_runtime(config: ModelConfig, runtime: RuntimeConfig) -> None:
+    """Refuse what this model or this version can't do, before anything is loaded.
+
+    Raises UnsupportedModelError for a sparsity or speculation mode, BackendUnavailableError for a backend.
+    """
+    modes = {mode.name: mode for mode in sparsity_modes(config)}
+    if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
+        have = ", ".join(mode.name for mode in modes.values() if mode.available)
+        raise UnsupportedModelError(
+            f"--sparsity {runtime.sparsity} isn't possible with this model: {modes[runtime.sparsity].reason}. "
+            f"It can have: {have}"
+        )
+    if runtime.speculation not in ("auto", "off"):
+        raise UnsupportedModelError(
+            f"--speculation {runtime.speculation} isn't possible with this model: its bundle holds no drafter "
+            "that this version can run. It can have: auto, off"
+        )
+    if runtime.backend == "mlx":
+        raise BackendUnavailableError("--backend mlx isn't part of this version; use cpu or reference")

@@ -1,0 +1,199 @@
+"""The one thread that does a model's work: jobs in from any thread, their items and errors out.
+
+A job is a generator. It runs on the owner thread from its first item to its last, one job at a time, in
+the order of arrival, and never waits for its consumer. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from ondevice.errors import OndeviceError
+
+T = TypeVar("T")
+Cancelled = Callable[[], bool]
+"""Asks whether the consumer has lost interest; safe from any thread."""
+
+
+class _End:
+    """The last thing a job delivers."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class _Job:
+    """Work with the place its items go. Leaving its context delivers the end, whatever it was."""
+
+    def __init__(self, work: Callable[[Cancelled], Iterator[Any]], deliver: Callable[[Any], None]) -> None:
+        self.work = work
+        self.deliver = deliver
+        self.cancelled = threading.Event()
+
+    def run(self) -> None:
+        with self:
+            for item in self.work(self.cancelled.is_set):
+                self.deliver(item)
+
+    def refuse(self) -> None:
+        """End without having run."""
+        self.deliver(_End(_closed()))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # Everything, SystemExit of a callback included, belongs to the consumer; this thread goes on.
+        self.deliver(_End(error))
+        return True
+
+
+class OwnerThread(Generic[T]):
+    """Starts at the first job and ends with `close()`, at the latest when this object is collected."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs = _Jobs()
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        self._started = False
+        self._lock = threading.Lock()
+        # Daemon, so that a forgotten model can't keep the interpreter alive; the finaliser also runs at
+        # exit, before the interpreter takes the thread's ground away.
+        self._finalizer = weakref.finalize(self, _finish, self._jobs, self._thread)
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` there and return its result, or raise its error here."""
+        if threading.current_thread() is self._thread:
+            return work()
+
+        def one_item(cancelled: Cancelled) -> Iterator[T]:
+            yield work()
+
+        (result,) = self.stream(one_item)
+        return result
+
+    def stream(self, work: Callable[[Cancelled], Iterator[T]]) -> Iterator[T]:
+        """The items of `work(cancelled)`, made there; closing the iterator cancels.
+
+        The job is queued when the first item is asked for.
+        """
+        items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        job = _Job(work, items.put)
+        self._submit(job)
+        try:
+            while not isinstance(item := items.get(), _End):
+                yield item
+            if item.error is not None:
+                raise item.error
+        finally:
+            job.cancelled.set()
+
+    async def astream(self, work: Callable[[Cancelled], Iterator[T]]) -> AsyncIterator[T]:
+        """`stream` for asyncio; cancelling the task that iterates cancels the job."""
+        loop = asyncio.get_running_loop()
+        items: asyncio.Queue[Any] = asyncio.Queue()
+
+        def deliver(item: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(items.put_nowait, item)
+            except RuntimeError:
+                job.cancelled.set()  # The loop is closed: nobody is left to receive.
+
+        job = _Job(work, deliver)
+        self._submit(job)
+        try:
+            while not isinstance(item := await items.get(), _End):
+                yield item
+            if item.error is not None:
+                raise item.error
+        finally:
+            job.cancelled.set()
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        """Cancel the running job, refuse the waiting ones, run `last` there, end the thread. Idempotent."""
+        if last is not None and self._started and not self._jobs.closed:
+            self._jobs.close(last)
+            self._join()
+        self._finalizer()
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            if not self._started:
+                self._started = True
+                self._thread.start()
+        self._jobs.put(job)
+
+    def _join(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+class _Jobs:
+    """The queue of one owner thread; after `close` it takes no more."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._running: _Job | None = None
+        self._lock = threading.Lock()
+
+    def put(self, job: _Job) -> None:
+        with self._lock:
+            if self.closed:
+                raise _closed()
+            self._queue.put(job)
+
+    def next(self) -> _Job | None:
+        """The next job to run, or None at the end. Jobs that waited when the queue was closed are refused."""
+        while (job := self._queue.get()) is not None:
+            with self._lock:
+                self._running = job
+                refused = self.closed and not isinstance(job, _LastJob)
+            if not refused:
+                return job
+            job.refuse()
+        return None
+
+    def close(self, last: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            if self._running is not None:
+                self._running.cancelled.set()
+            if last is not None:
+                self._queue.put(_LastJob(last))
+            self._queue.put(None)
+
+
+class _LastJob(_Job):
+    """The clean-up that runs although the queue is closed."""
+
+    def __init__(self, last: Callable[[], None]) -> None:
+        def work(cancelled: Cancelled) -> Iterator[None]:
+            last()
+            yield None
+
+        super().__init__(work, lambda item: None)
+
+
+def _run(jobs: _Jobs) -> None:
+    while (job := jobs.next()) is not None:
+        job.run()
+
+
+def _finish(jobs: _Jobs, thread: threading.Thread) -> None:
+    jobs.close()
+    if thread.is_alive() and threading.current_thread() is not thread:
+        thread.join()
+
+
+def _closed() -> OndeviceError:
+    return OndeviceError("the model is closed; load it again")

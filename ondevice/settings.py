@@ -1,0 +1,175 @@
+"""The options a person can set, each with its one default from the config dataclasses.
+
+A flag beats an environment variable (`ONDEVICE_<OPTION>`) beats the settings file beats the default. This
+module knows the options and the file; the command line does the asking.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option: `name` in Python, the settings file and (upper case) the environment; `flag` in the shell."""
+
+    name: str
+    flag: str
+    default: Any
+    choices: tuple[str, ...]
+    """What it may be; empty where any value of `kind` will do."""
+    kind: type
+    help: str
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"ONDEVICE_{self.flag.lstrip('-').replace('-', '_').upper()}"
+
+    @property
+    def multiple(self) -> bool:
+        """Whether it may be given several times."""
+        return self.kind is tuple
+
+
+_RUNTIME_HELP = {
+    "dram_budget": "Ceiling of the whole process: 4GB, 3.5GiB, 60%, bytes, or auto.",
+    "backend": "Engine that multiplies.",
+    "threads": "Compute threads; 0: one per core.",
+    "io": "How flash is read: past the page cache, or through it.",
+    "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
+    "speculation": "How tokens are drafted.",
+    "kv_bits": "Bits per stored key and value.",
+    "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096.",
+}
+_SAMPLING_HELP = {
+    "temperature": "0 is greedy.",
+    "top_k": "Sample from the k likeliest tokens; 0: off.",
+    "top_p": "Sample from the likeliest tokens that hold this probability; 1: off.",
+    "min_p": "Drop tokens less likely than this times the likeliest; 0: off.",
+    "repetition_penalty": "Divide the logits of tokens seen before; 1: off.",
+    "seed": "Of the random numbers; the same seed gives the same text.",
+    "stop": "End the text before this string; may be given several times.",
+    "max_tokens": "Tokens to generate at most.",
+}
+_FLAGS = {"temperature": "--temp"}
+
+
+def _options(config: type, helps: Mapping[str, str]) -> dict[str, Option]:
+    hints = get_type_hints(config)
+    by_name = {field.name: field for field in fields(config)}
+    return {name: _option(by_name[name], hints[name], text) for name, text in helps.items()}
+
+
+def _option(field: Field[Any], hint: Any, text: str) -> Option:
+    default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    choices = tuple(str(choice) for choice in get_args(hint)) if get_origin(hint) is Literal else ()
+    flag = _FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
+    return Option(field.name, flag, default, choices, type(default), text)
+
+
+RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
+SAMPLING_OPTIONS = _options(SamplingConfig, _SAMPLING_HELP)
+OTHER_SETTINGS = ("model", "offline", "quant", "system_prompt")
+"""Settings that belong to commands and not to a config dataclass."""
+
+
+def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
+    """RuntimeConfig from option values; other keys are ignored. Raises UsageError."""
+    chosen = {name: values[name] for name in RUNTIME_OPTIONS if name in values}
+    if "kv_bits" in chosen:
+        chosen["kv_bits"] = int(chosen["kv_bits"])
+    config = RuntimeConfig(**chosen)
+    check_choices(config)
+    return config
+
+
+def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
+    """SamplingConfig from option values; other keys are ignored. Raises UsageError."""
+    chosen = {name: values[name] for name in SAMPLING_OPTIONS if name in values}
+    if "stop" in chosen:
+        chosen["stop"] = tuple(chosen["stop"])
+    return SamplingConfig(**chosen)
+
+
+def check_choices(config: RuntimeConfig) -> None:
+    """Raises UsageError if a field isn't one of the values its type allows."""
+    for name, hint in get_type_hints(RuntimeConfig).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            allowed = ", ".join(str(choice) for choice in get_args(hint))
+            raise UsageError(f"{name} is {value!r}; it must be one of {allowed}")
+    for name, least in (("threads", 0), ("max_context", 0), ("prefill_chunk", 1)):
+        value = getattr(config, name)
+        if type(value) is not int or value < least:
+            raise UsageError(f"{name} is {value!r}; it must be an integer of {least} or more")
+
+
+def with_model_defaults(
+    config: SamplingConfig, generation: Mapping[str, Any], chosen: set[str]
+) -> tuple[SamplingConfig, dict[str, Any]]:
+    """The sampling that the model's authors recommend, where the person didn't choose.
+
+    generation: the bundle's recommendations by SamplingConfig field; chosen: names the person set.
+    Returns the config and what was taken from the model.
+    """
+    taken = {name: value for name, value in generation.items() if name not in chosen}
+    return replace(config, **taken), taken
+
+
+def settings_path() -> Path:
+    """The settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's configuration folder."""
+    chosen = os.environ.get("ONDEVICE_CONFIG")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return platformdirs.user_config_path("ondevice", appauthor=False) / "config.toml"
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, by option name; none if there is no file.
+
+    Raises UsageError for text that isn't TOML, for an unknown key and for a value of the wrong type.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the settings file {path} can't be read: {error}") from error
+    try:
+        parsed = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"the settings file {path} isn't TOML: {error}") from error
+    options = RUNTIME_OPTIONS | SAMPLING_OPTIONS
+    by_flag = {option.flag.lstrip("-").replace("-", "_"): name for name, option in options.items()}
+    settings: dict[str, Any] = {}
+    for key, value in parsed.items():
+        name = by_flag.get(key.replace("-", "_"), key.replace("-", "_"))
+        if name not in options and name not in OTHER_SETTINGS:
+            known = ", ".join(sorted([*by_flag, *OTHER_SETTINGS]))
+            raise UsageError(f"the settings file {path} has an unknown key {key!r}; known are {known}")
+        if not isinstance(value, _allowed(name)) or (type(value) is bool and name != "offline"):
+            raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
+        settings[name] = value
+    return settings
+
+
+def _allowed(name: str) -> tuple[type, ...]:
+    if name == "offline":
+        return (bool,)
+    option = (RUNTIME_OPTIONS | SAMPLING_OPTIONS).get(name)
+    if option is None:
+        return (str,)
+    if option.multiple:
+        return (list, str)
+    return (str,) if option.kind is str and name != "dram_budget" else (int, float, str)

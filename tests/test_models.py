@@ -1,0 +1,173 @@
+"""Names to folders, the `convert` line for what isn't there, and the modes a model can have."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ondevice import models
+from ondevice.config import ModelConfig, RuntimeConfig
+from ondevice.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("ONDEVICE_HOME", str(folder))
+    monkeypatch.setattr(models, "shipped_folder", lambda: tmp_path / "weights")
+    return folder
+
+
+def make_bundle(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "bundle.json").write_text("{}")
+    return folder
+
+
+def test_a_path_a_name_and_a_repository_id_find_their_bundle(home: Path, tmp_path: Path) -> None:
+    inside = make_bundle(home / "tale")
+    outside = make_bundle(tmp_path / "elsewhere" / "story")
+    assert models.find_model("tale") == inside
+    assert models.find_model(str(outside)) == outside
+    assert models.find_model(outside) == outside
+    assert models.find_model("someone/tale") == inside
+
+
+def test_the_model_folder_comes_before_what_ships(home: Path, tmp_path: Path) -> None:
+    shipped = make_bundle(tmp_path / "weights" / "tiny")
+    assert models.find_model("tiny") == shipped
+    assert models.find_model() == shipped
+    own = make_bundle(home / "tiny")
+    assert models.find_model("tiny") == own
+    assert models.find_model() == shipped
+
+
+def test_without_a_shipped_model_the_message_says_what_to_do(home: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"ondevice convert CHECKPOINT --output .*NAME"):
+        models.find_model()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("llama-7b", "ondevice convert huggyllama/llama-7b --output {home}/llama-7b"),
+        (
+            "prosparse-llama-2-7b",
+            "ondevice convert SparseLLM/prosparse-llama-2-7b --output {home}/prosparse-llama-2-7b",
+        ),
+        ("Qwen/Qwen3-8B", "ondevice convert Qwen/Qwen3-8B --output {home}/Qwen3-8B"),
+        ("unheard-of", "ondevice convert CHECKPOINT --output {home}/unheard-of"),
+        ("./nowhere/model", "ondevice convert CHECKPOINT --output nowhere/model"),
+        ("two words", "ondevice convert CHECKPOINT --output '{home}/two words'"),
+    ],
+)
+def test_a_missing_model_gets_the_line_that_makes_it(home: Path, name: str, line: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        models.find_model(name)
+    assert line.format(home=home) in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../..", "/"])
+def test_names_that_are_no_names_find_nothing(home: Path, name: str) -> None:
+    with pytest.raises(ModelNotFoundError):
+        models.find_model(name)
+
+
+def test_a_checkpoint_is_told_from_a_bundle(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    with pytest.raises(ModelNotFoundError, match="isn't a"):
+        models.find_model(str(folder))
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=f"ondevice convert {folder} --output {home}/hf"):
+        models.find_model(str(folder))
+
+
+def test_every_alias_names_a_repository() -> None:
+    assert all(models._REPOSITORY.fullmatch(repository) for repository in models.ALIASES.values())
+    assert not any("/" in alias for alias in models.ALIASES)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """A stand-in for huggingface_hub that records what was asked of it."""
+    asked: list[tuple[str, list[str]]] = []
+
+    def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
+        asked.append((repository, allow_patterns))
+        if repository.startswith("gone/"):
+            raise OSError("404: no such repository")
+        return str(tmp_path / "downloaded")
+
+    module: Any = SimpleNamespace(snapshot_download=snapshot_download, __spec__=object())
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    return asked
+
+
+def test_a_checkpoint_path_needs_no_hub(tmp_path: Path, hub: list[tuple[str, list[str]]]) -> None:
+    assert models.find_checkpoint(str(tmp_path)) == tmp_path
+    assert hub == []
+
+
+def test_aliases_and_repositories_are_downloaded_without_code_or_pickles(
+    tmp_path: Path, hub: list[tuple[str, list[str]]]
+) -> None:
+    assert models.find_checkpoint("llama-7b") == tmp_path / "downloaded"
+    ((repository, patterns),) = hub
+    assert repository == "huggyllama/llama-7b"
+    assert not [pattern for pattern in patterns if pattern.endswith((".py", ".bin", ".pt", "*"))]
+    with pytest.raises(ModelNotFoundError, match="404"):
+        models.find_checkpoint("gone/model")
+
+
+def test_offline_and_a_missing_extra_forbid_downloads(
+    monkeypatch: pytest.MonkeyPatch, hub: list[tuple[str, list[str]]]
+) -> None:
+    with pytest.raises(ModelNotFoundError, match="--offline"):
+        models.find_checkpoint("llama-7b", offline=True)
+    monkeypatch.setattr(models.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFoundError, match=r"pip install 'ondevice\[hub\]'"):
+        models.find_checkpoint("llama-7b")
+    with pytest.raises(ModelNotFoundError, match="no checkpoint at"):
+        models.find_checkpoint("./not/here.bin")
+    assert hub == []
+
+
+@pytest.fixture
+def config_for() -> Callable[[str], ModelConfig]:
+    def make(hidden_act: str) -> ModelConfig:
+        return ModelConfig("llama", 64, 2, 4, 4, 16, 128, 256, 512, hidden_act, 1e-5, 1e4)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu", "relu", "relu2"])
+def test_dense_is_possible_and_the_other_modes_say_why_not(
+    config_for: Callable[[str], ModelConfig], hidden_act: str
+) -> None:
+    config = config_for(hidden_act)
+    modes = {mode.name: mode for mode in models.sparsity_modes(config)}
+    assert [name for name, mode in modes.items() if mode.available] == ["dense"]
+    for name in ("exact", "predicted", "threshold", "experts"):
+        with pytest.raises(UnsupportedModelError, match="It can have: dense") as caught:
+            models.check_runtime(config, RuntimeConfig(sparsity=name))
+        assert modes[name].reason in str(caught.value)
+    for name in ("auto", "dense"):
+        models.check_runtime(config, RuntimeConfig(sparsity=name))
+
+
+def test_speculation_and_backends_that_are_not_there_are_refused(
+    config_for: Callable[[str], ModelConfig],
+) -> None:
+    config = config_for("silu")
+    for speculation in ("streams", "resident", "recycling", "lookup", "model"):
+        with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation}"):
+            models.check_runtime(config, RuntimeConfig(speculation=speculation))
+    with pytest.raises(BackendUnavailableError, match="mlx"):
+        models.check_runtime(config, RuntimeConfig(backend="mlx"))

@@ -1,0 +1,181 @@
+"""The owner thread: order, errors, cancellation and its end, from threads and from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+from ondevice.errors import FlashReadError, OndeviceError
+from ondevice.owner import OwnerThread
+
+
+@pytest.fixture
+def owner() -> Iterator[OwnerThread[object]]:
+    thread: OwnerThread[object] = OwnerThread("test-owner")
+    yield thread
+    thread.close()
+
+
+def endless(cancelled: Callable[[], bool]) -> Iterator[int]:
+    count = 0
+    while not cancelled():
+        yield count
+        count += 1
+        time.sleep(0.001)
+
+
+def settles(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5.0
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_nothing_starts_before_the_first_job() -> None:
+    before = threading.active_count()
+    thread: OwnerThread[int] = OwnerThread("idle")
+    assert threading.active_count() == before
+    assert thread.call(lambda: 7) == 7
+    assert threading.active_count() == before + 1
+    thread.close()
+    assert threading.active_count() == before
+
+
+def test_work_runs_on_one_thread_from_many(owner: OwnerThread[object]) -> None:
+    seen: list[object] = []
+    callers = [
+        threading.Thread(target=lambda: seen.append(owner.call(threading.get_ident))) for _ in range(16)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(seen) == 16
+    assert len(set(seen)) == 1
+    assert seen[0] != threading.get_ident()
+
+
+def test_a_call_from_the_owner_itself_runs_at_once(owner: OwnerThread[object]) -> None:
+    assert owner.call(lambda: owner.call(lambda: "inner")) == "inner"
+
+
+@pytest.mark.parametrize("error", [FlashReadError("torn"), MemoryError("full"), SystemExit(3)])
+def test_errors_surface_as_they_are_and_the_thread_lives_on(
+    owner: OwnerThread[object], error: BaseException
+) -> None:
+    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+        yield 1
+        raise error
+
+    items = owner.stream(work)
+    assert next(items) == 1
+    with pytest.raises(type(error)) as caught:
+        next(items)
+    assert caught.value is error
+    assert owner.call(lambda: "alive") == "alive"
+
+
+def test_closing_an_iterator_cancels_its_job(owner: OwnerThread[object]) -> None:
+    items = owner.stream(endless)
+    assert [next(items), next(items)] == [0, 1]
+    items.close()  # type: ignore[attr-defined]
+    assert owner.call(lambda: "next job") == "next job"
+
+
+def test_dropping_an_iterator_cancels_its_job(owner: OwnerThread[object]) -> None:
+    next(owner.stream(endless))
+    gc.collect()
+    assert owner.call(lambda: "next job") == "next job"
+
+
+def test_close_ends_the_running_job_refuses_the_waiting_and_runs_the_last(
+    owner: OwnerThread[object],
+) -> None:
+    order: list[str] = []
+    running = owner.stream(endless)
+    next(running)
+    refused: list[OndeviceError] = []
+
+    def wait_in_line() -> None:
+        try:
+            owner.call(lambda: order.append("waiting job ran"))
+        except OndeviceError as error:
+            refused.append(error)
+
+    waiter = threading.Thread(target=wait_in_line)
+    waiter.start()
+    assert settles(lambda: not owner._jobs._queue.empty())
+    owner.close(lambda: order.append("last"))
+    waiter.join()
+    assert order == ["last"]
+    assert len(refused) == 1
+    assert all(isinstance(item, int) for item in running)
+    owner.close(lambda: order.append("again"))
+    assert order == ["last"]
+    with pytest.raises(OndeviceError, match="closed"):
+        owner.call(lambda: None)
+
+
+def test_a_forgotten_owner_ends_its_thread() -> None:
+    thread: OwnerThread[int] = OwnerThread("forgotten")
+    native = weakref.ref(thread._thread)
+    assert thread.call(lambda: 1) == 1
+    del thread
+    gc.collect()
+    assert settles(lambda: (found := native()) is None or not found.is_alive())
+
+
+def test_asyncio_gets_items_and_errors(owner: OwnerThread[object]) -> None:
+    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+        yield from (1, 2, 3)
+        raise FlashReadError("torn")
+
+    async def consume() -> list[object]:
+        items: list[object] = []
+        with pytest.raises(FlashReadError):
+            async for item in owner.astream(work):
+                items.append(item)
+        return items
+
+    assert asyncio.run(consume()) == [1, 2, 3]
+
+
+def test_cancelling_the_task_cancels_the_work(owner: OwnerThread[object]) -> None:
+    ended = threading.Event()
+
+    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+        yield from endless(cancelled)
+        ended.set()
+
+    async def cancel_midway() -> None:
+        async def consume() -> None:
+            async for _ in owner.astream(work):
+                pass
+
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_midway())
+    assert ended.wait(5.0)
+
+
+def test_a_closed_event_loop_cancels_the_work(owner: OwnerThread[object]) -> None:
+    ended = threading.Event()
+
+    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+        yield from endless(cancelled)
+        ended.set()
+
+    loop = asyncio.new_event_loop()
+    items = owner.astream(work)
+    assert loop.run_until_complete(anext(items)) == 0
+    loop.close()
+    assert ended.wait(5.0)

@@ -1,0 +1,119 @@
+"""Options, their one default, the settings file and what a model's authors recommend."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.errors import UsageError
+from ondevice.settings import (
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    check_choices,
+    read_settings,
+    runtime_config,
+    sampling_config,
+    settings_path,
+    with_model_defaults,
+)
+
+
+def test_every_option_has_the_default_of_its_dataclass() -> None:
+    runtime = {name: option.default for name, option in RUNTIME_OPTIONS.items()}
+    sampling = {name: option.default for name, option in SAMPLING_OPTIONS.items()}
+    assert runtime_config(runtime) == RuntimeConfig()
+    assert sampling_config(sampling) == SamplingConfig()
+    assert {field.name for field in fields(SamplingConfig)} - set(SAMPLING_OPTIONS) == {"logit_bias"}
+
+
+def test_flags_choices_and_variables_are_the_documented_ones() -> None:
+    assert RUNTIME_OPTIONS["dram_budget"].flag == "--dram-budget"
+    assert RUNTIME_OPTIONS["dram_budget"].variable == "ONDEVICE_DRAM_BUDGET"
+    assert RUNTIME_OPTIONS["kv_bits"].choices == ("16", "8")
+    assert RUNTIME_OPTIONS["backend"].choices == ("auto", "cpu", "mlx", "reference")
+    assert SAMPLING_OPTIONS["temperature"].flag == "--temp"
+    assert SAMPLING_OPTIONS["temperature"].variable == "ONDEVICE_TEMP"
+    assert SAMPLING_OPTIONS["stop"].multiple
+
+
+def test_values_become_configs() -> None:
+    config = runtime_config({"kv_bits": "8", "threads": 2, "prompt": "ignored"})
+    assert (config.kv_bits, config.threads) == (8, 2)
+    assert sampling_config({"stop": ["a", "b"], "model": "x"}).stop == ("a", "b")
+    with pytest.raises(UsageError, match="temperature"):
+        sampling_config({"temperature": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("backend", "cuda"),
+        ("kv_bits", 4),
+        ("threads", -1),
+        ("threads", 1.5),
+        ("prefill_chunk", 0),
+        ("io", None),
+    ],
+)
+def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=name):
+        check_choices(RuntimeConfig(**{name: value}))  # type: ignore[arg-type]
+
+
+def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        'dram-budget = "4GB"\ntemp = 0.5\nkv_bits = 8\nmodel = "m"\noffline = true\nstop = ["x"]\n'
+    )
+    assert read_settings(path) == {
+        "dram_budget": "4GB",
+        "temperature": 0.5,
+        "kv_bits": 8,
+        "model": "m",
+        "offline": True,
+        "stop": ["x"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dram_budget = ", "isn't TOML"),
+        ("dram_buget = '4GB'", "unknown key 'dram_buget'"),
+        ("threads = true", "wrong type"),
+        ("threads = [1]", "wrong type"),
+        ("io = 3", "wrong type"),
+        ("offline = 'no'", "wrong type"),
+    ],
+)
+def test_a_bad_settings_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        read_settings(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_settings_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b"model = '\xe9'")
+    for path in (tmp_path, tmp_path / "latin.toml"):
+        with pytest.raises(UsageError, match="can't be read"):
+            read_settings(path)
+
+
+def test_no_settings_file_is_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(tmp_path / "absent.toml") == {}
+    monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "mine.toml"))
+    assert settings_path() == tmp_path / "mine.toml"
+    monkeypatch.delenv("ONDEVICE_CONFIG")
+    assert settings_path().name == "config.toml"
+
+
+def test_a_models_recommendations_yield_to_what_was_chosen() -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.9}
+    config, taken = with_model_defaults(SamplingConfig(top_p=0.5), recommended, {"top_p"})
+    assert (config.temperature, config.top_p) == (0.6, 0.5)
+    assert taken == {"temperature": 0.6}
+    assert with_model_defaults(SamplingConfig(), {}, set()) == (SamplingConfig(), {})
