@@ -80,7 +80,7 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
     if path.is_dir() or isinstance(name, os.PathLike):
         return _checked_path(path)
     is_repository = _REPOSITORY.fullmatch(text) is not None
-    if os.sep in text and not is_repository or text in ("", ".", ".."):
+    if (os.sep in text and not is_repository) or text in ("", ".", ".."):
         return _checked_path(path)
     folder_name = text.rsplit("/", 1)[-1]
     for folder in (model_home(), shipped_folder()):
@@ -103,8 +103,8 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
     repository = ALIASES.get(text, text)
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(
-            f"no checkpoint at {text}: give a Hugging Face folder, a llama2.c .bin file, a repository id such "
-            f"as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
+            f"no checkpoint at {text}: give a Hugging Face folder, a llama2.c .bin file, a repository id "
+            f"such as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
         )
     if offline:
         raise ModelNotFoundError(
@@ -113,7 +113,8 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
         )
     if util.find_spec("huggingface_hub") is None:
         raise ModelNotFoundError(
-            f"{repository} isn't a folder here; to download it, install the extra: pip install 'ondevice[hub]'"
+            f"{repository} isn't a folder here; to download it, install the extra: "
+            "pip install 'ondevice[hub]'"
         )
     return _download(repository)
 
@@ -199,13 +200,13 @@ def check_runtime(config: ModelConfig, runtime: RuntimeConfig) -> None:
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)
         raise UnsupportedModelError(
-            f"--sparsity {runtime.sparsity} isn't possible with this model: {modes[runtime.sparsity].reason}. "
-            f"It can have: {have}"
+            f"--sparsity {runtime.sparsity} isn't possible with this model: "
+            f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
     if runtime.speculation not in ("auto", "off"):
         raise UnsupportedModelError(
-            f"--speculation {runtime.speculation} isn't possible with this model: its bundle holds no drafter "
-            "that this version can run. It can have: auto, off"
+            f"--speculation {runtime.speculation} isn't possible with this model: its bundle holds no "
+            "drafter that this version can run. It can have: auto, off"
         )
     if runtime.backend == "mlx":
         raise BackendUnavailableError("--backend mlx isn't part of this version; use cpu or reference")

@@ -19,7 +19,7 @@ from ondevice.errors import UsageError
 
 @dataclass(frozen=True)
 class Option:
-    """One option: `name` in Python, the settings file and (upper case) the environment; `flag` in the shell."""
+    """One option: `name` in Python and the settings file, `flag` in the shell."""
 
     name: str
     flag: str
@@ -70,7 +70,9 @@ def _options(config: type, helps: Mapping[str, str]) -> dict[str, Option]:
 
 
 def _option(field: Field[Any], hint: Any, text: str) -> Option:
-    default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    default = field.default
+    if default is MISSING and field.default_factory is not MISSING:
+        default = field.default_factory()
     choices = tuple(str(choice) for choice in get_args(hint)) if get_origin(hint) is Literal else ()
     flag = _FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
     return Option(field.name, flag, default, choices, type(default), text)

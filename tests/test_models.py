@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from ondevice import models
 from ondevice.config import ModelConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError

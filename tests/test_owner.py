@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.owner import OwnerThread
 
@@ -135,14 +136,15 @@ def test_asyncio_gets_items_and_errors(owner: OwnerThread[object]) -> None:
         yield from (1, 2, 3)
         raise FlashReadError("torn")
 
-    async def consume() -> list[object]:
-        items: list[object] = []
-        with pytest.raises(FlashReadError):
-            async for item in owner.astream(work):
-                items.append(item)
-        return items
+    items: list[object] = []
 
-    assert asyncio.run(consume()) == [1, 2, 3]
+    async def consume() -> None:
+        async for item in owner.astream(work):
+            items.append(item)
+
+    with pytest.raises(FlashReadError):
+        asyncio.run(consume())
+    assert items == [1, 2, 3]
 
 
 def test_cancelling_the_task_cancels_the_work(owner: OwnerThread[object]) -> None:

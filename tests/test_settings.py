@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import UsageError
 from ondevice.settings import (

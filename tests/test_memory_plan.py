@@ -1,0 +1,211 @@
+"""The memory arithmetic: parts that add up, a ceiling that holds, residency that yields to the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ondevice.backends.base import KVLayout
+from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.errors import BudgetError, UsageError
+from ondevice.memory_plan import (
+    AUTO_RESERVE_BYTES,
+    PROCESS_ALLOWANCE_BYTES,
+    Plan,
+    auto_budget,
+    context_tokens,
+    interleaved_bytes,
+    plan_memory,
+    segment_shape,
+    stream_shape,
+)
+
+LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
+TINY = ModelConfig("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
+Q4, F16 = QuantConfig(4), QuantConfig(16)
+MB = 10**6
+
+
+def plan_for(config: ModelConfig, quant: QuantConfig, budget: int, **options: Any) -> Plan:
+    runtime = RuntimeConfig(**options)
+    return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB)
+
+
+def configs() -> st.SearchStrategy[ModelConfig]:
+    return st.builds(
+        lambda width, layers, heads, neurons, vocab: ModelConfig(
+            "llama", width * 8, layers, heads * 2, heads, 16, neurons, vocab, 2048, "silu", 1e-5, 1e4
+        ),
+        st.integers(1, 1100),
+        st.integers(1, 90),
+        st.integers(1, 8),
+        st.integers(1, 30000),
+        st.integers(2, 200000),
+    )
+
+
+def test_a_matrix_costs_whole_tiles_of_sixteen_rows() -> None:
+    # 2 tiles x 2 groups x (16 rows x 64 codes of 4 bits + 16 scales and biases of 2 bytes)
+    assert interleaved_bytes(17, 65, 4) == 2 * 2 * (16 * 64 // 2 + 16 * 4)
+    assert interleaved_bytes(16, 64, 8) == 16 * 64 + 16 * 4
+    assert interleaved_bytes(16, 64, 16) == 16 * 64 * 2
+
+
+def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 4000 * MB)
+    per_weight = 4.5 / 8
+    attention_and_head = 32 * 4 * 4096 * 4096 + 32000 * 4096
+    assert plan.weights_bytes == pytest.approx(attention_and_head * per_weight, rel=0.01)
+    feed_forward = 32 * 3 * 4096 * 11008 * per_weight
+    assert plan.segment.total * plan.segment.nbytes == pytest.approx(feed_forward, rel=0.02)
+    assert plan.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 2
+    assert plan.embedding_bytes == 32000 * 2560
+    assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
+    assert 8 * MB < plan.stream.nbytes < 20 * MB
+
+
+@pytest.mark.parametrize("budget", [0, 1000 * MB, 3700 * MB, 4000 * MB, 6000 * MB, 20000 * MB])
+def test_the_parts_add_up_to_the_total(budget: int) -> None:
+    shown = plan_for(LLAMA_7B, Q4, budget).to_json()
+    parts = ("resident_weights", "kv_cache", "neuron_cache", "predictor", "draft", "staging", "activation")
+    assert shown["total_bytes"] == sum(int(shown[f"{part}_bytes"]) for part in (*parts, "process"))
+
+
+@given(configs(), st.sampled_from([4, 8, 16]), st.integers(0, 1 << 40), st.sampled_from([8, 16]))
+def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
+    config: ModelConfig, bits: Any, budget: int, kv_bits: Any
+) -> None:
+    plan = plan_for(config, QuantConfig(bits), budget, kv_bits=kv_bits)
+    assert plan.fits == (budget >= plan.minimum_budget_bytes)
+    if not plan.fits:
+        assert plan.total_bytes >= plan.budget_bytes
+        return
+    assert plan.total_bytes <= budget
+    blocks = plan.kv_cache_bytes // plan.kv_block_bytes
+    held = [plan.segments_for(count * plan.kv_block_bytes) for count in range(0, blocks + 1, 7)]
+    assert held == sorted(held, reverse=True)
+    fixed = plan.total_bytes - plan.kv_cache_bytes - plan.neuron_cache_bytes
+    for count, segments in zip(range(0, blocks + 1, 7), held, strict=True):
+        assert 0 <= segments <= plan.segment.total
+        assert fixed + count * plan.kv_block_bytes + segments * plan.segment.nbytes <= budget
+
+
+@given(configs(), st.sampled_from([4, 8, 16]))
+def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any) -> None:
+    quant = QuantConfig(bits)
+    shape = segment_shape(config, quant)
+    assert shape.neurons % 64 == 0
+    assert (shape.per_layer - 1) * shape.neurons < config.intermediate_size <= shape.per_layer * shape.neurons
+    assert shape.nbytes >= 3 * interleaved_bytes(shape.neurons, config.hidden_size, bits)
+    assert shape.nbytes <= 16 << 20 or shape.neurons == 64
+    if config.intermediate_size >= 64 * 64:
+        assert shape.per_layer * shape.neurons <= config.intermediate_size * 1.05 + 64
+
+
+@given(configs(), st.sampled_from([4, 8, 16]))
+def test_a_stream_slot_holds_its_records_widened_to_pages(config: ModelConfig, bits: Any) -> None:
+    quant = QuantConfig(bits)
+    shape = stream_shape(config, quant)
+    records = shape.neurons * plan_records(config, quant)
+    assert shape.neurons % 64 == 0
+    assert shape.slot_bytes % 4096 == 0
+    assert shape.slot_bytes >= records + 4096
+    assert shape.slots >= 2
+
+
+def plan_records(config: ModelConfig, quant: QuantConfig) -> int:
+    from ondevice.bundle.layout import neuron_layout
+
+    return neuron_layout(config, quant).stride
+
+
+def test_segments_are_lent_evenly() -> None:
+    shape = segment_shape(LLAMA_7B, Q4)
+    for segments in (0, 1, 5, 31, 32, 33, 100, shape.total - 1, shape.total):
+        lent = shape.lent(segments)
+        assert sum(lent) == segments
+        assert max(lent) - min(lent) <= 1
+    assert shape.lent(shape.total + 5) == (shape.per_layer,) * 32
+    assert shape.lent(-1) == (0,) * 32
+
+
+def test_where_everything_fits_nothing_is_staged_and_the_embedding_is_resident() -> None:
+    full = plan_for(LLAMA_7B, Q4, 1 << 40).full_bytes
+    at_full, below = plan_for(LLAMA_7B, Q4, full), plan_for(LLAMA_7B, Q4, full - 1)
+    assert (at_full.streams, at_full.staging_bytes, at_full.total_bytes) == (False, 0, full)
+    assert at_full.resident_weights_bytes == at_full.weights_bytes + at_full.embedding_bytes
+    assert at_full.segments_for(at_full.kv_cache_bytes) == at_full.segment.total
+    assert below.streams
+    assert below.staging_bytes == below.stream.nbytes
+    assert below.resident_weights_bytes == below.weights_bytes
+    assert below.total_bytes <= full - 1
+
+
+def test_a_budget_below_the_minimum_names_the_one_that_works() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 0)
+    assert not plan.fits
+    with pytest.raises(BudgetError) as caught:
+        plan.require_fit("llama-7b")
+    assert caught.value.required_bytes == plan.minimum_budget_bytes
+    assert str(plan.minimum_budget_bytes) in str(caught.value)
+    assert "llama-7b" in str(caught.value)
+    enough = plan.with_budget(caught.value.required_bytes)
+    enough.require_fit("llama-7b")
+    assert enough.segments_for(enough.kv_cache_bytes) == 0
+    with pytest.raises(BudgetError):
+        plan.with_budget(caught.value.required_bytes - 1).require_fit("llama-7b")
+
+
+def test_only_the_budget_changes_with_the_budget() -> None:
+    plan = plan_for(TINY, F16, 1 << 40)
+    assert plan.with_budget(123) == replace(plan, budget_bytes=123)
+    assert plan.with_budget(123).with_budget(1 << 40) == plan
+
+
+def test_a_short_context_and_8_bit_keys_lower_the_minimum() -> None:
+    usual = plan_for(LLAMA_7B, Q4, 0).minimum_budget_bytes
+    short = plan_for(LLAMA_7B, Q4, 0, max_context=512)
+    assert short.kv_cache_bytes == KVLayout(LLAMA_7B, 16).block_bytes * 8
+    assert short.minimum_budget_bytes < usual - 1500 * MB
+    assert plan_for(LLAMA_7B, Q4, 0, kv_bits=8).minimum_budget_bytes < usual - 900 * MB
+
+
+def test_the_context_is_bounded_by_the_model() -> None:
+    assert context_tokens(LLAMA_7B, RuntimeConfig()) == 4096
+    assert context_tokens(replace(LLAMA_7B, max_context=131072), RuntimeConfig()) == 4096
+    assert context_tokens(TINY, RuntimeConfig()) == 512
+    assert context_tokens(TINY, RuntimeConfig(max_context=100)) == 100
+    for wrong in (513, -1):
+        with pytest.raises(UsageError, match="512"):
+            context_tokens(TINY, RuntimeConfig(max_context=wrong))
+
+
+def test_sessions_may_share_what_one_context_leaves() -> None:
+    streaming = plan_for(LLAMA_7B, Q4, 4000 * MB)
+    assert streaming.kv_limit_bytes > streaming.kv_cache_bytes
+    fixed = streaming.total_bytes - streaming.kv_cache_bytes - streaming.neuron_cache_bytes
+    assert fixed + streaming.kv_limit_bytes == streaming.budget_bytes
+    full = plan_for(TINY, F16, 1 << 40)
+    assert full.total_bytes - full.kv_cache_bytes + full.kv_limit_bytes == full.budget_bytes
+
+
+def test_auto_leaves_a_reserve_and_takes_no_more_than_the_model_can_use() -> None:
+    plan = plan_for(TINY, F16, 0)
+    assert auto_budget(plan, 64 << 30) == plan.full_bytes
+    available = AUTO_RESERVE_BYTES + 1000
+    assert auto_budget(plan, available) == min(plan.full_bytes, plan.process_bytes + 1000)
+    big = plan_for(LLAMA_7B, Q4, 0)
+    assert auto_budget(big, 4000 * MB) == big.process_bytes + 3600 * MB
+    assert auto_budget(big, 0) == max(0, big.process_bytes - AUTO_RESERVE_BYTES)
+
+
+def test_the_reference_backend_holds_everything_in_float32() -> None:
+    plan = plan_for(TINY, Q4, 1 << 40, backend="reference")
+    per_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 172
+    assert plan.weights_bytes == 4 * (5 * per_layer + 512 * 64)
+    assert plan.minimum_budget_bytes == plan.full_bytes == plan.total_bytes
+    assert plan.segments_for(0) == 0
