@@ -70,7 +70,8 @@ class TokenizerInfo:
 class Provenance:
     """Where the weights come from and what storing them cost. Nothing here depends on time or machine.
 
-    `quantisation_error` maps a kind of tensor to its relative root-mean-square error.
+    `quantisation_error` maps a kind of tensor to its relative root-mean-square error. `fingerprint` names the
+    source and the options that decided the bytes; the writer fills it in.
     """
 
     source: str
@@ -78,6 +79,7 @@ class Provenance:
     converter_version: str
     quantisation_error: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,10 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "file": manifest.tokenizer.file,
         "eos_ids": list(manifest.tokenizer.eos_ids),
     }
-    provenance = asdict(manifest.provenance) | {"notes": list(manifest.provenance.notes)}
+    provenance = asdict(manifest.provenance) | {
+        "notes": list(manifest.provenance.notes),
+        "quantisation_error": dict(manifest.provenance.quantisation_error),
+    }
     files = {
         name: {
             "bytes": entry.nbytes,
@@ -293,12 +298,14 @@ def _parse_generation(section: Section) -> dict[str, float]:
 
 
 def _parse_provenance(section: Section) -> Provenance:
+    fingerprint = section.get("fingerprint")
     provenance = Provenance(
         source=section.text("source", 1024),
         source_format=section.text("source_format", 64),
         converter_version=section.text("converter_version", 64),
         quantisation_error=_parse_errors(section.section("quantisation_error")),
         notes=section.texts("notes", 64, 1024),
+        fingerprint=None if fingerprint is None else section.text("fingerprint", 128),
     )
     section.close()
     return provenance

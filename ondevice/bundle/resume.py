@@ -1,0 +1,146 @@
+"""What a conversion has finished: a small state file beside the files, so that a later run can go on.
+
+An entry is a claim only. Before a finished file is trusted its size and sha256 are computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ondevice.bundle.digest import Crc32c, FileDigest, digest_prefix
+from ondevice.bundle.files import read_whole, temporary_path, write_durably
+from ondevice.bundle.layout import MANIFEST, RESIDENT, FileLayout
+from ondevice.bundle.manifest import MAX_FILE_BYTES, Manifest, model_json, parse_manifest
+from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
+from ondevice.config import ModelConfig, QuantConfig
+from ondevice.errors import BundleError, UnsupportedModelError, UsageError
+
+STATE_FILE = "resume.json"
+_MAX_TENSORS = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`nbytes` bytes with this sha256 are durable."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ResidentClaim(Claim):
+    """The first `tensors` tensors of the unfinished resident file are durable."""
+
+    tensors: int
+
+
+@dataclass
+class ResumeState:
+    """Claims of an unfinished conversion. `origin` identifies source, options and format."""
+
+    folder: Path
+    origin: str
+    files: dict[str, Claim] = field(default_factory=dict)
+    resident: ResidentClaim | None = None
+
+    def save(self) -> None:
+        """Writes the state durably. Raises OSError."""
+        content = {
+            "origin": self.origin,
+            "files": {name: asdict(claim) for name, claim in sorted(self.files.items())},
+            "resident": None if self.resident is None else asdict(self.resident),
+        }
+        write_durably(self.folder / STATE_FILE, canonical_json(content))
+
+    def remove(self) -> None:
+        """Deletes the state; the manifest has taken its place."""
+        (self.folder / STATE_FILE).unlink(missing_ok=True)
+
+    def finished(self, name: str, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
+        """Digest of the file `name` if it is finished and intact."""
+        claim = self.files.get(name)
+        path = self.folder / name
+        if claim is None or not path.is_file() or path.stat().st_size != claim.nbytes:
+            return None
+        return _checked(path, claim, layout, crc32c)
+
+    def resident_prefix(self, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
+        """Digest of the finished tensors of the unfinished resident file; without them, drops the claim."""
+        if self.resident is None:
+            return None
+        digest = _checked(temporary_path(self.folder / RESIDENT), self.resident, layout, crc32c)
+        if digest is None:
+            self.resident = None
+        return digest
+
+
+def load_state(folder: Path, config: ModelConfig, quant: QuantConfig, fingerprint: str | None) -> ResumeState:
+    """The state that `folder` holds, or an empty one; then a manifest is no longer true and is removed.
+
+    Raises UsageError if it belongs to another source, or other options or another format.
+    """
+    origin = _origin(config, quant, fingerprint)
+    try:
+        if (folder / STATE_FILE).exists():
+            state = _parse(folder, read_whole(folder / STATE_FILE, MAX_JSON_BYTES))
+        elif (folder / MANIFEST).exists():
+            state = _from_manifest(folder, parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES)))
+        else:
+            return ResumeState(folder, origin)
+    except (BundleError, UnsupportedModelError) as error:
+        logger.warning("%s can't be resumed and is made again: %s", folder, error)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        return ResumeState(folder, origin)
+    if state.origin != origin:
+        raise UsageError(
+            f"{folder} was begun from another source or with other options; "
+            "repeat those, or delete it to start again"
+        )
+    return state
+
+
+def _origin(config: ModelConfig, quant: QuantConfig, fingerprint: str | None) -> str:
+    return hashlib.sha256(canonical_json([model_json(config, quant), fingerprint])).hexdigest()
+
+
+def _from_manifest(folder: Path, manifest: Manifest) -> ResumeState:
+    """A conversion that was interrupted between its manifest and its last name."""
+    origin = _origin(manifest.config, manifest.quant, manifest.provenance.fingerprint)
+    claims = {name: Claim(entry.nbytes, entry.sha256) for name, entry in manifest.files.items()}
+    return ResumeState(folder, origin, claims)
+
+
+def _parse(folder: Path, data: bytes) -> ResumeState:
+    root = Section(parse_json(data, STATE_FILE), STATE_FILE)
+    files = root.section("files")
+    resident = root.optional_section("resident")
+    state = ResumeState(
+        folder,
+        root.text("origin", 64),
+        {name: _parse_claim(files.section(name)) for name in files.names},
+        None if resident is None else _parse_resident(resident),
+    )
+    root.close()
+    return state
+
+
+def _parse_claim(section: Section) -> Claim:
+    return Claim(section.integer("nbytes", 0, MAX_FILE_BYTES), section.text("sha256", 64))
+
+
+def _parse_resident(section: Section) -> ResidentClaim:
+    claim = _parse_claim(section)
+    return ResidentClaim(claim.nbytes, claim.sha256, section.integer("tensors", 0, _MAX_TENSORS))
+
+
+def _checked(path: Path, claim: Claim, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
+    digest = digest_prefix(path, claim.nbytes, layout, crc32c)
+    if digest is not None and digest.sha256() == claim.sha256:
+        return digest
+    logger.warning("%s isn't what was written and is made again", path.name)
+    return None

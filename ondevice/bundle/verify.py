@@ -1,0 +1,109 @@
+"""Reads every byte of a bundle and compares it with every size, hash, checksum and zero the format has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
+from ondevice.bundle.layout import CHECKSUMS, FileLayout, RecordLayout, file_layout
+from ondevice.bundle.manifest import FileEntry
+from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.errors import BundleError
+
+_REMEDY = "the bundle is damaged, convert the model again"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found sound: file names and bytes, and the number of CRC32C units compared."""
+
+    files: tuple[tuple[str, int], ...]
+    checksums: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all the files."""
+        return sum(nbytes for _, nbytes in self.files)
+
+
+def verify(
+    bundle_path: str | Path, crc32c: Crc32c, on_progress: Callable[[int, int], None] | None = None
+) -> Report:
+    """Checks the whole bundle. `on_progress` gets (bytes read, bytes in all).
+
+    Raises what `Bundle.open` raises, and BundleError naming file, offset and record at the first damage.
+    """
+    bundle = Bundle.open(bundle_path)
+    files = bundle.manifest.files
+    total = sum(entry.nbytes for entry in files.values())
+    done = checksums = 0
+    for name, entry in files.items():
+        if name != CHECKSUMS:
+            file = bundle.file(name)
+            for read in _verify_file(file, file_layout(name, bundle.config, bundle.quant), entry, crc32c):
+                if on_progress is not None:
+                    on_progress(done + read, total)
+            checksums += file.crcs.size
+        done += entry.nbytes
+    return Report(tuple((name, entry.nbytes) for name, entry in files.items()), checksums)
+
+
+def _verify_file(file: CheckedFile, layout: FileLayout, entry: FileEntry, crc32c: Crc32c) -> Iterator[int]:
+    """Yields the bytes read so far. Raises BundleError at the end if anything was wrong."""
+    digest = FileDigest(layout, crc32c)
+    stain: int | None = None
+    for chunk in _chunks(file, layout):
+        if stain is None and layout.record is not None and digest.nbytes >= layout.crc_start:
+            stain = _padding_stain(chunk, layout.record, digest.nbytes)
+        digest.update(chunk)
+        yield digest.nbytes
+    wrong = np.flatnonzero(digest.crcs() != file.crcs)
+    name = file.path.name
+    if wrong.size:
+        raise BundleError(f"{name}: {_unit(int(wrong[0]), layout)} doesn't match its CRC32C; {_REMEDY}")
+    if digest.sha256() != entry.sha256:
+        raise BundleError(f"{name} doesn't match its sha256; {_REMEDY}")
+    if stain is not None:
+        raise BundleError(f"{name}: byte {stain} is padding and not zero; {_REMEDY}")
+
+
+def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
+    """The bytes before the CRC units, then runs of whole unit cycles. The next array overwrites the last."""
+    cycle = sum(layout.crc_units)
+    step = max(CHUNK_BYTES // cycle, 1) * cycle
+    buffer = np.empty(min(max(step, layout.crc_start), file.nbytes), np.uint8)
+    start = 0
+    try:
+        with file.path.open("rb") as stream:
+            while start < file.nbytes:
+                end = layout.crc_start if start < layout.crc_start else min(start + step, file.nbytes)
+                chunk = buffer[: end - start]
+                if stream.readinto(chunk.data) != chunk.size:
+                    raise BundleError(f"{file.path.name} ends before byte {end}; {_REMEDY}")
+                yield chunk
+                start = end
+    except OSError as error:
+        raise BundleError(f"{file.path.name} can't be read: {error}") from error
+
+
+def _padding_stain(chunk: np.ndarray, record: RecordLayout, offset: int) -> int | None:
+    """File offset of a padding byte that isn't zero in `chunk`, whole records that begin at `offset`."""
+    records = chunk.reshape(-1, record.stride)
+    for start, stop in record.padding:
+        stains = np.argwhere(records[:, start:stop])
+        if stains.size:
+            row, column = stains[0]
+            return offset + int(row) * record.stride + start + int(column)
+    return None
+
+
+def _unit(index: int, layout: FileLayout) -> str:
+    """CRC unit `index` in words, with its byte offset."""
+    cycle, part = divmod(index, len(layout.crc_units))
+    offset = layout.crc_start + cycle * sum(layout.crc_units) + sum(layout.crc_units[:part])
+    place = f"the block at byte {offset}"
+    return place if layout.record is None else f"record {cycle}, part {part}, at byte {offset}"

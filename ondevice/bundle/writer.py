@@ -1,0 +1,283 @@
+"""Writes a bundle: streaming, resumable, byte for byte reproducible.
+
+Each file gets its name only when it is complete and on the disk, `bundle.json` last of all; so a folder
+without a manifest is unfinished and one with it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.bundle.digest import Crc32c, FileDigest
+from ondevice.bundle.files import publish, sync_folder, temporary_path, write_durably
+from ondevice.bundle.layout import (
+    CHAT_TEMPLATE,
+    CHECKSUMS,
+    EMBEDDING,
+    MANIFEST,
+    RESIDENT,
+    TOKENIZER_FILES,
+    FileLayout,
+    RecordLayout,
+    TensorSpec,
+    file_layout,
+    neuron_file_name,
+    resident_tensors,
+)
+from ondevice.bundle.manifest import (
+    MAX_TOKENIZER_BYTES,
+    CrcRange,
+    FileEntry,
+    Manifest,
+    Provenance,
+    TokenizerInfo,
+    bundle_files,
+    manifest_text,
+    parse_manifest,
+)
+from ondevice.bundle.resume import Claim, ResidentClaim, load_state
+from ondevice.config import ModelConfig, QuantConfig
+from ondevice.errors import OndeviceError
+
+
+class BundleWriter:
+    """Fills `folder` (made if absent) with a bundle; one that an interrupted writer left is continued.
+
+    `fingerprint` names the source and the options that decide the bytes; a folder begun with another one is
+    refused. Whatever the caller hands over in the wrong shape is a ValueError, what the disk refuses an
+    OndeviceError. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        quant: QuantConfig,
+        crc32c: Crc32c,
+        *,
+        fingerprint: str | None = None,
+        checkpoint_bytes: int = 64 << 20,
+    ) -> None:
+        """Raises UsageError if `folder` was begun with another model, other options or another source.
+
+        An interrupted `write_resident` repeats at most about `checkpoint_bytes`.
+        """
+        self.folder = folder
+        self._config = config
+        self._quant = quant
+        self._crc32c = crc32c
+        self._fingerprint = fingerprint
+        self._checkpoint_bytes = checkpoint_bytes
+        self._finished: dict[str, FileDigest] = {}
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._state = load_state(folder, config, quant, fingerprint)
+            self._prefix = self._resident_prefix()
+
+    def finished(self, name: str) -> bool:
+        """Whether the file `name` is complete. A file an earlier run wrote is read and checked, once."""
+        if name not in self._finished:
+            digest = self._state.finished(name, self._layout(name), self._crc32c)
+            if digest is not None:
+                self._finished[name] = digest
+        return name in self._finished
+
+    def write_neurons(self, layer: int, records: Iterable[np.ndarray]) -> None:
+        """Writes the records of `layer` from uint8 arrays (n, stride); does nothing if that is done."""
+        self._write_records(neuron_file_name(layer), records)
+
+    def write_embedding(self, records: Iterable[np.ndarray]) -> None:
+        """Writes the embedding records from uint8 arrays (n, stride); does nothing if that is done."""
+        self._write_records(EMBEDDING, records)
+
+    def resident_finished(self) -> int:
+        """How many tensors of `resident_tensors()`, counted from its first, need not be written again."""
+        if self.finished(RESIDENT):
+            return len(resident_tensors(self._config, self._quant))
+        return 0 if self._state.resident is None else self._state.resident.tensors
+
+    def write_resident(self, tensors: Iterable[tuple[str, Iterable[np.ndarray]]]) -> None:
+        """Writes the resident tensors in the order of `resident_tensors()`, after the finished ones.
+
+        Each is a name and arrays of its dtype whose elements, in C order, make up the tensor.
+        """
+        if self.finished(RESIDENT):
+            return
+        expected = list(resident_tensors(self._config, self._quant).items())
+        prefix, self._prefix = self._prefix or self._resident_prefix(), None
+        count = self.resident_finished()
+        with self._sink(RESIDENT, prefix) as sink:
+            sink.begin()
+            for name, chunks in tensors:
+                if count == len(expected) or name != expected[count][0]:
+                    raise ValueError(f"tensor {name!r} is out of order at position {count}")
+                _write_tensor(sink, name, expected[count][1], chunks)
+                count += 1
+                self._checkpoint_resident(sink, count)
+            if count != len(expected):
+                raise ValueError(f"{RESIDENT} got {count} tensors of {len(expected)}")
+            sink.publish()
+            self._record(RESIDENT, sink.digest)
+
+    def add_blob(self, name: str, data: bytes) -> None:
+        """Writes a tokenizer file or chat template."""
+        if name not in (*TOKENIZER_FILES.values(), CHAT_TEMPLATE):
+            raise ValueError(f"{name!r} is not a tokenizer file of a bundle")
+        if not 1 <= len(data) <= MAX_TOKENIZER_BYTES:
+            raise ValueError(f"{name} has {len(data)} bytes; it must have 1 to {MAX_TOKENIZER_BYTES}")
+        digest = FileDigest(self._layout(name), self._crc32c)
+        digest.update(np.frombuffer(data, np.uint8))
+        with _disk_errors(self.folder / name):
+            write_durably(self.folder / name, data)
+        self._finished[name] = digest
+
+    def finish(
+        self, tokenizer: TokenizerInfo, generation: Mapping[str, float], provenance: Provenance
+    ) -> Manifest:
+        """Writes the checksum table and then the manifest, after which the folder is a bundle.
+
+        Raises ValueError if a file is missing, BundleError if a value isn't one a manifest may hold.
+        """
+        names = bundle_files(self._config, tokenizer)[:-1]
+        missing = [name for name in names if not self.finished(name)]
+        if missing:
+            raise ValueError(f"{missing[0]} isn't written yet ({len(missing)} files are missing)")
+        tables = {name: self._finished[name].crcs() for name in names}
+        files: dict[str, FileEntry] = {}
+        offset = 0
+        for name, table in tables.items():
+            digest = self._finished[name]
+            files[name] = FileEntry(digest.nbytes, digest.sha256(), CrcRange(offset, table.size))
+            offset += table.size
+        checksums = np.concatenate(list(tables.values())).tobytes()
+        files[CHECKSUMS] = FileEntry(len(checksums), hashlib.sha256(checksums).hexdigest(), None)
+        provenance = replace(provenance, fingerprint=self._fingerprint)
+        text = manifest_text(Manifest(self._config, self._quant, tokenizer, generation, provenance, files))
+        manifest = parse_manifest(text)
+        with _disk_errors(self.folder):
+            write_durably(self.folder / CHECKSUMS, checksums)
+            write_durably(self.folder / MANIFEST, text)
+            self._state.remove()
+            sync_folder(self.folder)
+        return manifest
+
+    def _layout(self, name: str) -> FileLayout:
+        return file_layout(name, self._config, self._quant)
+
+    def _record(self, name: str, digest: FileDigest) -> None:
+        self._finished[name] = digest
+        self._state.files[name] = Claim(digest.nbytes, digest.sha256())
+        if name == RESIDENT:
+            self._state.resident = None
+        with _disk_errors(self.folder):
+            self._state.save()
+
+    def _resident_prefix(self) -> FileDigest | None:
+        return self._state.resident_prefix(self._layout(RESIDENT), self._crc32c)
+
+    def _sink(self, name: str, prefix: FileDigest | None = None) -> _FileSink:
+        layout = self._layout(name)
+        return _FileSink(self.folder / name, layout, prefix or FileDigest(layout, self._crc32c))
+
+    def _write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
+        if self.finished(name):
+            return
+        record = self._layout(name).record
+        assert record is not None
+        with self._sink(name) as sink:
+            sink.begin()
+            for chunk in records:
+                _check_records(name, chunk, record)
+                sink.write(chunk.reshape(-1))
+            sink.publish()
+            self._record(name, sink.digest)
+
+    def _checkpoint_resident(self, sink: _FileSink, tensors: int) -> None:
+        done = 0 if self._state.resident is None else self._state.resident.nbytes
+        if sink.digest.nbytes - done >= self._checkpoint_bytes:
+            sink.sync()
+            self._state.resident = ResidentClaim(sink.digest.nbytes, sink.digest.sha256(), tensors)
+            with _disk_errors(self.folder):
+                self._state.save()
+
+
+class _FileSink:
+    """A file being written under its temporary name, continued after the bytes that `digest` has seen."""
+
+    def __init__(self, path: Path, layout: FileLayout, digest: FileDigest) -> None:
+        self.path = path
+        self.digest = digest
+        self._layout = layout
+        with _disk_errors(path):
+            self._file = temporary_path(path).open("r+b" if digest.nbytes else "wb", buffering=0)
+            self._file.truncate(digest.nbytes)
+            self._file.seek(digest.nbytes)
+
+    def __enter__(self) -> _FileSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def begin(self) -> None:
+        """Writes the header of a file that isn't continued."""
+        if not self.digest.nbytes:
+            self.write(np.frombuffer(self._layout.header, np.uint8))
+
+    def write(self, data: np.ndarray) -> None:
+        """Appends uint8 (n,)."""
+        rest = data.data
+        with _disk_errors(self.path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        self.digest.update(data)
+
+    def sync(self) -> None:
+        """Makes what was written durable."""
+        with _disk_errors(self.path):
+            os.fsync(self._file.fileno())
+
+    def publish(self) -> None:
+        """Gives the file its name. Raises ValueError if it hasn't the size its layout asks for."""
+        if self.digest.nbytes != self._layout.nbytes:
+            raise ValueError(f"{self.path.name} got {self.digest.nbytes} bytes of {self._layout.nbytes}")
+        self.sync()
+        with _disk_errors(self.path):
+            publish(temporary_path(self.path), self.path)
+
+
+def _check_records(name: str, chunk: np.ndarray, record: RecordLayout) -> None:
+    if chunk.dtype != np.uint8 or chunk.ndim != 2 or chunk.shape[1] != record.stride:
+        raise ValueError(f"{name}: {chunk.dtype} {chunk.shape} isn't uint8 (n, {record.stride})")
+    if any(chunk[:, start:stop].any() for start, stop in record.padding):
+        raise ValueError(f"{name}: record padding isn't zero")
+
+
+def _write_tensor(sink: _FileSink, name: str, spec: TensorSpec, chunks: Iterable[np.ndarray]) -> None:
+    nbytes = 0
+    for chunk in chunks:
+        if chunk.dtype != spec.numpy_dtype:
+            raise ValueError(f"tensor {name!r} got {chunk.dtype}; it is stored as {spec.numpy_dtype}")
+        sink.write(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
+        nbytes += chunk.nbytes
+    if nbytes != spec.nbytes:
+        raise ValueError(f"tensor {name!r} got {nbytes} bytes; its shape {spec.shape} needs {spec.nbytes}")
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turns what the disk refuses into an OndeviceError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OndeviceError(
+            f"{path} can't be written: {error.strerror or error}; "
+            "make room or choose another folder, then run again with --resume"
+        ) from error
