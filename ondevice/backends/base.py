@@ -43,8 +43,9 @@ BLOCK_TOKENS = 64
 class KVLayout:
     """Byte layout of one key/value block, which holds `BLOCK_TOKENS` positions of every layer and head.
 
-    Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Codes are slot-major,
-    (64, Dh): float16 at 16 bits, int8 at 8 bits. Scales, 64 float32, exist at 8 bits only.
+    Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Key codes are (Dh, 64), so
+    that a kernel scores neighbouring positions side by side; value codes are (64, Dh): float16 at 16 bits,
+    int8 at 8 bits. Scales, 64 float32, exist at 8 bits only.
     8 bits, per token and head, all in float32: m = max|x|, scale = m / 127, q = rint(x * (127 / m)), which
     reads back as q * scale; m == 0 gives q = 0 and scale = 0. Every offset is a multiple of 64 bytes.
     """

@@ -191,14 +191,14 @@ class _HeadView:
 def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadView, _HeadView]:
     layout = kv.layout
     start = layout.head_offset(layer, head)
+    dtype = np.float16 if layout.kv_bits == 16 else np.int8
     views = []
     for at in (start, start + layout.head_bytes // 2):
-        codes = kv.blocks[block][at : at + layout.codes_bytes]
-        if layout.kv_bits == 16:
-            views.append(_HeadView(codes.view(np.float16).reshape(BLOCK_TOKENS, -1), None))
-        else:
-            scales = kv.blocks[block][at + layout.codes_bytes : at + layout.head_bytes // 2]
-            views.append(_HeadView(codes.view(np.int8).reshape(BLOCK_TOKENS, -1), scales.view(np.float32)))
+        codes = kv.blocks[block][at : at + layout.codes_bytes].view(dtype)
+        # Keys lie dimension by dimension, values slot by slot.
+        codes = codes.reshape(-1, BLOCK_TOKENS).T if at == start else codes.reshape(BLOCK_TOKENS, -1)
+        scales = kv.blocks[block][at + layout.codes_bytes : at + layout.head_bytes // 2].view(np.float32)
+        views.append(_HeadView(codes, scales if layout.kv_bits == 8 else None))
     return views[0], views[1]
 
 

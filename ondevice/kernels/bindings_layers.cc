@@ -92,15 +92,15 @@ void bind_layers(nb::module_& m) {
 
   nb::class_<FeedForward>(m, "FeedForward")
       .def("__init__",
-           [](FeedForward* self, int64_t hidden, int bits, int activation, int64_t stride, int64_t gate,
-              int64_t up, int64_t down) {
+           [](FeedForward* self, int64_t hidden, int bits, int64_t stride, int64_t gate, int64_t up,
+              int64_t down) {
              check_bits(bits);
-             require(hidden > 0 && activation >= 0 && activation <= 4, "hidden or activation is out of range");
+             require(hidden > 0, "hidden must be positive");
              const int64_t groups = (hidden + kGroup - 1) / kGroup;
              const int64_t row = groups * kGroup * bits / 8 + (bits == 16 ? 0 : 4 * groups);
              for (const int64_t offset : {gate, up, down})
                require(offset >= 0 && offset + row <= stride, "a row lies outside the record");
-             new (self) FeedForward(hidden, bits, static_cast<Activation>(activation), {stride, gate, up, down});
+             new (self) FeedForward(hidden, bits, {stride, gate, up, down});
            })
       .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
       .def("pack", &pack, nb::arg("engine"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
@@ -116,12 +116,12 @@ void bind_layers(nb::module_& m) {
       .def(
           "add",
           [](const FeedForward& layer, Engine& engine, const std::vector<const Segment*>& segments,
-             int64_t tokens) {
-            require(tokens > 0, "tokens must be positive");
+             int64_t tokens, int activation) {
+            require(tokens > 0 && activation >= 0 && activation <= 4, "tokens or activation is out of range");
             nb::gil_scoped_release release;
-            layer.add(engine, segments, tokens);
+            layer.add(engine, segments, tokens, static_cast<Activation>(activation));
           },
-          nb::arg("engine"), nb::arg("segments"), nb::arg("tokens"))
+          nb::arg("engine"), nb::arg("segments"), nb::arg("tokens"), nb::arg("activation"))
       .def(
           "finish",
           [](const FeedForward& layer, Engine& engine, const CArray<float, 2>& out) {

@@ -83,7 +83,7 @@ class Segment {
 
 class FeedForward {
  public:
-  FeedForward(int64_t hidden, int bits, Activation activation, RecordShape record);
+  FeedForward(int64_t hidden, int bits, RecordShape record);
 
   // Bytes of `blocks` blocks of 64 neurons.
   int64_t segment_bytes(int64_t blocks) const { return blocks * kGroup * 3 * row_bytes_; }
@@ -98,17 +98,18 @@ class FeedForward {
 
   // One pass: begin, add the segments in ascending neuron order, finish.
   void begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const;
-  void add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens) const;
+  void add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens,
+           Activation activation) const;
   void finish(Engine& engine, int64_t tokens, float* out) const;
 
  private:
-  void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens) const;
-  void gate_up(Engine& engine, const Segment& segment, int64_t column, int64_t h_stride, int64_t tokens,
-               int64_t begin, int64_t end, int thread) const;
+  void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
+                 Activation activation) const;
+  void gate_up(Engine& engine, const Segment& segment, int64_t tile, int64_t tokens, Activation activation,
+               float* h, int64_t h_stride, int thread) const;
 
   int64_t hidden_, groups_;
   int bits_;
-  Activation activation_;
   RecordShape record_;
   int64_t row_bytes_;
 };

@@ -48,11 +48,10 @@ void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t count, i
 
 }  // namespace
 
-FeedForward::FeedForward(int64_t hidden, int bits, Activation activation, RecordShape record)
+FeedForward::FeedForward(int64_t hidden, int bits, RecordShape record)
     : hidden_(hidden),
       groups_((hidden + kGroup - 1) / kGroup),
       bits_(bits),
-      activation_(activation),
       record_(record),
       row_bytes_(groups_ * kGroup * bits / 8 + (bits == 16 ? 0 : groups_ * 4)) {}
 
@@ -115,46 +114,42 @@ void FeedForward::begin(Engine& engine, const float* x, int64_t x_stride, int64_
   std::memset(engine.lanes_.data(), 0, lane_bytes);
 }
 
-void FeedForward::add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens) const {
+void FeedForward::add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens,
+                      Activation activation) const {
   size_t first = 0;
   while (first < segments.size()) {
     int64_t neurons = segments[first]->blocks_ * kGroup;
     size_t last = first + 1;
     while (last < segments.size() && (neurons + segments[last]->blocks_ * kGroup) * tokens <= kHiddenFloats)
       neurons += segments[last++]->blocks_ * kGroup;
-    add_batch(engine, segments.data() + first, static_cast<int64_t>(last - first), tokens);
+    add_batch(engine, segments.data() + first, static_cast<int64_t>(last - first), tokens, activation);
     first = last;
   }
 }
 
-void FeedForward::gate_up(Engine& engine, const Segment& segment, int64_t column, int64_t h_stride,
-                          int64_t tokens, int64_t begin, int64_t end, int thread) const {
+// 16 neurons of a segment: h[t * h_stride + r] = activation(gate) * up.
+void FeedForward::gate_up(Engine& engine, const Segment& segment, int64_t tile, int64_t tokens,
+                          Activation activation, float* h, int64_t h_stride, int thread) const {
   const KernelTable& kernels = engine.kernels();
-  const int64_t rows = segment.blocks_ * kGroup, width = groups_ * kGroup;
-  const uint8_t* gate = segment.memory_.data();
-  const uint8_t* up = gate + rows * row_bytes_;
+  const uint8_t* gate = segment.memory_.data() + tile * kTile * row_bytes_;
+  const uint8_t* up = gate + segment.blocks_ * kGroup * row_bytes_;
   const QuantizedRows x{engine.x_codes_.as<int8_t>(), engine.x_scales_.as<float>(),
                         engine.x_sums_.as<float>(), engine.x_int_sums_.as<int32_t>(), groups_};
   float* g = engine.tile_.as<float>() + thread * 2 * tokens * kTile;
   float* u = g + tokens * kTile;
-  for (int64_t tile = begin; tile < end; ++tile) {
-    for (const auto& [weights, out] : {std::pair{gate, g}, std::pair{up, u}}) {
-      const uint8_t* tile_weights = weights + tile * kTile * row_bytes_;
-      if (bits_ == 16)
-        kernels.linear_half(reinterpret_cast<const uint16_t*>(tile_weights), width,
-                            engine.x_padded_.as<float>(), tokens, nullptr, out, kTile, 0, kTile);
-      else
-        kernels.linear_quantized(bits_, tile_weights, x, tokens, nullptr, out, kTile, kTile, 0, 1);
-    }
-    kernels.activate(activation_, g, u, g, tokens * kTile);
-    float* h = engine.h_.as<float>() + column + tile * kTile;
-    for (int64_t t = 0; t < tokens; ++t)
-      std::memcpy(h + t * h_stride, g + t * kTile, kTile * sizeof(float));
+  for (const auto& [weights, out] : {std::pair{gate, g}, std::pair{up, u}}) {
+    if (bits_ == 16)
+      kernels.linear_half(reinterpret_cast<const uint16_t*>(weights), groups_ * kGroup,
+                          engine.x_padded_.as<float>(), tokens, nullptr, out, kTile, 0, kTile);
+    else
+      kernels.linear_quantized(bits_, weights, x, tokens, nullptr, out, kTile, kTile, 0, 1);
   }
+  kernels.activate(activation, g, u, g, tokens * kTile);
+  for (int64_t t = 0; t < tokens; ++t) std::memcpy(h + t * h_stride, g + t * kTile, kTile * sizeof(float));
 }
 
-void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int64_t count,
-                            int64_t tokens) const {
+void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
+                            Activation activation) const {
   const KernelTable& kernels = engine.kernels();
   std::vector<int64_t> columns(static_cast<size_t>(count) + 1, 0);
   for (int64_t i = 0; i < count; ++i)
@@ -166,8 +161,8 @@ void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int6
     int64_t i = 0;
     for (int64_t tile = begin; tile < end; ++tile) {
       while (columns[static_cast<size_t>(i) + 1] <= tile * kTile) ++i;
-      const int64_t column = columns[static_cast<size_t>(i)], local = tile - column / kTile;
-      gate_up(engine, *segments[i], column, neurons, tokens, local, local + 1, thread);
+      gate_up(engine, *segments[i], tile - columns[static_cast<size_t>(i)] / kTile, tokens, activation,
+              engine.h_.as<float>() + tile * kTile, neurons, thread);
     }
   });
   const float* h = engine.h_.as<float>();

@@ -1,0 +1,213 @@
+"""The CPU engine: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
+
+Equal bits for a token whatever the chunk, the thread count or the instruction set (architecture, one
+canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until the op's next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ondevice.backends.base import (
+    Bytes,
+    EmbeddingSource,
+    FeedForwardSource,
+    Float32,
+    Int32,
+    KVStore,
+    LinearSource,
+)
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import ACTIVATIONS, GROUP_SIZE, Activation
+from ondevice.errors import BackendUnavailableError
+from ondevice.kernels import _native
+
+BLOCK_NEURONS = GROUP_SIZE
+"""Neurons are packed, lent and streamed in whole blocks of this many."""
+
+
+def make_engine(threads: int, target: str = "auto") -> _native.Engine:
+    """Threads (1 or more) and a kernel target. Raises BackendUnavailableError if it can't run here."""
+    if target != "auto" and target not in _native.available_targets():
+        raise BackendUnavailableError(
+            f"kernel target {target!r} can't run on this machine; it has "
+            f"{', '.join(_native.available_targets())}"
+        )
+    return _native.Engine(threads, target)
+
+
+@dataclass(frozen=True)
+class CpuLinear:
+    """A packed matrix; bias: (N,) or None."""
+
+    matrix: _native.Matrix
+    bias: Float32 | None
+
+
+class CpuFeedForward:
+    """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
+
+    It owns neither the segments' memory policy nor the stream; `sparsity.segments` lends both.
+    """
+
+    def __init__(self, engine: _native.Engine, source: FeedForwardSource, segment_neurons: int) -> None:
+        row = RowLayout(source.hidden_size, source.bits)
+        gate, up = source.layout.part_offsets
+        self.source = source
+        self.segment_neurons = segment_neurons
+        self.segments: list[_native.Segment] = []
+        self.streamed: Callable[[], Iterator[Bytes]] = lambda: iter(())
+        self.native = _native.FeedForward(
+            source.hidden_size, source.bits, source.layout.stride, gate, up, up + row.nbytes
+        )
+        self._engine = engine
+
+    @property
+    def resident_neurons(self) -> int:
+        """Neurons 0 .. resident_neurons - 1 are held in segments."""
+        return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
+
+    def segment_range(self, index: int) -> range:
+        """The neurons that segment `index` of this layer holds."""
+        first = index * self.segment_neurons
+        return range(first, min(first + self.segment_neurons, self.source.num_neurons))
+
+    def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
+        """Put records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0."""
+        neurons = self.segment_range(index)
+        blocks = -(-len(neurons) // BLOCK_NEURONS)
+        block0 = (first - neurons.start) // BLOCK_NEURONS
+        self.native.pack(self._engine, segment, blocks, block0, records)
+
+
+class CpuBackend:
+    """`Backend` over the native kernels.
+
+    segment_neurons, stream_neurons: multiples of 64; most neurons of one segment and of one streamed piece.
+    resident_embedding: hold the embedding table in memory instead of reading its rows from flash.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        engine: _native.Engine,
+        *,
+        segment_neurons: int,
+        stream_neurons: int,
+        resident_embedding: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.feed_forwards: list[CpuFeedForward] = []
+        self._segment_neurons = segment_neurons
+        self._stream_neurons = stream_neurons
+        self._resident_embedding = resident_embedding
+        self._staging: _native.Segment | None = None
+        self._buffers: dict[str, Float32] = {}
+        self._blocks = np.zeros(0, dtype=np.uint64)
+
+    def load_vector(self, values: Float32) -> Float32:
+        return np.array(values, dtype=np.float32)
+
+    def load_linear(self, source: LinearSource) -> CpuLinear:
+        matrix = _native.Matrix(source.rows, source.cols, source.bits)
+        for row0, codes, scales, biases in source.chunks():
+            matrix.load_rows(self.engine, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
+        bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
+        return CpuLinear(matrix, bias)
+
+    def load_feed_forward(self, layer: int, source: FeedForwardSource) -> CpuFeedForward:
+        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons))
+        return self.feed_forwards[-1]
+
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
+        return _ResidentEmbedding(source) if self._resident_embedding else source
+
+    def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
+        width = RowLayout(table.hidden_size, table.bits).padded_cols
+        out = np.empty((len(tokens), width), dtype=np.float32)
+        _native.dequantize_rows(self.engine, table.bits, table.read(tokens), table.hidden_size, out)
+        return np.ascontiguousarray(out[:, : table.hidden_size])
+
+    def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
+        if x.ndim == 3:
+            _native.head_norm(self.engine, x, weight, eps)
+            return x
+        out = self._buffer("norm", x.shape)
+        _native.rms_norm(self.engine, x, weight, eps, out)
+        return out
+
+    def linear(self, x: Float32, weight: CpuLinear) -> Float32:
+        out = self._buffer("linear", (len(x), weight.matrix.rows))
+        weight.matrix.forward(self.engine, x, weight.bias, out)
+        return out
+
+    def rope(self, x: Float32, cos: Float32, sin: Float32) -> Float32:
+        _native.rope(self.engine, x, cos, sin)
+        return x
+
+    def kv_write(self, kv: KVStore, layer: int, k: Float32, v: Float32, position: int) -> None:
+        if layer == 0 or len(self._blocks) != len(kv.blocks):
+            addresses = [block.__array_interface__["data"][0] for block in kv.blocks]
+            self._blocks = np.array(addresses, dtype=np.uint64)
+        _native.kv_write(self.engine, self._blocks, layer, kv.layout.kv_bits, position, k, v)
+
+    def attention(self, q: Float32, kv: KVStore, layer: int, position: int, window: int) -> Float32:
+        tokens, heads, width = q.shape
+        out = self._buffer("attention", (tokens, heads * width))
+        kv_heads = kv.layout.config.num_kv_heads
+        _native.attention(
+            self.engine, q, self._blocks, layer, kv.layout.kv_bits, kv_heads, position, window, out
+        )
+        return out
+
+    def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
+        native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
+        native.begin(self.engine, x)
+        if weight.segments:
+            native.add(self.engine, weight.segments, tokens, act)
+        for records in weight.streamed():
+            staging = self._stage(native)
+            native.pack(self.engine, staging, -(-len(records) // BLOCK_NEURONS), 0, records)
+            native.add(self.engine, [staging], tokens, act)
+        out = self._buffer("feed_forward", x.shape)
+        native.finish(self.engine, out)
+        return out
+
+    def add(self, a: Float32, b: Float32) -> Float32:
+        return np.add(a, b, out=a)
+
+    def to_numpy(self, x: Float32) -> Float32:
+        return x.copy()
+
+    def _stage(self, native: _native.FeedForward) -> _native.Segment:
+        """Where streamed records are packed before they are multiplied; made when first needed."""
+        if self._staging is None:
+            self._staging = _native.Segment(native.segment_bytes(self._stream_neurons // BLOCK_NEURONS))
+        return self._staging
+
+    def _buffer(self, op: str, shape: tuple[int, ...]) -> Float32:
+        """An op's own output array, re-used: fresh pages for every call would cost more than many ops."""
+        size = int(np.prod(shape))
+        if op not in self._buffers or self._buffers[op].size < size:
+            self._buffers[op] = np.empty(size, dtype=np.float32)
+        return self._buffers[op][:size].reshape(shape)
+
+
+class _ResidentEmbedding:
+    """The whole embedding table in memory, behind the same interface."""
+
+    def __init__(self, source: EmbeddingSource) -> None:
+        self.file = source.file
+        self.vocab_size = source.vocab_size
+        self.hidden_size = source.hidden_size
+        self.bits = source.bits
+        self.layout = source.layout
+        self._records = source.read(np.arange(source.vocab_size, dtype=np.int32))
+
+    def read(self, tokens: Int32) -> Bytes:
+        records: Bytes = self._records[tokens]
+        return records
