@@ -94,20 +94,21 @@ def test_keys_and_values_are_stored_as_the_layout_says(kv_bits: Any) -> None:
     k, v = normal(1, 2, 10), normal(1, 2, 10, seed=1)
     v[0, 1] = 0
     BACKEND.kv_write(kv, 1, k, v, 67)
-    layout, block = kv.layout, kv.blocks[1]
+    layout, block, slot = kv.layout, kv.blocks[1], 3
     for head in range(2):
-        for x, part in ((k[0, head], 0), (v[0, head], 1)):
-            start = layout.head_offset(1, head) + part * layout.head_bytes // 2
-            row = slice(start + 3 * 10 * kv_bits // 8, start + 4 * 10 * kv_bits // 8)
+        for x, is_value in ((k[0, head], False), (v[0, head], True)):
+            start = layout.head_offset(1, head) + is_value * layout.head_bytes // 2
+            codes = block[start : start + layout.codes_bytes].view(np.float16 if kv_bits == 16 else np.int8)
+            stored = codes.reshape(64, 10)[slot] if is_value else codes.reshape(10, 64)[:, slot]
+            assert np.count_nonzero(codes) == np.count_nonzero(stored)
             if kv_bits == 16:
-                assert (block[row].view(np.float16) == x.astype(np.float16)).all()
+                assert (stored == x.astype(np.float16)).all()
                 continue
             largest = np.abs(x).max()
-            at = start + layout.codes_bytes + 3 * 4
+            at = start + layout.codes_bytes + slot * 4
             assert block[at : at + 4].view(np.float32)[0] == np.float32(largest / np.float32(127))
-            codes = block[row].view(np.int8)
-            assert np.abs(codes).max() == (127 if largest else 0)
-            np.testing.assert_allclose(codes * (largest / 127), x, atol=largest / 253)
+            assert np.abs(stored).max() == (127 if largest else 0)
+            np.testing.assert_allclose(stored * (largest / 127), x, atol=largest / 253)
     assert not kv.blocks[0].any()
 
 

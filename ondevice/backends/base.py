@@ -178,7 +178,11 @@ class EmbeddingSource(Protocol):
 
 
 class Backend(Protocol):
-    """One engine. Ops are deterministic; arguments are as documented, and ops needn't check them again."""
+    """One engine. Ops are deterministic; arguments are as documented, and ops needn't check them again.
+
+    An op may re-use its output array: a result is valid until the same op is called again, except those of
+    `embedding` and `to_numpy`, which are the caller's.
+    """
 
     @property
     def name(self) -> str: ...
@@ -200,7 +204,10 @@ class Backend(Protocol):
         ...
 
     def rms_norm(self, x: Array, weight: Vector, eps: float) -> Array:
-        """x: (..., n), weight: (n,). x / sqrt(mean(x^2) + eps) * weight along the last axis, same shape."""
+        """x: (..., n), weight: (n,). x / sqrt(mean(x^2) + eps) * weight along the last axis, same shape.
+
+        x is (T, D), or heads (T, H, Dh), which may be overwritten.
+        """
         ...
 
     def linear(self, x: Array, weight: Linear) -> Array:
