@@ -1,0 +1,218 @@
+// The Python face of ondevice/flash. Arguments are checked here and in the constructors; the GIL is released
+// wherever a call reads, waits or computes checksums.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "crc32c.h"
+#include "extent_stream.h"
+#include "flash_reader.h"
+
+namespace nb = nanobind;
+
+namespace ondevice {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using OutRows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Crcs = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// An array over memory that lives as long as `owner`, which is any copyable or movable holder of it.
+template <class Scalar, class Owner>
+nb::ndarray<nb::numpy, Scalar, nb::ndim<1>> owned_array(Scalar* data, size_t size, Owner owner) {
+  auto holder = std::make_unique<Owner>(std::move(owner));
+  nb::capsule capsule(holder.get(), [](void* p) noexcept { delete static_cast<Owner*>(p); });
+  holder.release();
+  return nb::ndarray<nb::numpy, Scalar, nb::ndim<1>>(data, {size}, capsule);
+}
+
+auto crc32c(Bytes data, std::vector<uint64_t> units, const std::string& target) {
+  if (units.empty()) throw std::invalid_argument("crc32c needs at least one unit length");
+  for (uint64_t unit : units)
+    if (unit == 0 || unit > (uint64_t{1} << 40))
+      throw std::invalid_argument("a unit must have 1 to 2^40 bytes");
+  Crc32cTarget chosen = Crc32cTarget::kAuto;
+  if (target == "table") {
+    chosen = Crc32cTarget::kTable;
+  } else if (target == "hardware") {
+    chosen = Crc32cTarget::kHardware;
+    if (!has_crc32c_instruction()) throw std::invalid_argument("this processor has no CRC-32C instruction");
+  } else if (target != "auto") {
+    throw std::invalid_argument("target is auto, table or hardware, not " + target);
+  }
+  std::vector<uint32_t> crcs(count_crc_units(data.size(), units, 0));
+  {
+    nb::gil_scoped_release release;
+    crc32c_units(data.data(), data.size(), units, 0, crcs.data(), chosen);
+  }
+  uint32_t* values = crcs.data();  // a move keeps the address
+  const size_t count = crcs.size();
+  return owned_array<uint32_t>(values, count, std::move(crcs));
+}
+
+FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units,
+                   Crcs crcs) {
+  FileSpec spec;
+  spec.path = std::string(path.c_str(), path.size());
+  spec.nbytes = nbytes;
+  spec.crc_start = crc_start;
+  spec.units = std::move(units);
+  spec.crcs = std::shared_ptr<const uint32_t>(crcs.data(), [crcs](const uint32_t*) {});
+  spec.crc_count = crcs.size();
+  return spec;
+}
+
+IoMode parse_io(const std::string& io) {
+  if (io == "auto") return IoMode::kAuto;
+  if (io == "direct") return IoMode::kDirect;
+  if (io == "buffered") return IoMode::kBuffered;
+  throw std::invalid_argument("io is auto, direct or buffered, not " + io);
+}
+
+using Times = std::tuple<uint64_t, double, double>;
+
+Times times(const ReadStats& stats) {
+  return {stats.bytes_read, stats.read_seconds, stats.cpu_seconds};
+}
+
+std::vector<Extent> make_extents(const std::vector<std::tuple<size_t, int64_t, int64_t>>& tuples) {
+  std::vector<Extent> extents;
+  for (const auto& [file, offset, nbytes] : tuples) extents.push_back({file, offset, nbytes});
+  return extents;
+}
+
+void read_records(FlashReader& reader, size_t file, Ids ids, OutRows out) {
+  if (out.shape(0) != ids.size() || static_cast<int64_t>(out.shape(1)) != reader.file(file).period())
+    throw std::invalid_argument("out must have a row of " + std::to_string(reader.file(file).period()) +
+                                " bytes for each of the " + std::to_string(ids.size()) + " records");
+  nb::gil_scoped_release release;
+  reader.read_records(file, ids.data(), ids.size(), out.data());
+}
+
+auto read_new(FlashReader& reader, size_t file, int64_t offset, int64_t nbytes) {
+  Buffer buffer;
+  uint8_t* first = nullptr;
+  {
+    nb::gil_scoped_release release;
+    buffer = reader.read_new(file, offset, nbytes, &first);
+  }
+  return owned_array<uint8_t>(first, static_cast<size_t>(nbytes), std::move(buffer));
+}
+
+auto next_extent(ExtentStream& stream) {
+  ExtentStream::View view;
+  {
+    nb::gil_scoped_release release;
+    view = stream.next();
+  }
+  const auto [data, nbytes, owner] = std::move(view);
+  return owned_array<const uint8_t>(data, nbytes, owner);
+}
+
+void bind_reader(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<FileSpec>(m, "FileSpec")
+      .def(
+          "__init__",
+          [](FileSpec* self, nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units,
+             Crcs crcs) { new (self) FileSpec(make_spec(path, nbytes, crc_start, std::move(units), crcs)); },
+          nb::arg("path"), nb::arg("nbytes"), nb::arg("crc_start"), nb::arg("units"),
+          nb::arg("crcs").noconvert());
+  nb::class_<FlashReader>(m, "FlashReader")
+      .def(
+          "__init__",
+          [](FlashReader* self, std::vector<FileSpec> specs, const std::string& io, size_t threads) {
+            IoMode mode = parse_io(io);
+            new (self) FlashReader(std::move(specs), mode, threads);
+          },
+          nb::arg("specs"), nb::arg("io"), nb::arg("threads"))
+      .def("read_new", &read_new, nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"))
+      .def(
+          "read",
+          [](FlashReader& self, size_t file, int64_t offset, OutBytes out) {
+            nb::gil_scoped_release release;
+            self.read(file, offset, static_cast<int64_t>(out.size()), out.data());
+          },
+          nb::arg("file"), nb::arg("offset"), nb::arg("out").noconvert())
+      .def("read_records", &read_records, nb::arg("file"), nb::arg("ids").noconvert(),
+           nb::arg("out").noconvert())
+      .def(
+          "record_bytes", [](FlashReader& self, size_t file) { return self.file(file).period(); },
+          nb::arg("file"))
+      .def("close", &FlashReader::close, Release())
+      .def(
+          "stats", [](FlashReader& self) { return times(self.pool().stats()); }, Release())
+      .def_prop_ro("staging_bytes", [](FlashReader& self) { return self.pool().staging_bytes(); })
+      .def_prop_ro("direct", &FlashReader::direct)
+      .def_prop_ro("fallback_reason", &FlashReader::fallback_reason);
+}
+
+void bind_stream(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Extents = std::vector<std::tuple<size_t, int64_t, int64_t>>;
+  nb::class_<ExtentStream>(m, "ExtentStream")
+      .def(
+          "__init__",
+          [](ExtentStream* self, std::shared_ptr<FlashReader> reader, const Extents& extents,
+             size_t slot_bytes, size_t slots, bool cyclic) {
+            new (self) ExtentStream(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic);
+          },
+          nb::arg("reader"), nb::arg("extents"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("cyclic"))
+      .def("next", &next_extent)
+      .def("release", &ExtentStream::release, Release())
+      .def("rewind", &ExtentStream::rewind, Release())
+      .def("close", &ExtentStream::close, Release())
+      .def(
+          "stats",
+          [](ExtentStream& self) {
+            StreamStats stats = self.stats();
+            return std::make_pair(times(stats.reads), stats.wait_seconds);
+          },
+          Release())
+      .def_prop_ro("held", &ExtentStream::held)
+      .def_prop_ro("nbytes", &ExtentStream::nbytes);
+  m.def(
+      "slot_bytes_needed",
+      [](FlashReader& reader, const Extents& extents) {
+        return ExtentStream::slot_bytes_needed(reader, make_extents(extents));
+      },
+      nb::arg("reader"), nb::arg("extents"));
+}
+
+void raise(const char* type, const char* message) {
+  nb::object error = nb::module_::import_("ondevice.errors").attr(type);
+  nb::object text = nb::steal(PyUnicode_DecodeFSDefault(message));
+  PyErr_SetObject(error.ptr(), text.ptr());
+}
+
+}  // namespace
+
+void bind_flash(nb::module_& m) {
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const FlashError& error) {
+      raise("FlashReadError", error.what());
+    } catch (const DirectRefused& error) {
+      raise("BackendUnavailableError", error.what());
+    }
+  });
+  m.def("crc32c", &crc32c, nb::arg("data").noconvert(), nb::arg("units"), nb::arg("target") = "auto");
+  bind_reader(m);
+  bind_stream(m);
+}
+
+}  // namespace ondevice

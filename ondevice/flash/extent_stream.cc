@@ -1,0 +1,164 @@
+#include "extent_stream.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+namespace ondevice {
+namespace {
+
+// Chosen by tests/benchmarks/flash_versus_fio.py --sweep.
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+
+}  // namespace
+
+size_t ExtentStream::slot_bytes_needed(const FlashReader& reader, const std::vector<Extent>& extents) {
+  int64_t most = 0;
+  for (const Extent& extent : extents) {
+    Range units = reader.file(extent.file).expand(extent.offset, extent.nbytes);
+    most = std::max(most, page_up(units.end) - page_down(units.begin));
+  }
+  return static_cast<size_t>(most);
+}
+
+ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
+                           size_t slot_bytes, size_t slots, bool cyclic)
+    : reader_(std::move(reader)),
+      slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
+      cyclic_(cyclic),
+      slots_(slots) {
+  reader_->pool().require_running();
+  if (slots < 2) throw std::invalid_argument("a stream needs at least 2 slots, not " + std::to_string(slots));
+  if (extents.empty()) throw std::invalid_argument("a stream needs at least one extent");
+  size_t needed = slot_bytes_needed(*reader_, extents);
+  if (slot_bytes_ < needed)
+    throw std::invalid_argument("slots of " + std::to_string(slot_bytes) +
+                                " bytes can't hold the largest extent (" + std::to_string(needed) +
+                                " bytes with its page and checksum boundaries)");
+  for (const Extent& extent : extents) {
+    const FlashFile& file = reader_->file(extent.file);
+    Range units = file.expand(extent.offset, extent.nbytes);
+    schedule_.push_back(
+        {&file, extent.offset, extent.nbytes, page_down(units.begin), file.cut(units, kPieceBytes)});
+  }
+  memory_ = std::make_shared<const Buffer>(slot_bytes_ * slots);
+  reader_->pool().add(this, false);
+}
+
+bool ExtentStream::take(Piece* piece) {
+  if (paused_ || closed_ || !open_slot_left() || (!cyclic_ && issued_ == schedule_.size())) return false;
+  size_t index = issued_ % slots_.size();
+  Slot& slot = slots_[index];
+  const Planned& planned = schedule_[issued_ % schedule_.size()];
+  if (issued_pieces_ == 0) {
+    slot = Slot{};
+    slot.pending = planned.pieces.size();
+  }
+  piece->file = planned.file;
+  piece->range = planned.pieces[issued_pieces_];
+  piece->pages = memory_->data() + index * slot_bytes_ + (page_down(piece->range.begin) - planned.base);
+  piece->tag = index;
+  if (++issued_pieces_ == planned.pieces.size()) {
+    issued_pieces_ = 0;
+    ++issued_;
+  }
+  return true;
+}
+
+void ExtentStream::complete(const Piece& piece, const std::string& error) {
+  Slot& slot = slots_[piece.tag];
+  if (!error.empty() && slot.error.empty()) slot.error = error;
+  if (--slot.pending == 0) arrived_.notify_all();
+}
+
+void ExtentStream::pool_stopped() {
+  arrived_.notify_all();
+}
+
+void ExtentStream::require_open() const {
+  if (closed_) throw std::invalid_argument("the stream is closed");
+  if (reader_->pool().stopped()) throw std::invalid_argument("the stream's reader is closed");
+}
+
+ExtentStream::View ExtentStream::next() {
+  std::unique_lock<std::mutex> lock(reader_->pool().mutex());
+  require_open();
+  if (held_ + 1 >= slots_.size() || taken_ - released_ == slots_.size())
+    throw std::invalid_argument("release() an extent first: " + std::to_string(held_) + " of " +
+                                std::to_string(slots_.size()) + " slots are held");
+  if (!cyclic_ && taken_ == schedule_.size())
+    throw std::out_of_range("the schedule has ended; rewind() starts it again");
+  const size_t index = taken_ % slots_.size();
+  Slot& slot = slots_[index];
+  auto ready = [&] { return issued_ > taken_ && slot.pending == 0; };
+  if (!ready()) {
+    auto from = std::chrono::steady_clock::now();
+    arrived_.wait(lock, [&] { return ready() || closed_ || reader_->pool().stopped(); });
+    wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
+    require_open();
+  }
+  const Planned& planned = schedule_[taken_ % schedule_.size()];
+  ++taken_;
+  if (!slot.error.empty()) {
+    std::string error = slot.error;
+    slot.skip = true;
+    advance_past_skipped();
+    throw FlashError(error);
+  }
+  ++held_;
+  return {memory_->data() + index * slot_bytes_ + (planned.offset - planned.base),
+          static_cast<size_t>(planned.nbytes), memory_};
+}
+
+void ExtentStream::advance_past_skipped() {
+  while (released_ < taken_ && slots_[released_ % slots_.size()].skip) ++released_;
+  reader_->pool().notify();
+}
+
+void ExtentStream::release() {
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  require_open();
+  if (held_ == 0) throw std::invalid_argument("no extent is held");
+  --held_;
+  ++released_;
+  advance_past_skipped();
+}
+
+void ExtentStream::rewind() {
+  std::unique_lock<std::mutex> lock(reader_->pool().mutex());
+  require_open();
+  held_ = 0;
+  released_ = taken_;
+  const bool at_start = cyclic_ ? taken_ % schedule_.size() == 0 : taken_ == 0;
+  if (!at_start) {
+    paused_ = true;
+    reader_->pool().drain(this, lock);
+    paused_ = false;
+    issued_ = taken_ = released_ = issued_pieces_ = 0;
+  }
+  reader_->pool().notify();
+}
+
+void ExtentStream::close() {
+  {
+    std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+    if (closed_) return;
+    closed_ = true;
+    arrived_.notify_all();
+  }
+  reader_->pool().remove(this);
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  memory_.reset();
+}
+
+size_t ExtentStream::held() {
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  return held_;
+}
+
+StreamStats ExtentStream::stats() {
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  return {meter.snapshot(), wait_seconds_};
+}
+
+}  // namespace ondevice

@@ -1,0 +1,180 @@
+#include "flash_file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "../kernels/buffer.h"
+#include "crc32c.h"
+
+namespace ondevice {
+
+FileHandle::~FileHandle() {
+  if (fd >= 0) close(fd);
+}
+
+namespace {
+
+constexpr size_t kMaxUnitKinds = 64;
+// A read that keeps coming back short without passing a page boundary is given up after this many tries.
+constexpr int kMaxShortReads = 64;
+
+int open_file(const std::string& path, bool direct) {
+  int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // a pipe in a file's place must not block us
+#if defined(O_DIRECT)
+  if (direct) flags |= O_DIRECT;
+#endif
+  int fd;
+  do fd = open(path.c_str(), flags);
+  while (fd < 0 && errno == EINTR);
+#if defined(F_NOCACHE)
+  if (fd >= 0 && direct && fcntl(fd, F_NOCACHE, 1) != 0) {
+    close(fd);
+    errno = EINVAL;
+    return -1;
+  }
+#endif
+  return fd;
+}
+
+ssize_t read_once(int fd, uint8_t* out, int64_t nbytes, int64_t offset) {
+  ssize_t got;
+  do got = pread(fd, out, static_cast<size_t>(nbytes), static_cast<off_t>(offset));
+  while (got < 0 && errno == EINTR);
+  return got;
+}
+
+}  // namespace
+
+FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direct_(direct) {
+  if (spec_.units.empty() || spec_.units.size() > kMaxUnitKinds || spec_.crc_start < 0 ||
+      spec_.crc_start % kPage || spec_.nbytes < spec_.crc_start)
+    throw std::invalid_argument(spec_.path + ": checked units must start on a page inside the file");
+  for (uint64_t unit : spec_.units) {
+    if (unit == 0 || unit > (uint64_t{1} << 40))
+      throw std::invalid_argument(spec_.path + ": a checked unit of " + std::to_string(unit) + " bytes");
+    starts_.push_back(period_);
+    period_ += static_cast<int64_t>(unit);
+  }
+  grid_ = std::lcm(period_, kPage);
+  size_t covered = static_cast<size_t>(spec_.nbytes - spec_.crc_start);
+  size_t expected = count_crc_units(covered, spec_.units, 0);
+  if (spec_.crc_count != expected)
+    throw std::invalid_argument(spec_.path + ": " + std::to_string(spec_.crc_count) + " checksums for " +
+                                std::to_string(expected) + " units");
+  file_.fd = open_file(spec_.path, direct);
+  if (file_.fd < 0 && direct && errno == EINVAL) refuse_direct();
+  struct stat status;
+  if (file_.fd < 0 || fstat(file_.fd, &status) != 0) fail(0, strerror(errno));
+  if (!S_ISREG(status.st_mode)) fail(0, "not a regular file");
+  if (status.st_size != spec_.nbytes)
+    fail(0, "the file has " + std::to_string(status.st_size) + " bytes instead of " +
+                std::to_string(spec_.nbytes));
+  if (direct_) probe_direct();
+#if defined(POSIX_FADV_RANDOM)
+  // Reading ahead is ours; the kernel's would fill the page cache past what was asked for.
+  if (!direct_) posix_fadvise(file_.fd, 0, 0, POSIX_FADV_RANDOM);
+#endif
+}
+
+void FlashFile::refuse_direct() const {
+  throw DirectRefused(spec_.path + ": the file system refuses direct reads (--io buffered works)");
+}
+
+void FlashFile::fail(int64_t offset, const std::string& cause) const {
+  throw FlashError(spec_.path + ": read at byte " + std::to_string(offset) + " failed: " + cause);
+}
+
+// Some file systems accept O_DIRECT when opening and refuse it when reading.
+void FlashFile::probe_direct() const {
+  if (spec_.nbytes == 0) return;
+  Buffer page(kPage);
+  if (read_once(file_.fd, page.data(), kPage, 0) < 0 && (errno == EINVAL || errno == EOPNOTSUPP))
+    refuse_direct();
+}
+
+Range FlashFile::expand(int64_t offset, int64_t nbytes) const {
+  if (nbytes <= 0 || offset < spec_.crc_start || offset > spec_.nbytes || nbytes > spec_.nbytes - offset)
+    throw std::out_of_range(spec_.path + ": " + std::to_string(nbytes) + " bytes at " +
+                            std::to_string(offset) + " lie outside the checked bytes " +
+                            std::to_string(spec_.crc_start) + " to " + std::to_string(spec_.nbytes));
+  int64_t last = offset + nbytes - 1 - spec_.crc_start;
+  int64_t first = offset - spec_.crc_start;
+  auto unit_at = [&](int64_t position) {
+    return static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), position % period_) -
+                               starts_.begin() - 1);
+  };
+  size_t last_unit = unit_at(last);
+  int64_t begin = first / period_ * period_ + starts_[unit_at(first)];
+  int64_t end = last / period_ * period_ + starts_[last_unit] + static_cast<int64_t>(spec_.units[last_unit]);
+  return {spec_.crc_start + begin, std::min(spec_.crc_start + end, spec_.nbytes)};
+}
+
+std::vector<Range> FlashFile::cut(Range range, int64_t target) const {
+  int64_t step = std::max<int64_t>(target / grid_, 1) * grid_;
+  int64_t from_start = range.begin - spec_.crc_start;
+  int64_t first_grid = spec_.crc_start + (from_start + grid_ - 1) / grid_ * grid_;
+  std::vector<Range> pieces;
+  int64_t begin = range.begin;
+  for (int64_t next = first_grid + step; next < range.end; next += step) {
+    pieces.push_back({begin, next});
+    begin = next;
+  }
+  pieces.push_back({begin, range.end});
+  return pieces;
+}
+
+int64_t FlashFile::read(Range range, uint8_t* out) const {
+  int64_t begin = page_down(range.begin), end = page_up(range.end), position = begin, total = 0;
+  for (int stalls = 0; position < range.end;) {
+    ssize_t got = read_once(file_.fd, out + (position - begin), end - position, position);
+    if (got < 0) fail(position, strerror(errno));
+    if (got == 0)
+      fail(position,
+           "the file ends " + std::to_string(range.end - position) + " bytes early (cut while open?)");
+    total += got;
+    int64_t reached = position + got;
+    if (reached >= range.end) break;
+    // A direct read can only go on from a page boundary.
+    int64_t next = direct_ ? page_down(reached) : reached;
+    stalls = next > position ? 0 : stalls + 1;
+    if (stalls > kMaxShortReads) fail(position, "reads keep coming back short");
+    position = next;
+  }
+#if defined(POSIX_FADV_DONTNEED)
+  if (!direct_) posix_fadvise(file_.fd, begin, end - begin, POSIX_FADV_DONTNEED);
+#endif
+  return total;
+}
+
+void FlashFile::check(Range range, const uint8_t* bytes) const {
+  constexpr int64_t kBatch = 3 * kMaxUnitKinds;
+  uint32_t crcs[kBatch];
+  const int64_t kinds = static_cast<int64_t>(spec_.units.size());
+  const int64_t periods = kBatch / kinds / 3 * 3;  // whole groups of three, as crc32c_units likes them
+  for (int64_t begin = range.begin; begin < range.end;) {
+    int64_t end = std::min(range.end, begin + periods * period_);
+    int64_t position = begin - spec_.crc_start;
+    size_t phase = static_cast<size_t>(std::lower_bound(starts_.begin(), starts_.end(), position % period_) -
+                                       starts_.begin());
+    size_t first = static_cast<size_t>(position / period_ * kinds) + phase;
+    size_t nbytes = static_cast<size_t>(end - begin);
+    crc32c_units(bytes + (begin - range.begin), nbytes, spec_.units, phase, crcs);
+    int64_t unit_begin = begin;
+    for (size_t i = 0; unit_begin < end; ++i) {
+      if (crcs[i] != spec_.crcs.get()[first + i])
+        throw FlashError(
+            spec_.path + ": the bytes from " + std::to_string(unit_begin) +
+            " don't match their checksum; the file is damaged (ondevice verify checks all of it)");
+      unit_begin += static_cast<int64_t>(spec_.units[(phase + i) % spec_.units.size()]);
+    }
+    begin = end;
+  }
+}
+
+}  // namespace ondevice

@@ -1,0 +1,96 @@
+// One file on flash: opened past the page cache where possible, read whole pages at a time, checked by
+// CRC-32C.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ondevice {
+
+// Direct reads begin, end and land on multiples of this, whatever the device's own block is.
+constexpr int64_t kPage = 4096;
+
+inline int64_t page_down(int64_t n) {
+  return n / kPage * kPage;
+}
+inline int64_t page_up(int64_t n) {
+  return (n + kPage - 1) / kPage * kPage;
+}
+
+// A read that failed, came short, or whose bytes don't match their checksum.
+struct FlashError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The file system doesn't read past its page cache (O_DIRECT refused).
+struct DirectRefused : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// What a file must be: its size, and CRCs of the units that cover [crc_start, nbytes), lengths repeating.
+struct FileSpec {
+  std::string path;
+  int64_t nbytes = 0;
+  int64_t crc_start = 0;  // a multiple of kPage
+  std::vector<uint64_t> units;
+  std::shared_ptr<const uint32_t> crcs;  // as many as count_crc_units() says
+  size_t crc_count = 0;
+};
+
+struct Range {
+  int64_t begin = 0, end = 0;
+  int64_t nbytes() const { return end - begin; }
+};
+
+class FileHandle {
+ public:
+  FileHandle() = default;
+  ~FileHandle();
+  FileHandle(const FileHandle&) = delete;
+  FileHandle& operator=(const FileHandle&) = delete;
+  int fd = -1;
+};
+
+class FlashFile {
+ public:
+  // Throws std::invalid_argument for a wrong spec, DirectRefused, and FlashError if the file can't be opened
+  // or its size isn't the expected one.
+  FlashFile(FileSpec spec, bool direct);
+
+  // The smallest range of whole checked units around `nbytes` at `offset`.
+  // Throws std::out_of_range unless there are any and they lie within the checked bytes of the file.
+  Range expand(int64_t offset, int64_t nbytes) const;
+
+  // Cuts a range of whole units into pieces of about `target` bytes. Cuts fall where a unit ends on a page
+  // boundary, so pieces share neither a page nor a unit and no byte is read twice.
+  std::vector<Range> cut(Range range, int64_t target) const;
+
+  // Reads the pages around `range` to `out` (page-aligned; `out` receives the byte at page_down(range.begin))
+  // and returns the bytes read. Throws FlashError.
+  int64_t read(Range range, uint8_t* out) const;
+
+  // Compares whole units with their CRCs; `bytes` is the byte at range.begin. Throws FlashError.
+  void check(Range range, const uint8_t* bytes) const;
+
+  const FileSpec& spec() const { return spec_; }
+  int64_t period() const { return period_; }
+
+ private:
+  [[noreturn]] void fail(int64_t offset, const std::string& cause) const;
+  [[noreturn]] void refuse_direct() const;
+  void probe_direct() const;
+
+  FileSpec spec_;
+  bool direct_;
+  FileHandle file_;
+  int64_t period_ = 0;           // the sum of the unit lengths
+  int64_t grid_ = 0;             // a multiple of period_ and of kPage: where cuts may fall
+  std::vector<int64_t> starts_;  // of each unit within the period
+};
+
+}  // namespace ondevice

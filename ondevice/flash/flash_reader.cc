@@ -1,0 +1,137 @@
+#include "flash_reader.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace ondevice {
+namespace {
+
+// Pieces read into their final place: one system call each; 1 MiB is where this grows no faster.
+constexpr int64_t kPieceBytes = int64_t{1} << 20;
+// Pieces that go through a staging buffer, of which every thread may hold one.
+constexpr int64_t kStagedBytes = int64_t{1} << 18;
+
+// A list of pieces that the calling thread and the pool's work through together.
+class Batch : public PieceSource {
+ public:
+  explicit Batch(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
+
+  bool take(Piece* piece) override {
+    if (next_ == pieces_.size() || !error_.empty()) return false;
+    *piece = pieces_[next_];
+    piece->tag = next_++;
+    return true;
+  }
+
+  void complete(const Piece& piece, const std::string& error) override {
+    if (error.empty() || (!error_.empty() && failed_ < piece.tag)) return;
+    error_ = error;
+    failed_ = piece.tag;
+  }
+
+  // Of the earliest piece that failed.
+  const std::string& error() const { return error_; }
+
+ private:
+  std::vector<Piece> pieces_;
+  size_t next_ = 0, failed_ = 0;
+  std::string error_;
+};
+
+}  // namespace
+
+FlashReader::FlashReader(std::vector<FileSpec> specs, IoMode io, size_t threads)
+    : direct_(io != IoMode::kBuffered) {
+  if (threads == 0 || threads > 256)
+    throw std::invalid_argument("reader threads must be from 1 to 256, not " + std::to_string(threads));
+  try {
+    for (const FileSpec& spec : specs) files_.push_back(std::make_unique<FlashFile>(spec, direct_));
+  } catch (const DirectRefused& refused) {
+    if (io != IoMode::kAuto) throw;
+    fallback_reason_ = refused.what();
+    direct_ = false;
+    files_.clear();
+    for (const FileSpec& spec : specs) files_.push_back(std::make_unique<FlashFile>(spec, direct_));
+  }
+  pool_ = std::make_unique<ReadPool>(threads);
+}
+
+const FlashFile& FlashReader::file(size_t index) const {
+  if (index >= files_.size())
+    throw std::out_of_range("file " + std::to_string(index) + " of " + std::to_string(files_.size()));
+  return *files_[index];
+}
+
+void FlashReader::run(std::vector<Piece> pieces) {
+  const bool alone = pieces.size() == 1;
+  Batch batch(std::move(pieces));
+  pool_->require_running();
+  if (!alone) pool_->add(&batch, true);
+  {
+    std::unique_lock<std::mutex> lock(pool_->mutex());
+    while (pool_->run_one(&batch, lock)) {
+    }
+  }
+  pool_->remove(&batch);
+  if (!batch.error().empty()) throw FlashError(batch.error());
+}
+
+void FlashReader::read(size_t file_index, int64_t offset, int64_t nbytes, uint8_t* out) {
+  const FlashFile& source = file(file_index);
+  std::vector<Piece> pieces;
+  for (Range range : source.cut(source.expand(offset, nbytes), kStagedBytes)) {
+    Piece piece;
+    piece.file = &source;
+    piece.range = range;
+    piece.wanted = {std::max(range.begin, offset), std::min(range.end, offset + nbytes)};
+    piece.copy_to = out + (piece.wanted.begin - offset);
+    pieces.push_back(piece);
+  }
+  run(std::move(pieces));
+}
+
+Buffer FlashReader::read_new(size_t file_index, int64_t offset, int64_t nbytes, uint8_t** first) {
+  const FlashFile& source = file(file_index);
+  Range all = source.expand(offset, nbytes);
+  int64_t base = page_down(all.begin);
+  Buffer buffer(static_cast<size_t>(page_up(all.end) - base));
+  std::vector<Piece> pieces;
+  for (Range range : source.cut(all, kPieceBytes)) {
+    Piece piece;
+    piece.file = &source;
+    piece.range = range;
+    piece.pages = buffer.data() + (page_down(range.begin) - base);
+    pieces.push_back(piece);
+  }
+  run(std::move(pieces));
+  *first = buffer.data() + (offset - base);
+  return buffer;
+}
+
+void FlashReader::read_records(size_t file_index, const int64_t* ids, size_t count, uint8_t* out) {
+  const FlashFile& source = file(file_index);
+  const int64_t stride = source.period(), start = source.spec().crc_start;
+  const int64_t records = (source.spec().nbytes - start) / stride;
+  const size_t longest = static_cast<size_t>(std::max<int64_t>(kStagedBytes / stride, 1));
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < count;) {
+    if (ids[i] < 0 || ids[i] >= records)
+      throw std::out_of_range(source.spec().path + ": record " + std::to_string(ids[i]) + " of " +
+                              std::to_string(records));
+    size_t run_length = 1;
+    while (i + run_length < count && run_length < longest &&
+           ids[i + run_length] == ids[i] + int64_t(run_length) && ids[i + run_length] < records)
+      ++run_length;
+    Piece piece;
+    piece.file = &source;
+    piece.range = {start + ids[i] * stride, start + (ids[i] + int64_t(run_length)) * stride};
+    piece.wanted = piece.range;
+    piece.copy_to = out + i * static_cast<size_t>(stride);
+    pieces.push_back(piece);
+    i += run_length;
+  }
+  if (!pieces.empty()) run(std::move(pieces));
+}
+
+}  // namespace ondevice

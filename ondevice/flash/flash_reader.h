@@ -1,0 +1,49 @@
+// Reads on demand: ranges and records of a set of files, checked, in parallel, complete on return.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "flash_file.h"
+#include "read_pool.h"
+
+namespace ondevice {
+
+enum class IoMode { kAuto, kDirect, kBuffered };
+
+class FlashReader {
+ public:
+  // Opens every file; starts `threads` reader threads. kAuto falls back to buffered for all files when one of
+  // them refuses direct reads. Throws what FlashFile does, and std::invalid_argument for 0 threads.
+  FlashReader(std::vector<FileSpec> specs, IoMode io, size_t threads);
+
+  // Reads `nbytes` at `offset` of a file into `out`, through staging buffers.
+  void read(size_t file, int64_t offset, int64_t nbytes, uint8_t* out);
+  // The same without a copy, into new memory; `first` receives the address of the byte at `offset`.
+  Buffer read_new(size_t file, int64_t offset, int64_t nbytes, uint8_t** first);
+  // Reads record ids[i] (one whole period of units each) to row i of `out`. Neighbours in the list that are
+  // neighbours on flash become one read.
+  void read_records(size_t file, const int64_t* ids, size_t count, uint8_t* out);
+
+  const FlashFile& file(size_t index) const;
+  size_t file_count() const { return files_.size(); }
+  bool direct() const { return direct_; }
+  // Why kAuto fell back to buffered reads; empty if it didn't.
+  const std::string& fallback_reason() const { return fallback_reason_; }
+  ReadPool& pool() { return *pool_; }
+  // Refuses further reads and joins the threads.
+  void close() { pool_->stop(); }
+
+ private:
+  void run(std::vector<Piece> pieces);
+
+  std::vector<std::unique_ptr<FlashFile>> files_;
+  bool direct_ = true;
+  std::string fallback_reason_;
+  std::unique_ptr<ReadPool> pool_;  // last, so that it stops before the files close
+};
+
+}  // namespace ondevice

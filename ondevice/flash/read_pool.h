@@ -1,0 +1,113 @@
+// The reader threads, and what they take their work from.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../kernels/buffer.h"
+#include "flash_file.h"
+
+namespace ondevice {
+
+// One read of whole checked units, at most one system call where nothing comes short.
+struct Piece {
+  const FlashFile* file = nullptr;
+  Range range;
+  // Receives the pages around `range`, page-aligned. Null: they go to a staging buffer, and the bytes of
+  // `wanted` (inside `range`) are copied to `copy_to`.
+  uint8_t* pages = nullptr;
+  Range wanted;
+  uint8_t* copy_to = nullptr;
+  size_t tag = 0;  // the source's own
+
+  int64_t page_bytes() const { return page_up(range.end) - page_down(range.begin); }
+};
+
+struct ReadStats {
+  uint64_t bytes_read = 0;  // as asked from the device: whole pages
+  double read_seconds = 0;  // wall time during which at least one read was in flight
+  double cpu_seconds = 0;   // of the threads that read and checked
+};
+
+// Adds up wall time while anything is in flight.
+class ReadMeter {
+ public:
+  void begin();
+  void end(uint64_t bytes, double cpu_seconds);
+  bool idle() const { return in_flight_ == 0; }
+  ReadStats snapshot() const;
+
+ private:
+  ReadStats stats_;
+  size_t in_flight_ = 0;
+  double busy_since_ = 0;
+};
+
+// Where threads take pieces from. Everything here happens under the pool's mutex.
+class PieceSource {
+ public:
+  virtual ~PieceSource() = default;
+  // Hands out the next piece, or returns false if there is none now.
+  virtual bool take(Piece* piece) = 0;
+  // `error` is empty when the piece arrived and matched its checksums.
+  virtual void complete(const Piece& piece, const std::string& error) = 0;
+  // The threads are about to end: whoever waits on this source must look.
+  virtual void pool_stopped() {}
+
+  ReadMeter meter;
+};
+
+class ReadPool {
+ public:
+  explicit ReadPool(size_t threads);
+  ~ReadPool() { stop(); }
+  ReadPool(const ReadPool&) = delete;
+  ReadPool& operator=(const ReadPool&) = delete;
+
+  // Urgent sources (someone waits) go before the others (reading ahead), which take turns.
+  void add(PieceSource* source, bool urgent);
+  // No thread touches the source after this; waits for its reads in flight.
+  void remove(PieceSource* source);
+  // Waits until none of the source's pieces is in flight. `lock` holds mutex().
+  void drain(PieceSource* source, std::unique_lock<std::mutex>& lock);
+  // Lets a thread look for work after a source got some. Call with or without mutex() held.
+  void notify() { work_.notify_one(); }
+  // Reads one piece of `source` on the calling thread; false if it has none. `lock` holds mutex().
+  bool run_one(PieceSource* source, std::unique_lock<std::mutex>& lock);
+  // Joins the threads; sources find stopped() true. Waits for the reads in flight.
+  void stop();
+
+  std::mutex& mutex() { return mutex_; }
+  bool stopped() const { return stopped_; }
+  // Throws std::invalid_argument once stopped.
+  void require_running();
+  size_t threads() const { return threads_.size(); }
+  ReadStats stats();
+  // Bytes of staging buffers held now.
+  size_t staging_bytes();
+
+ private:
+  void work();
+  PieceSource* take_any(Piece* piece);
+  void finish(PieceSource* source, const Piece& piece, std::unique_lock<std::mutex>& lock);
+  std::string read(const Piece& piece, uint64_t* bytes);
+  static void read_checked(const Piece& piece, uint8_t* pages, uint64_t* bytes);
+  Buffer take_staging(size_t nbytes);
+
+  std::mutex mutex_;
+  std::condition_variable work_, drained_;
+  std::vector<PieceSource*> urgent_, ahead_;
+  size_t turn_ = 0;
+  bool stopped_ = false;
+  ReadMeter meter_;
+  std::vector<Buffer> staging_;  // those not in use
+  size_t staging_bytes_ = 0;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace ondevice

@@ -1,0 +1,125 @@
+"""Reads on demand from a set of files: ranges and records, in parallel, every byte checked by CRC-32C."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.kernels import _native
+
+if TYPE_CHECKING:
+    from ondevice.bundle.reader import CheckedFile
+
+Bytes = NDArray[np.uint8]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_THREADS = 4
+
+
+@dataclass(frozen=True)
+class FlashStats:
+    """What a reader has done so far.
+
+    bytes_read: bytes asked from the device, whole 4096-byte pages.
+    read_seconds: wall time during which at least one read was in flight.
+    cpu_seconds: processor time of the threads that read and compared checksums.
+    """
+
+    bytes_read: int
+    read_seconds: float
+    cpu_seconds: float
+
+
+class FlashReader:
+    """A pool of reader threads over the files of a bundle; `ExtentStream` reads ahead through the same pool.
+
+    io: `direct` reads past the page cache; `buffered` reads through it and drops the pages afterwards; `auto`
+    is direct, or buffered for all files where one of them is on a file system that refuses.
+
+    Any thread may call it, several at once. A range is widened to the units that carry a checksum and to
+    whole pages, so `bytes_read` exceeds what was asked for. Bytes before a file's `crc_start` can't be read.
+
+    Raises BackendUnavailableError if `io="direct"` is refused, FlashReadError if a file can't be opened or
+    hasn't the size it should, ValueError for impossible arguments.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[CheckedFile],
+        io: Literal["auto", "direct", "buffered"] = "auto",
+        threads: int = DEFAULT_THREADS,
+    ) -> None:
+        specs = [
+            _native.FileSpec(
+                os.fsencode(file.path),
+                file.nbytes,
+                file.crc_start,
+                list(file.crc_units),
+                np.ascontiguousarray(file.crcs, dtype=np.uint32),
+            )
+            for file in files
+        ]
+        self.native = _native.FlashReader(specs, io, threads)
+        if self.native.fallback_reason:
+            log.warning("reading through the page cache: %s", self.native.fallback_reason)
+
+    @property
+    def io(self) -> Literal["direct", "buffered"]:
+        """How files are read, once `auto` has been settled."""
+        return "direct" if self.native.direct else "buffered"
+
+    @property
+    def stats(self) -> FlashStats:
+        """Totals of everything read through this reader, streams included."""
+        return FlashStats(*self.native.stats())
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory held for reads that end in the caller's array; it grows to one buffer per busy thread."""
+        return self.native.staging_bytes
+
+    def read(self, file_index: int, offset: int, nbytes: int, out: Bytes | None = None) -> Bytes:
+        """Bytes `offset` to `offset + nbytes` of a file: (nbytes,) uint8, `out` itself if that is given.
+
+        Without `out` the bytes land in new memory without a copy (whole pages, more than `nbytes`).
+        Raises FlashReadError; IndexError for a range outside the file's checked bytes.
+        """
+        if nbytes == 0:
+            return np.empty(0, np.uint8) if out is None else out
+        if out is None:
+            return self.native.read_new(file_index, offset, nbytes)
+        if out.shape != (nbytes,):
+            raise ValueError(f"out has shape {out.shape}; it must be ({nbytes},)")
+        self.native.read(file_index, offset, out)
+        return out
+
+    def read_records(
+        self, file_index: int, record_ids: Sequence[int] | NDArray[np.int64], out: Bytes
+    ) -> None:
+        """Record `record_ids[i]` to row i of `out`, (n, stride) uint8; a record is one run of all units.
+
+        Ids that follow each other in the list and on flash become one read, so sorted ids read fastest.
+        Raises FlashReadError; IndexError for an id outside the file.
+        """
+        ids = np.ascontiguousarray(record_ids, dtype=np.int64)
+        self.native.read_records(file_index, ids, out)
+
+    def close(self) -> None:
+        """Joins the threads once their reads in flight are done. Streams over this reader end too."""
+        self.native.close()
+
+    def __enter__(self) -> FlashReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
