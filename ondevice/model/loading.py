@@ -173,7 +173,7 @@ class EmbeddingRecords:
 
     def read(self, tokens: Int32) -> Bytes:
         records = np.empty((len(tokens), self.layout.stride), dtype=np.uint8)
-        self._reader.read_records(self.file, tokens, records)
+        self._reader.read_records(self.file, tokens.astype(np.int64), records)
         return records
 
     def span(self, first: int, count: int) -> Bytes:
