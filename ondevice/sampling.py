@@ -1,0 +1,260 @@
+"""From logits to the next token: pure functions, and the stop strings that end a text.
+
+Sampling is Gumbel-max (Gumbel 1954; Maddison et al., arXiv 1411.0030): the token with the largest
+`score + noise` has exactly the law softmax(score). The noise is not a stream but a function of
+(seed, position, token id), so it does not matter in which order, in what company, or how often a token is
+looked at: plain decoding, draft verification and drafters see the same noise. Arithmetic is float64 in
+NumPy operations that IEEE 754 defines exactly; `log` and `exp` are our own, because NumPy's differ in the
+last bit between SIMD targets and between contiguous and strided arrays.
+
+V is the vocabulary size, N the number of tokens that survive the filters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ondevice.config import SamplingConfig
+from ondevice.errors import OndeviceError, UsageError
+
+Floats = npt.NDArray[np.float64]
+TokenIds = npt.NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+# ln 2 in two parts; the high one has 32 trailing zero bits, so its product with an exponent is exact.
+_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+_TAYLOR = tuple(1.0 / math.factorial(n) for n in range(15))
+_SQRT_HALF = 0.7071067811865476
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens that may be drawn: `token_ids` (N,) ascending, `scores` (N,) logits after temperature."""
+
+    token_ids: TokenIds
+    scores: Floats
+
+
+def sample(
+    logits: npt.NDArray[np.float32],
+    config: SamplingConfig,
+    position: int,
+    history: Sequence[int] | npt.NDArray[np.integer] = (),
+) -> int:
+    """The token at `position` (0 for the first token of the text, prompt included).
+
+    logits: (V,) float32. history: ids so far, prompt and draft-tree ancestors included; only the
+    repetition penalty reads it. Temperature 0 takes the largest score. Ties go to the lower id.
+    Raises OndeviceError if a logit is NaN, or if no token has a score above minus infinity.
+    """
+    if config.temperature == 0.0:
+        adjusted = _adjust(logits, config, history)
+        best = int(np.argmax(adjusted))
+        # argmax stops at the first NaN, so the winner alone tells whether there is one.
+        if not -np.inf < adjusted[best] < np.inf:
+            raise _unusable(adjusted)
+        return best
+    candidates = process_logits(logits, config, history)
+    noisy = candidates.scores + gumbel_noise(config.seed, position, candidates.token_ids)
+    return int(candidates.token_ids[np.argmax(noisy)])
+
+
+def process_logits(
+    logits: npt.NDArray[np.float32],
+    config: SamplingConfig,
+    history: Sequence[int] | npt.NDArray[np.integer] = (),
+) -> Candidates:
+    """Penalty, bias, temperature, then top-k, top-p and min-p, each within what the one before left.
+
+    Temperature 0 divides by 1: filters then select as they would at temperature 1.
+    Raises OndeviceError as `sample` does, UsageError for a bias or history id outside the vocabulary.
+    """
+    adjusted = _adjust(logits, config, history)
+    scores = adjusted.astype(np.float64) / (config.temperature or 1.0)
+    highest = scores.max()
+    if not -np.inf < highest < np.inf:
+        raise _unusable(adjusted)
+    if config.top_k == 0 and config.top_p == 1.0 and config.min_p == 0.0 and not config.logit_bias:
+        return Candidates(np.arange(scores.size), scores)
+    kept = np.flatnonzero(scores > -np.inf)
+    if 0 < config.top_k < kept.size:
+        kept = kept[_largest(scores[kept], config.top_k)]
+    if config.top_p < 1.0:
+        kept = kept[_nucleus(scores[kept], config.top_p)]
+    if config.min_p > 0.0:
+        kept = kept[scores[kept] >= highest + _log(np.array([config.min_p]))[0]]
+    return Candidates(kept, scores[kept])
+
+
+def gumbel_noise(seed: int, position: int, token_ids: TokenIds) -> Floats:
+    """Standard Gumbel noise (N,) of the given tokens at `position`; each value depends on its own key only.
+
+    Token i gets output i (from 0) of the SplitMix64 generator (Steele et al., OOPSLA 2014) whose state is
+    `mix(mix(seed) + position)`; its top 52 bits, centred in their cell, are u in (0, 1), and the noise is
+    -log(-log(u)).
+    """
+    state = _mix_integer((_mix_integer(seed) + position) & _MASK)
+    words = (token_ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(state)
+    for shift, factor in _MIX:
+        words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
+    words ^= words >> np.uint64(31)
+    uniform = ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return -_log(-_log(uniform))
+
+
+def _mix_integer(value: int) -> int:
+    """SplitMix64's output function, on one integer below 2^64."""
+    for shift, factor in _MIX:
+        value = ((value ^ (value >> shift)) * factor) & _MASK
+    return value ^ (value >> 31)
+
+
+def _adjust(
+    logits: npt.NDArray[np.float32],
+    config: SamplingConfig,
+    history: Sequence[int] | npt.NDArray[np.integer],
+) -> npt.NDArray[np.float32]:
+    """Logits after repetition penalty (Keskar et al., arXiv 1909.05858) and bias; a copy if either acts."""
+    penalised = config.repetition_penalty != 1.0 and len(history) > 0
+    if not penalised and not config.logit_bias:
+        return logits
+    adjusted = logits.copy()
+    if penalised:
+        ids = _checked_ids(np.asarray(history, dtype=np.int64), logits.size, "history")
+        penalty = np.float32(config.repetition_penalty)
+        # Gathered from the original logits, so an id that occurs twice is penalised once.
+        seen = logits[ids]
+        adjusted[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+    if config.logit_bias:
+        pairs = dict(config.logit_bias)
+        ids = _checked_ids(np.fromiter(pairs, np.int64, len(pairs)), logits.size, "logit_bias")
+        biases = np.fromiter(pairs.values(), np.float32, len(pairs))
+        if np.isnan(biases).any() or biases.max() == np.inf:
+            raise UsageError("a logit_bias is NaN or infinite; use a finite number, or -inf to ban a token")
+        adjusted[ids] += biases
+    return adjusted
+
+
+def _checked_ids(ids: TokenIds, vocab_size: int, name: str) -> TokenIds:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise UsageError(f"{name} names token {wrong}; ids of this model run from 0 to {vocab_size - 1}")
+    return ids
+
+
+def _unusable(scores: npt.NDArray[np.float32]) -> OndeviceError:
+    broken = np.flatnonzero(np.isnan(scores))
+    if broken.size:
+        return OndeviceError(
+            f"{broken.size} of {scores.size} logits are NaN (the first is token {broken[0]}); "
+            "the weights or the computation are damaged: run `ondevice verify` on the model"
+        )
+    if scores.max() == np.inf:
+        return OndeviceError(f"the logit of token {scores.argmax()} is infinite; run `ondevice verify`")
+    return OndeviceError("every token is ruled out (all logits are minus infinity); relax logit_bias")
+
+
+def _largest(values: Floats, count: int) -> npt.NDArray[np.bool_]:
+    """Mask of the `count` largest values, ties to the lower index."""
+    cut = np.partition(values, values.size - count)[values.size - count]
+    mask: npt.NDArray[np.bool_] = values > cut
+    tied = np.flatnonzero(values == cut)
+    mask[tied[: count - np.count_nonzero(mask)]] = True
+    return mask
+
+
+def _nucleus(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
+    """Mask of the smallest set of likeliest tokens that holds `top_p` of the probability.
+
+    Nucleus sampling, Holtzman et al., arXiv 1904.09751. The token that crosses the mark is in.
+    """
+    weights = _exp(scores - scores.max())
+    target = top_p * weights.cumsum()[-1]
+    # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so the nucleus lies
+    # above; leaving them out first makes the sort short.
+    likely = np.sort(weights[weights >= 0.5 * (1.0 - top_p) / scores.size])[::-1]
+    count = int(np.searchsorted(likely.cumsum(), target)) + 1
+    return _largest(scores, min(count, likely.size))
+
+
+def _log(x: Floats) -> Floats:
+    """Natural logarithm of positive finite float64, within 2 ulp: 2 artanh((m - 1) / (m + 1)) + e ln 2."""
+    mantissa, exponent = np.frexp(x)
+    low = mantissa < _SQRT_HALF
+    mantissa = np.where(low, mantissa + mantissa, mantissa)
+    exponent = (exponent - low).astype(np.float64)
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    square = s * s
+    series = np.full_like(s, 1.0 / 23.0)
+    for odd in range(21, 2, -2):
+        series *= square
+        series += 1.0 / odd
+    series *= square
+    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + 2.0 * (s * series)) + 2.0 * s
+
+
+def _exp(x: Floats) -> Floats:
+    """Exponential of float64 at or below 0, within 2 ulp; anything under -700 is taken as -700."""
+    x = np.maximum(x, -700.0)
+    power = np.rint(x * 1.4426950408889634)
+    remainder = (x - power * _LN2_HIGH) - power * _LN2_LOW
+    series = np.full_like(x, _TAYLOR[-1])
+    for coefficient in _TAYLOR[-2::-1]:
+        series *= remainder
+        series += coefficient
+    return np.ldexp(series, power.astype(np.int32))
+
+
+class StopMatcher:
+    """Cuts streamed text before the first stop string, holding back what may become one.
+
+    The match that ends first wins, and of those the longest. So the result is that of feeding one
+    character at a time, however the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises UsageError for an empty stop string, which would match everywhere."""
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise UsageError(f"stop is {stops!r}; it must be a list of strings that aren't empty")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        """The text now known to precede any stop string; empty once `stopped`."""
+        if self.stopped:
+            return ""
+        self._held += text
+        match = self._first_match()
+        if match is not None:
+            self.stopped = True
+            cut = match
+        else:
+            cut = len(self._held) - self._prefix_length()
+        ready, self._held = self._held[:cut], "" if self.stopped else self._held[cut:]
+        return ready
+
+    def finish(self) -> str:
+        """What is still held when the text ends without a stop string."""
+        ready, self._held = self._held, ""
+        return ready
+
+    def _first_match(self) -> int | None:
+        """Start of the match that ends first in the held text."""
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+    def _prefix_length(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

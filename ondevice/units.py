@@ -1,0 +1,226 @@
+"""Sizes as people write them, and what this process and machine have: memory and cores.
+
+GB is 10^9 bytes, GiB is 2^30. Limits set by control groups count as the machine's own, because that is
+where a process is killed. Nothing here decides how memory is used; `memory_plan` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from ondevice.errors import BackendUnavailableError, UsageError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
+_MAX_BYTES = 1 << 62
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | None = None) -> int:
+    """Bytes meant by `value`: `4GB`, `3.5GiB`, `60%`, `123456`, or `auto`. Fractions round down.
+
+    percent_of: bytes that `100%` stands for; the machine's memory if not given.
+    auto: bytes that `auto` stands for; where not given, `auto` is refused.
+    Raises UsageError on anything else, on a negative size and on more than 2^62 bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value <= _MAX_BYTES:
+            raise UsageError(f"size {value} is out of range; it must be from 0 to 2^62 bytes")
+        return value
+    text = str(value).strip().lower()
+    if text == "auto" and auto is not None:
+        return auto
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2] not in (*_UNITS, "%"):
+        raise UsageError(_size_help(str(value), match, auto is not None))
+    number = Fraction(match[1])
+    if match[2] == "%":
+        if number > 100:
+            raise UsageError(f"size {value!r} is above 100%")
+        return math.floor(number * (memory_total() if percent_of is None else percent_of) / 100)
+    if not match[2] and number.denominator != 1:
+        raise UsageError(f"size {value!r} is not a whole number of bytes; did you mean {match[1]}GB?")
+    size = math.floor(number * _UNITS[match[2]])
+    if size > _MAX_BYTES:
+        raise UsageError(f"size {value!r} is above the limit of 2^62 bytes")
+    return size
+
+
+def _size_help(value: str, match: re.Match[str] | None, auto: bool) -> str:
+    if match is not None and f"{match[2]}b" in _UNITS:
+        unit = match[2].upper()
+        return f"size {value!r} is ambiguous: write {match[1]}{unit}B (10^n) or {match[1]}{unit}iB (2^n)"
+    kinds = "bytes, a number with B, kB, MB, GB, TB, KiB, MiB, GiB or TiB, a percentage such as 60%"
+    return f"size {value[:40]!r} is not one; write {kinds}" + (", or auto" if auto else "")
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes in decimal units to three digits: `999 B`, `3.79 GB`, `-12.0 MB`."""
+    if abs(count) < 1000:
+        return f"{count} B"
+    value, names = abs(count) / 1000, ["TB", "GB", "MB", "kB"]
+    # 999.5 and up would round to four digits, so it belongs to the next unit.
+    while value >= 999.5 and len(names) > 1:
+        value /= 1000
+        names.pop()
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{'-' if count < 0 else ''}{value:.{digits}f} {names[-1]}"
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """What the operating system charges this process, now and at its highest.
+
+    Linux: VmRSS and VmHWM (anonymous and mapped file pages). macOS: phys_footprint and its lifetime peak.
+    """
+
+    current_bytes: int
+    peak_bytes: int
+
+
+def process_memory(proc: Path = _PROC) -> ProcessMemory:
+    """This process's memory. Raises BackendUnavailableError where the system doesn't tell."""
+    if sys.platform == "darwin":
+        return _macos_footprint()
+    sizes = _read_kilobytes(proc / "self" / "status", ("VmRSS", "VmHWM"))
+    # VmRSS is summed from per-thread counters and may run ahead of the recorded peak by a few pages.
+    return ProcessMemory(sizes["VmRSS"], max(sizes["VmRSS"], sizes["VmHWM"]))
+
+
+def memory_total(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Bytes of memory this process could ever have: the machine's, or a control group's limit if lower."""
+    if sys.platform == "darwin":
+        return _sysctl("hw.memsize")
+    total = _read_kilobytes(proc / "meminfo", ("MemTotal",))["MemTotal"]
+    return min([total, *(group.limit_bytes for group in _memory_groups(proc, cgroup))])
+
+
+def memory_available(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Bytes that can still be allocated without swapping or being killed, never below 0.
+
+    What this process holds already is not in it. Page cache that isn't in active use counts as free.
+    """
+    if sys.platform == "darwin":
+        return _sysctl("hw.memsize") * _sysctl("kern.memorystatus_level", 4) // 100
+    available = _read_kilobytes(proc / "meminfo", ("MemAvailable",))["MemAvailable"]
+    free = (group.limit_bytes - group.used_bytes for group in _memory_groups(proc, cgroup))
+    return max(0, min([available, *free]))
+
+
+def usable_cores(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+    """Cores this process may use: its affinity, cut to the control group's quota rounded up; at least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    for folder in _group_folders(proc, cgroup, "cpu"):
+        words: list[str | None] = [*(_read_text(folder / "cpu.max") or "").split()]
+        if len(words) != 2:
+            words = [_read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = map(_digits, words)
+        if quota and period:
+            cores = min(cores, math.ceil(quota / period))
+    return max(1, cores)
+
+
+@dataclass(frozen=True)
+class _MemoryGroup:
+    limit_bytes: int
+    used_bytes: int
+
+
+def _memory_groups(proc: Path, cgroup: Path) -> Iterator[_MemoryGroup]:
+    """Every control group with a memory limit that this process is in, from its own up to the root."""
+    names = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for folder in _group_folders(proc, cgroup, "memory"):
+        for limit_name, usage_name, reclaimable_name in names:
+            limit = _digits(_read_text(folder / limit_name))
+            usage = _digits(_read_text(folder / usage_name))
+            if limit is None or usage is None or limit >= _MAX_BYTES:
+                continue
+            stat = dict(
+                line.split(" ", 1) for line in (_read_text(folder / "memory.stat") or "").splitlines()
+            )
+            yield _MemoryGroup(limit, usage - (_digits(stat.get(reclaimable_name)) or 0))
+
+
+def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
+    """Folders of the controller's groups, own group first, then its ancestors; v2 and v1 hierarchies.
+
+    Inside a container the path may name folders of the host that aren't mounted; they are passed over,
+    and the mount's root, which then is the container's own group, still counts.
+    """
+    for line in (_read_text(proc / "self" / "cgroup") or "").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounts = (cgroup / name for name in (controllers, controller))
+        root = next((mount for mount in mounts if controllers and mount.is_dir()), cgroup)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth])
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+
+
+def _digits(text: str | None) -> int | None:
+    """The integer in a control file; None for `max`, -1 or a file that isn't there."""
+    text = (text or "").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _read_kilobytes(path: Path, names: tuple[str, ...]) -> dict[str, int]:
+    sizes = {}
+    for line in (_read_text(path) or "").splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            sizes[name] = 1024 * int(value.split()[0])
+    missing = [name for name in names if name not in sizes]
+    if missing:
+        raise BackendUnavailableError(f"{path} doesn't tell {', '.join(missing)}; memory can't be planned")
+    return sizes
+
+
+def _sysctl(name: str, width: int = 8) -> int:
+    """An integer of `width` bytes from macOS's sysctl."""
+    library = ctypes.CDLL("/usr/lib/libSystem.B.dylib", use_errno=True)
+    value, size = (ctypes.c_uint64 if width == 8 else ctypes.c_uint32)(0), ctypes.c_size_t(width)
+    if library.sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)):
+        raise BackendUnavailableError(f"sysctl {name} failed: {os.strerror(ctypes.get_errno())}")
+    return int(value.value)
+
+
+def _macos_footprint() -> ProcessMemory:
+    """`proc_pid_rusage` with RUSAGE_INFO_V4: 16 bytes of uuid, then 36 counters (sys/resource.h)."""
+    counters = (ctypes.c_uint64 * 38)()
+    library = ctypes.CDLL("/usr/lib/libSystem.B.dylib", use_errno=True)
+    if library.proc_pid_rusage(os.getpid(), 4, ctypes.byref(counters)):
+        raise BackendUnavailableError(f"proc_pid_rusage failed: {os.strerror(ctypes.get_errno())}")
+    footprint, lifetime_peak = counters[2 + 7], counters[2 + 28]
+    return ProcessMemory(footprint, max(footprint, lifetime_peak))

@@ -1,0 +1,341 @@
+"""The sampler against plain statements of what each filter means, and against the softmax it must follow."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ondevice.config import SamplingConfig
+from ondevice.errors import OndeviceError, UsageError
+from ondevice.sampling import StopMatcher, _exp, _log, gumbel_noise, process_logits, sample
+
+Logits = npt.NDArray[np.float32]
+GOLDEN_NOISE = ["-0x1.fb66679ef6541p-3", "0x1.ff343b641a079p+1", "0x1.f56cc43a163dcp-1"]
+
+
+def random_logits(size: int, seed: int = 0, scale: float = 3.0) -> Logits:
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
+
+
+def softmax(scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()  # type: ignore[no-any-return]
+
+
+def reference_filter(logits: Logits, config: SamplingConfig) -> list[int]:
+    """Surviving ids by the definitions, one token at a time."""
+    scores = [float(x) / (config.temperature or 1.0) for x in logits]
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    order = [i for i in order if scores[i] > -math.inf]
+    if config.top_k:
+        order = order[: config.top_k]
+    if config.top_p < 1.0:
+        total = math.fsum(math.exp(scores[i] - scores[order[0]]) for i in order)
+        kept, mass = [], 0.0
+        for i in order:
+            kept.append(i)
+            mass += math.exp(scores[i] - scores[order[0]])
+            if mass >= config.top_p * total:
+                break
+        order = kept
+    if config.min_p > 0.0:
+        limit = scores[order[0]] + math.log(config.min_p)
+        order = [i for i in order if scores[i] >= limit]
+    return sorted(order)
+
+
+# --- noise ---
+
+
+def test_noise_is_splitmix64() -> None:
+    """Published first outputs of SplitMix64 from state 1234567, through the documented key schedule."""
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        return z ^ (z >> 31)
+
+    assert [mix((1234567 + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i in range(4)] == expected
+    seed, position = 42, 9
+    state = mix((mix(seed) + position) % 2**64)
+    words = [mix((state + (i + 1) * 0x9E3779B97F4A7C15) % 2**64) for i in range(100)]
+    want = [-math.log(-math.log(((w >> 12) + 0.5) / 2**52)) for w in words]
+    np.testing.assert_allclose(gumbel_noise(seed, position, np.arange(100)), want, rtol=1e-13, atol=1e-15)
+
+
+def test_noise_bits_are_fixed() -> None:
+    """Golden bits: the same seed must give the same text on every machine and in every version."""
+    noise = gumbel_noise(7, 3, np.array([0, 1, 31999]))
+    assert [x.hex() for x in noise.tolist()] == GOLDEN_NOISE
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.lists(st.integers(0, 200_000), min_size=1))
+def test_noise_depends_on_its_own_key_only(seed: int, position: int, ids: list[int]) -> None:
+    together = gumbel_noise(seed, position, np.array(ids))
+    alone = [gumbel_noise(seed, position, np.array([i]))[0] for i in ids]
+    assert together.tobytes() == np.array(alone).tobytes()
+    strided = gumbel_noise(seed, position, np.repeat(np.array(ids), 3)[::-3])
+    assert strided.tobytes() == together[::-1].tobytes()
+
+
+def test_noise_has_the_gumbel_law() -> None:
+    noise = np.sort(gumbel_noise(0, 0, np.arange(200_000)))
+    law = np.exp(-np.exp(-noise))
+    empirical = (np.arange(noise.size) + 0.5) / noise.size
+    assert np.abs(law - empirical).max() < 1.63 / math.sqrt(noise.size)  # Kolmogorov-Smirnov, 1 %
+
+
+def test_neighbouring_keys_are_unrelated() -> None:
+    ids = np.arange(20_000)
+    base = gumbel_noise(5, 5, ids)
+    for other in (
+        gumbel_noise(6, 5, ids),
+        gumbel_noise(5, 6, ids),
+        gumbel_noise(6, 4, ids),
+        np.roll(base, 1),
+    ):
+        assert abs(np.corrcoef(base, other)[0, 1]) < 4 / math.sqrt(ids.size)
+
+
+def test_own_log_and_exp_are_accurate() -> None:
+    rng = np.random.default_rng(3)
+    edges = np.concatenate(
+        [2.0 ** -np.arange(1, 60), 1 - 2.0 ** -np.arange(2, 53), 1 + 2.0 ** -np.arange(2, 52)]
+    )
+    x = np.concatenate([edges, rng.random(50_000) + 1e-300, rng.random(10_000) * 50])
+    assert (np.abs(_log(x) - np.log(x)) <= 2 * np.spacing(np.abs(np.log(x)))).all()
+    y = np.concatenate([[0.0, -1e-18, -0.5], -rng.random(50_000) * 690])
+    assert (np.abs(_exp(y) - np.exp(y)) <= 2 * np.spacing(np.exp(y))).all()
+    assert _exp(np.array([-1e9])) == _exp(np.array([-700.0]))
+
+
+# --- greedy ---
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_on_ties() -> None:
+    assert sample(np.array([1, 5, 5, 2], np.float32), SamplingConfig(), 0) == 1
+    logits = random_logits(1000)
+    assert sample(logits, SamplingConfig(seed=3), 99) == int(np.argmax(logits))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("value", "message"), [(math.nan, "NaN .* token 2"), (math.inf, "token 2 is infinite")]
+)
+def test_broken_logits_are_an_error(temperature: float, value: float, message: str) -> None:
+    logits = np.array([1, 2, value, 9], np.float32)
+    with pytest.raises(OndeviceError, match=message):
+        sample(logits, SamplingConfig(temperature=temperature), 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ruling_every_token_out_is_an_error(temperature: float) -> None:
+    config = SamplingConfig(temperature=temperature, logit_bias=((0, -math.inf), (1, -math.inf)))
+    with pytest.raises(OndeviceError, match="ruled out"):
+        sample(np.zeros(2, np.float32), config, 0)
+
+
+# --- the law ---
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(temperature=1.0, seed=1),
+        SamplingConfig(temperature=0.7, seed=2),
+        SamplingConfig(temperature=1.5, top_k=4, seed=3),
+        SamplingConfig(temperature=1.0, top_p=0.8, seed=4),
+    ],
+)
+def test_draws_follow_the_softmax_of_the_candidates(config: SamplingConfig) -> None:
+    """Chi-square over 8,000 positions; the bound is exceeded by chance once in 10,000 runs."""
+    logits = np.array([0.1, 1.3, -0.4, 0.8, 0.0, -1.2, 1.1, 0.5], np.float32)
+    draws = 8_000
+    counts = np.bincount([sample(logits, config, p) for p in range(draws)], minlength=8)
+    candidates = process_logits(logits, config)
+    expected = np.zeros(8)
+    expected[candidates.token_ids] = softmax(candidates.scores) * draws
+    assert (counts[expected == 0] == 0).all()
+    inside = expected > 0
+    chi_square = float(((counts - expected)[inside] ** 2 / expected[inside]).sum())
+    bounds = {3: 21.11, 4: 23.51, 5: 25.74, 7: 29.88}
+    assert chi_square < bounds[int(inside.sum()) - 1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.integers(0, 10_000), st.integers(0, 1000))
+def test_a_token_that_wins_still_wins_among_fewer(seed: int, position: int, data: int) -> None:
+    """Gumbel-max: removing losers never changes the winner, so drafters may rank any subset."""
+    logits = random_logits(300, data)
+    winner = sample(logits, SamplingConfig(temperature=1.0, seed=seed), position)
+    rng = np.random.default_rng(data)
+    subset = np.union1d(rng.choice(300, 40, replace=False), [winner])
+    noisy = logits[subset].astype(np.float64) + gumbel_noise(seed, position, subset)
+    assert subset[np.argmax(noisy)] == winner
+
+
+def test_the_same_key_gives_the_same_token_and_others_differ() -> None:
+    logits = random_logits(2000, scale=1.0)
+    config = SamplingConfig(temperature=1.0, seed=11)
+    first = [sample(logits, config, p) for p in range(50)]
+    assert first == [sample(logits.copy(), config, p) for p in reversed(range(50))][::-1]
+    assert first != [sample(logits, SamplingConfig(temperature=1.0, seed=12), p) for p in range(50)]
+    assert len(set(first)) > 40
+
+
+def test_history_changes_nothing_without_a_penalty() -> None:
+    logits = random_logits(500)
+    config = SamplingConfig(temperature=1.0)
+    assert sample(logits, config, 4, [1, 2, 3]) == sample(logits, config, 4)
+
+
+# --- filters ---
+
+filters = st.builds(
+    SamplingConfig,
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 2, 7, 50, 10_000]),
+    top_p=st.sampled_from([1e-6, 0.1, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(filters, st.integers(1, 80), st.integers(0, 1000), st.sampled_from([0.1, 2.0, 20.0]))
+def test_filters_keep_what_their_definitions_keep(
+    config: SamplingConfig, size: int, seed: int, scale: float
+) -> None:
+    logits = random_logits(size, seed, scale)
+    candidates = process_logits(logits, config)
+    assert candidates.token_ids.tolist() == reference_filter(logits, config)
+    scores = logits[candidates.token_ids].astype(np.float64) / config.temperature
+    assert candidates.scores.tobytes() == scores.tobytes()
+
+
+@pytest.mark.parametrize("filtering", [{"top_k": 2}, {"top_p": 0.5}])
+def test_ties_at_the_edge_go_to_the_lower_ids(filtering: dict[str, float]) -> None:
+    config = SamplingConfig(temperature=1.0, **filtering)  # type: ignore[arg-type]
+    kept = process_logits(np.zeros(4, np.float32), config)
+    assert kept.token_ids.tolist() == [0, 1]
+
+
+def test_top_p_at_vocabulary_size() -> None:
+    logits = random_logits(32_000, scale=2.0)
+    config = SamplingConfig(temperature=1.0, top_p=0.9)
+    kept = process_logits(logits, config).token_ids
+    probabilities = softmax(logits.astype(np.float64))
+    mass = probabilities[kept].sum()
+    assert mass >= 0.9 > mass - probabilities[kept].min()
+    assert probabilities[kept].min() >= np.delete(probabilities, kept).max()
+
+
+def test_tokens_at_minus_infinity_are_never_candidates_of_a_filter() -> None:
+    logits = np.array([-np.inf, 0.0, -np.inf, 0.0, -1.0], np.float32)
+    assert process_logits(logits, SamplingConfig(temperature=1.0, top_k=4)).token_ids.tolist() == [1, 3, 4]
+
+
+def test_repetition_penalty_divides_above_zero_and_multiplies_below() -> None:
+    logits = np.array([2.0, -2.0, 2.0, 0.0], np.float32)
+    config = SamplingConfig(temperature=1.0, repetition_penalty=2.0)
+    scores = process_logits(logits, config, [0, 1, 0, 3]).scores
+    assert scores.tolist() == [1.0, -4.0, 2.0, 0.0]
+    assert logits.tolist() == [2.0, -2.0, 2.0, 0.0], "the caller's logits were changed"
+    assert sample(logits, SamplingConfig(repetition_penalty=2.0), 0, np.array([0])) == 2
+
+
+def test_logit_bias_is_added_after_the_penalty_and_before_temperature() -> None:
+    logits = np.array([2.0, 1.0], np.float32)
+    config = SamplingConfig(temperature=0.5, repetition_penalty=2.0, logit_bias=((0, 3.0),))
+    assert process_logits(logits, config, [0]).scores.tolist() == [8.0, 2.0]
+    banned = SamplingConfig(logit_bias=((0, -math.inf),))
+    assert sample(logits, banned, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "history", "message"),
+    [
+        (SamplingConfig(logit_bias=((4, 1.0),)), [], "token 4; .* 0 to 3"),
+        (SamplingConfig(logit_bias=((-1, 1.0),)), [], "token -1"),
+        (SamplingConfig(logit_bias=((1, math.nan),)), [], "NaN"),
+        (SamplingConfig(logit_bias=((1, math.inf),)), [], "infinite"),
+        (SamplingConfig(repetition_penalty=1.1), [2, 7], "history names token 7"),
+    ],
+)
+def test_ids_and_biases_that_cannot_be_right_are_refused(
+    config: SamplingConfig, history: Sequence[int], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        sample(np.zeros(4, np.float32), config, 0, history)
+
+
+def test_sampling_is_fast_enough_not_to_matter() -> None:
+    """Aims are 50 us greedy and 2 ms drawn at 32,000 logits; the bounds leave room for a busy machine."""
+    logits = random_logits(32_000)
+
+    def best_of(config: SamplingConfig, runs: int = 30) -> float:
+        times = []
+        for position in range(runs):
+            start = time.perf_counter()
+            sample(logits, config, position)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert best_of(SamplingConfig()) < 200e-6
+    assert best_of(SamplingConfig(temperature=1.0)) < 8e-3
+    assert best_of(SamplingConfig(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)) < 8e-3
+
+
+# --- stop strings ---
+
+
+def cut_by_characters(text: str, stops: Sequence[str]) -> str:
+    """The definition: the text grows by one character until it ends with a stop string."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+def stream(pieces: Sequence[str], stops: Sequence[str]) -> tuple[list[str], StopMatcher]:
+    matcher = StopMatcher(stops)
+    return [*(matcher.add(piece) for piece in pieces), matcher.finish()], matcher
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_stopping_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str]) -> None:
+    text = "".join(pieces)
+    emitted, matcher = stream(pieces, stops)
+    assert "".join(emitted) == cut_by_characters(text, stops)
+    assert matcher.stopped == any(stop in text for stop in stops)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    emitted, matcher = stream(["Hello", " <", "b> ", "</", "s", ">tail", "more"], ["</s>"])
+    assert emitted == ["Hello", " ", "<b> ", "", "", "", "", ""]
+    assert matcher.stopped
+
+
+def test_held_text_is_given_out_at_the_end() -> None:
+    emitted, matcher = stream(["answer \nUs"], ["\nUser:"])
+    assert emitted == ["answer ", "\nUs"]
+    assert not matcher.stopped
+
+
+@pytest.mark.parametrize("stops", [[""], ["a", ""], "stop", [3]])
+def test_stop_strings_that_cannot_be_right_are_refused(stops: Sequence[str]) -> None:
+    with pytest.raises(UsageError, match="stop is"):
+        StopMatcher(stops)
