@@ -168,5 +168,5 @@ NB_MODULE(_native, m) {
   bind_ops(m);
   bind_quantisation(m);
   bind_layers(m);
-  if (bind_flash) bind_flash(m);
+  bind_flash(m);
 }

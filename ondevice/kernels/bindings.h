@@ -19,6 +19,6 @@ inline void require(bool condition, const char* message) {
 }
 
 void bind_layers(nb::module_& m);
-void bind_flash(nb::module_& m) __attribute__((weak));
+void bind_flash(nb::module_& m);
 
 }  // namespace ondevice

@@ -8,8 +8,9 @@ namespace {
 // A neuron's down column is quantised along the model dimension, so its scale varies inside a sum over
 // neurons. It moves to the activation: c = h * scale, quantised to int8 per block of 64 stored neurons
 // (zeros included); then a block's sum is an exact integer dot product, and blocks are added in ascending
-// order by fused multiply-adds. The biases' share, sum of h * bias, is the same for all 64 outputs of a
-// group: it is kept in 16 lanes by neuron % 16 and added last.
+// order by fused multiply-adds. Codes count from their middle, 8 or 128, lest the rounding of c shift all
+// outputs of a group alike; the biases move with it. Their share, sum of h * (bias + middle * scale), is the
+// same for all 64 outputs of a group: it is kept in 16 lanes by neuron % 16 and added last.
 //
 // Layout of (group, block): four tiles of 16 outputs x 64 neurons, then 64 scales, then 64 biases.
 constexpr int64_t kTilesPerGroup = kGroup / kTile;
@@ -23,6 +24,7 @@ template <int BITS, int TT>
 void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, float* y,
                  int64_t y_stride, float* lanes, int64_t lanes_stride) {
   constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   F bias_sum[TT];
   for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);
   for (int64_t b = 0; b < blocks; ++b) {
@@ -32,7 +34,7 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
     F s[4], offset[4];
     for (int i = 0; i < 4; ++i) {
       s[i] = load_half(scales + 16 * i);
-      offset[i] = load_half(biases + 16 * i);
+      offset[i] = fma(s[i], set1(kMiddle), load_half(biases + 16 * i));
     }
     int8_t codes[TT][kGroup];
     const int8_t* x[TT];
@@ -55,7 +57,9 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
       dot_block<BITS, TT>(block + tile * kTileBytes, x, int_sums, sums);
       for (int t = 0; t < TT; ++t) {
         float* out = y + t * y_stride + tile * kTile;
-        store(out, fma(set1(scale[t]), sums[t], load(out)));
+        // Exact: both terms are integers below 2^24.
+        const F centred = sub(sums[t], set1(kMiddle * static_cast<float>(int_sums[t])));
+        store(out, fma(set1(scale[t]), centred, load(out)));
       }
     }
   }
