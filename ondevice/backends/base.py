@@ -45,13 +45,14 @@ class KVLayout:
 
     Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Key codes are (Dh, 64), so
     that a kernel scores neighbouring positions side by side; value codes are (64, Dh): float16 at 16 bits,
-    int8 at 8 bits. Scales, 64 float32, exist at 8 bits only.
+    int8 at 8 bits, and at 32 bits, which the `reference` backend alone has, float32. Scales, 64 float32,
+    exist at 8 bits only.
     8 bits, per token and head, all in float32: m = max|x|, scale = m / 127, q = rint(x * (127 / m)), which
     reads back as q * scale; m == 0 gives q = 0 and scale = 0. Every offset is a multiple of 64 bytes.
     """
 
     config: ModelConfig
-    kv_bits: Literal[16, 8] = 16
+    kv_bits: Literal[32, 16, 8] = 16
 
     @property
     def codes_bytes(self) -> int:
@@ -60,7 +61,7 @@ class KVLayout:
 
     @property
     def scales_bytes(self) -> int:
-        """Bytes of one head's key (or value) scales in a block; 0 at 16 bits."""
+        """Bytes of one head's key (or value) scales in a block; 0 but at 8 bits."""
         return BLOCK_TOKENS * 4 if self.kv_bits == 8 else 0
 
     @property

@@ -27,6 +27,7 @@ from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
 
 RECORDS_PER_READ = 1024
+_KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
@@ -191,7 +192,7 @@ class _HeadView:
 def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadView, _HeadView]:
     layout = kv.layout
     start = layout.head_offset(layer, head)
-    dtype = np.float16 if layout.kv_bits == 16 else np.int8
+    dtype = _KV_TYPES[layout.kv_bits]
     views = []
     for at in (start, start + layout.head_bytes // 2):
         codes = kv.blocks[block][at : at + layout.codes_bytes].view(dtype)
