@@ -35,6 +35,12 @@ DEFAULT_MAX_CONTEXT = 4096
 PROCESS_ALLOWANCE_BYTES = 8 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
 AUTO_RESERVE_BYTES = 256 << 20
+LOGITS_BYTES = 8 << 20
+"""Aim for the logits of one chunk where the logits of every token are wanted."""
+HIDDEN_BYTES = 2 << 20
+"""Hidden activations of feed-forward segments that are multiplied together."""
+QUERY_ROWS = 32
+"""Query rows that share one walk over the keys."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,19 @@ class SegmentShape:
 
 @dataclass(frozen=True)
 class StreamShape:
-    """How records that aren't resident are read: `slots` buffers, each for up to `neurons` records."""
+    """How records that aren't resident are read: `slots` buffers, each for up to `neurons` records.
+
+    `packed_bytes` is the room in which one slot's records are packed before they are multiplied.
+    """
 
     neurons: int
     slot_bytes: int
     slots: int
+    packed_bytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.slot_bytes * self.slots
+        return self.slot_bytes * self.slots + self.packed_bytes
 
 
 def interleaved_bytes(rows: int, cols: int, bits: int) -> int:
@@ -78,7 +88,7 @@ def interleaved_bytes(rows: int, cols: int, bits: int) -> int:
 
 def segment_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape:
     """Segments near 8 MiB, or an eighth of a layer if that is less, sized so that a layer wastes little."""
-    unit = 3 * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)
+    unit = _block_bytes(config, quant)
     units = -(-config.intermediate_size // GROUP_SIZE)
     aim = max(1, min(SEGMENT_BYTES // unit, units // SEGMENTS_PER_SMALL_LAYER))
     sizes = range(max(1, (aim + 1) // 2), 2 * aim + 1)
@@ -102,6 +112,7 @@ def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:
         # A read is widened to page boundaries on both sides.
         slot_bytes=padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES,
         slots=min(STREAM_SLOTS, max(2, reads // 4)),
+        packed_bytes=padded(size * _block_bytes(config, quant), PAGE_BYTES),
     )
 
 
@@ -271,7 +282,7 @@ def plan_memory(
         kv_cache_bytes=kv.blocks(max_context) * kv.block_bytes,
         segment=segment_shape(config, quant),
         stream=stream_shape(config, quant),
-        activation_bytes=_activation_bytes(config, runtime, threads),
+        activation_bytes=_activation_bytes(config, quant, runtime, threads),
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
     if runtime.backend != "reference":
@@ -282,7 +293,8 @@ def plan_memory(
         weights_bytes=4 * _matrix_elements(config),
         embedding_bytes=0,
         segment=replace(plan.segment, per_layer=0),
-        stream=StreamShape(0, 0, 0),
+        stream=StreamShape(0, 0, 0, 0),
+        activation_bytes=plan.activation_bytes + _reference_bytes(config, runtime),
     )
 
 
@@ -294,6 +306,11 @@ def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
             f"limit of {config.max_context} tokens"
         )
     return runtime.max_context or min(config.max_context, DEFAULT_MAX_CONTEXT)
+
+
+def scoring_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
+    """Tokens whose logits are computed at once when all of them are wanted."""
+    return max(1, min(runtime.prefill_chunk, LOGITS_BYTES // (4 * config.vocab_size)))
 
 
 def auto_budget(plan: Plan, available_bytes: int) -> int:
@@ -326,10 +343,33 @@ def _matrix_elements(config: ModelConfig) -> int:
     return config.hidden_size * (config.num_layers * per_token + config.vocab_size)
 
 
-def _activation_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int) -> int:
-    """Working memory of the widest pass: float32 activations of a chunk, logits, attention scores."""
-    width = 6 * config.hidden_size + 2 * config.qkv_size + config.query_size + 2 * config.intermediate_size
-    chunk = min(runtime.prefill_chunk, context_tokens(config, runtime))
-    scores = threads * context_tokens(config, runtime)
-    rope = context_tokens(config, runtime) * config.head_dim
-    return 4 * (chunk * width + 8 * config.vocab_size + scores + rope)
+def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
+    """64 neurons packed for the kernels: gate, up and down."""
+    return 3 * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)
+
+
+def _activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, threads: int) -> int:
+    """Working memory of the widest pass of the cpu backend: activations, scores, hidden values, logits."""
+    context = context_tokens(config, runtime)
+    chunk = min(runtime.prefill_chunk, context)
+    hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
+    widest = padded(max(config.hidden_size, config.query_size), GROUP_SIZE)
+    # Residual, norm, feed-forward in and out and its bias lanes; projections, attention; rotary tables.
+    floats = 6 * hidden + hidden // 4 + max(config.qkv_size, hidden) + config.query_size
+    per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * threads
+    # The matrix input: floats at 16 bits, else int8 codes with two sums and a scale per group.
+    per_token += 4 * widest if quant.bits == 16 else widest + widest // GROUP_SIZE * 12
+    rows = max(QUERY_ROWS, config.num_heads // config.num_kv_heads)
+    scores = threads * 4 * rows * (padded(context, GROUP_SIZE) + 2 * padded(config.head_dim, 16))
+    neurons = min(segment_shape(config, quant).neurons, padded(config.intermediate_size, GROUP_SIZE))
+    hidden_values = max(HIDDEN_BYTES, 4 * chunk * neurons)
+    logits = 2 * 4 * vocab * scoring_tokens(config, runtime)
+    sampling = 8 * 8 * vocab
+    return chunk * per_token + scores + hidden_values + logits + sampling
+
+
+def _reference_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:
+    """What numpy's temporaries add: wide hidden values, whole score matrices, keys and values read back."""
+    context = context_tokens(config, runtime)
+    chunk = min(runtime.prefill_chunk, context)
+    return 4 * (16 * chunk * config.intermediate_size + 8 * chunk * context + 6 * config.kv_size * context)

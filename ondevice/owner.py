@@ -1,7 +1,8 @@
 """The one thread that does a model's work: jobs in from any thread, their items and errors out.
 
 A job is a generator. It runs on the owner thread from its first item to its last, one job at a time, in
-the order of arrival, and never waits for its consumer. It knows nothing of models.
+the order of arrival, and never waits for its consumer; urgent calls run between its items. The thread knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class _Job:
         self.deliver = deliver
         self.cancelled = threading.Event()
 
-    def run(self) -> None:
+    def run(self, between_items: Callable[[], None] = lambda: None) -> None:
         with self:
             for item in self.work(self.cancelled.is_set):
                 self.deliver(item)
+                between_items()
 
     def refuse(self) -> None:
         """End without having run."""
@@ -68,15 +70,18 @@ class OwnerThread(Generic[T]):
         # exit, before the interpreter takes the thread's ground away.
         self._finalizer = weakref.finalize(self, _finish, self._jobs, self._thread)
 
-    def call(self, work: Callable[[], T]) -> T:
-        """Run `work` there and return its result, or raise its error here."""
+    def call(self, work: Callable[[], T], urgent: bool = False) -> T:
+        """Run `work` there and return its result, or raise its error here.
+
+        urgent: run it between two items of the job that is running, before the jobs that wait.
+        """
         if threading.current_thread() is self._thread:
             return work()
 
         def one_item(cancelled: Cancelled) -> Iterator[T]:
             yield work()
 
-        (result,) = self.stream(one_item)
+        (result,) = self._items(one_item, urgent)
         return result
 
     def stream(self, work: Callable[[Cancelled], Iterator[T]]) -> Iterator[T]:
@@ -84,9 +89,12 @@ class OwnerThread(Generic[T]):
 
         The job is queued when the first item is asked for.
         """
+        return self._items(work, urgent=False)
+
+    def _items(self, work: Callable[[Cancelled], Iterator[T]], urgent: bool) -> Iterator[T]:
         items: queue.SimpleQueue[Any] = queue.SimpleQueue()
         job = _Job(work, items.put)
-        self._submit(job)
+        self._submit(job, urgent)
         try:
             while not isinstance(item := items.get(), _End):
                 yield item
@@ -123,12 +131,12 @@ class OwnerThread(Generic[T]):
             self._join()
         self._finalizer()
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _Job, urgent: bool = False) -> None:
         with self._lock:
             if not self._started:
                 self._started = True
                 self._thread.start()
-        self._jobs.put(job)
+        self._jobs.put(job, urgent)
 
     def _join(self) -> None:
         if threading.current_thread() is not self._thread:
@@ -141,14 +149,23 @@ class _Jobs:
     def __init__(self) -> None:
         self.closed = False
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._urgent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._running: _Job | None = None
         self._lock = threading.Lock()
 
-    def put(self, job: _Job) -> None:
+    def put(self, job: _Job, urgent: bool) -> None:
         with self._lock:
             if self.closed:
                 raise _closed()
+            if urgent:
+                self._urgent.put(job)
+                job = _Job(_nothing, _drop)  # Wakes the thread if it is idle.
             self._queue.put(job)
+
+    def run_urgent(self) -> None:
+        """Run the urgent calls that have arrived."""
+        while not self._urgent.empty():
+            self._urgent.get().run()
 
     def next(self) -> _Job | None:
         """The next job to run, or None at the end. Jobs that waited when the queue was closed are refused."""
@@ -159,6 +176,8 @@ class _Jobs:
             if not refused:
                 return job
             job.refuse()
+            while not self._urgent.empty():
+                self._urgent.get().refuse()
         return None
 
     def close(self, last: Callable[[], None] | None = None) -> None:
@@ -181,12 +200,21 @@ class _LastJob(_Job):
             last()
             yield None
 
-        super().__init__(work, lambda item: None)
+        super().__init__(work, _drop)
+
+
+def _nothing(cancelled: Cancelled) -> Iterator[None]:
+    return iter(())
+
+
+def _drop(item: Any) -> None:
+    """Nobody receives the items."""
 
 
 def _run(jobs: _Jobs) -> None:
     while (job := jobs.next()) is not None:
-        job.run()
+        jobs.run_urgent()
+        job.run(jobs.run_urgent)
 
 
 def _finish(jobs: _Jobs, thread: threading.Thread) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ondevice import owner as owner_module
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.owner import OwnerThread
 
@@ -181,3 +182,38 @@ def test_a_closed_event_loop_cancels_the_work(owner: OwnerThread[object]) -> Non
     assert loop.run_until_complete(anext(items)) == 0
     loop.close()
     assert ended.wait(5.0)
+
+
+def test_an_urgent_call_runs_between_two_items_before_what_waits(owner: OwnerThread[object]) -> None:
+    order: list[str] = []
+    running = owner.stream(endless)
+    next(running)
+    waiter = threading.Thread(target=lambda: owner.call(lambda: order.append("waiting")))
+    waiter.start()
+    assert owner.call(lambda: order.append("urgent") or "done", urgent=True) == "done"
+    assert order == ["urgent"]
+    assert isinstance(next(running), int)
+    running.close()  # type: ignore[attr-defined]
+    waiter.join()
+    assert order == ["urgent", "waiting"]
+
+
+def test_an_urgent_call_reaches_an_idle_thread_and_brings_its_error_back(owner: OwnerThread[object]) -> None:
+    def fail() -> object:
+        raise FlashReadError("torn")
+
+    assert owner.call(lambda: 5, urgent=True) == 5
+    with pytest.raises(FlashReadError):
+        owner.call(fail, urgent=True)
+    assert owner.call(lambda: 6) == 6
+
+
+def test_close_refuses_urgent_calls_that_wait() -> None:
+    delivered: list[object] = []
+    jobs = owner_module._Jobs()
+    jobs.put(owner_module._Job(endless, delivered.append), urgent=True)
+    jobs.close()
+    assert jobs.next() is None
+    (end,) = delivered
+    assert isinstance(end, owner_module._End)
+    assert isinstance(end.error, OndeviceError)

@@ -1,0 +1,108 @@
+"""How well a model predicts a text, and how fast it runs: perplexity windows, benchmark prompts, medians.
+
+Pure functions over token ids, logits and statistics; running the model is the caller's work.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ondevice.backends.base import Float32
+from ondevice.errors import UsageError
+from ondevice.stats import GenerationStats, median_stats
+from ondevice.units import memory_total, usable_cores
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean negative log-likelihood (nats) of `tokens` predicted tokens, and its exponential."""
+
+    perplexity: float
+    nll_per_token: float
+    tokens: int
+
+    def to_dict(self) -> dict[str, float | int]:
+        return {
+            "perplexity": self.perplexity,
+            "nll_per_token": self.nll_per_token,
+            "tokens": self.tokens,
+        }
+
+
+@dataclass
+class Tally:
+    """Running sum of negative log-likelihoods."""
+
+    nll: float = 0.0
+    tokens: int = 0
+
+    def add(self, logits: Float32, targets: Sequence[int]) -> None:
+        """logits: (T, V) of positions whose next tokens are targets (T,). Summed in float64."""
+        for row, target in zip(logits, targets, strict=True):
+            wide = row.astype(np.float64)
+            highest = wide.max()
+            self.nll += float(highest + math.log(np.exp(wide - highest).sum()) - wide[target])
+        self.tokens += len(targets)
+
+    def score(self) -> Score:
+        """Raises UsageError if nothing was predicted."""
+        if not self.tokens:
+            raise UsageError("the text is too short to score: it takes at least two tokens")
+        mean = self.nll / self.tokens
+        return Score(math.exp(mean) if mean < 700.0 else math.inf, mean, self.tokens)
+
+
+def windows(tokens: Sequence[int], context: int, bos_id: int | None) -> Iterator[list[int]]:
+    """Cut a text into pieces that fill a context each and don't overlap; every piece begins with bos_id.
+
+    Every token of a piece but its first is predicted. Without bos_id, pieces overlap by the one token that
+    would not be predicted otherwise.
+    """
+    if bos_id is not None:
+        step = context - 1
+        for start in range(0, len(tokens), step):
+            yield [bos_id, *tokens[start : start + step]]
+        return
+    for start in range(0, max(1, len(tokens) - 1), context - 1):
+        yield list(tokens[start : start + context])
+
+
+def benchmark_prompt(count: int, vocab_size: int) -> list[int]:
+    """`count` token ids spread over the vocabulary: the same for everybody, no text's statistics."""
+    return [(7919 * index + 101) % vocab_size for index in range(count)]
+
+
+def benchmark_report(runs: Sequence[GenerationStats], kernel_target: str) -> dict[str, Any]:
+    """`bench --json`: medians of the runs, flash traffic per generated token, and the machine."""
+    median = median_stats(runs)
+    passes = max(1, median.forward_passes)
+    return {
+        **median.to_dict(),
+        "runs": len(runs),
+        "flash_bytes_per_token": round(median.flash_bytes_read / passes),
+        "machine": {
+            "system": platform.system(),
+            "processor": _processor(),
+            "architecture": platform.machine(),
+            "cores": usable_cores(),
+            "memory_bytes": memory_total(),
+            "kernel_target": kernel_target,
+        },
+    }
+
+
+def _processor() -> str:
+    """The processor's marketing name where the system tells it."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor()
