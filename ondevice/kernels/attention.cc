@@ -58,33 +58,31 @@ void half_head(const float* x, int64_t n, uint16_t* out, int64_t stride) {
 int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
 
 // Scores of `rows` queries against one block's 64 keys -> scores[r * stride + position in block].
-void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, float scale, float* keys,
-                 float* scores, int64_t stride) {
-  for (int64_t p = 0; p < kKvBlock; p += 16) {
-    for (int64_t d = 0; d < kv.head_dim; ++d)
-      store(keys + d * 16, load_codes(head.keys, kv.bits, d * kKvBlock + p));
-    const F factor = head.key_scales ? mul(load(head.key_scales + p), set1(scale)) : set1(scale);
-    int64_t r = 0;
-    for (; r + 4 <= rows; r += 4) {
+// Four queries share each key vector, or one query takes four vectors, to keep the multiplier busy.
+void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, float scale, float* scores,
+                 int64_t stride) {
+  F factor[4];
+  for (int i = 0; i < 4; ++i)
+    factor[i] = head.key_scales ? mul(load(head.key_scales + 16 * i), set1(scale)) : set1(scale);
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    for (int i = 0; i < 4; ++i) {
       const float* q0 = q + r * kv.head_dim;
-      F a = zero(), b = zero(), c = zero(), e = zero();
+      F acc[4] = {zero(), zero(), zero(), zero()};
       for (int64_t d = 0; d < kv.head_dim; ++d) {
-        const F k = load(keys + d * 16);
-        a = fma(set1(q0[d]), k, a);
-        b = fma(set1(q0[kv.head_dim + d]), k, b);
-        c = fma(set1(q0[2 * kv.head_dim + d]), k, c);
-        e = fma(set1(q0[3 * kv.head_dim + d]), k, e);
+        const F k = load_codes(head.keys, kv.bits, d * kKvBlock + 16 * i);
+        for (int j = 0; j < 4; ++j) acc[j] = fma(set1(q0[j * kv.head_dim + d]), k, acc[j]);
       }
-      store(scores + r * stride + p, mul(a, factor));
-      store(scores + (r + 1) * stride + p, mul(b, factor));
-      store(scores + (r + 2) * stride + p, mul(c, factor));
-      store(scores + (r + 3) * stride + p, mul(e, factor));
+      for (int j = 0; j < 4; ++j) store(scores + (r + j) * stride + 16 * i, mul(acc[j], factor[i]));
     }
-    for (; r < rows; ++r) {
-      F a = zero();
-      for (int64_t d = 0; d < kv.head_dim; ++d) a = fma(set1(q[r * kv.head_dim + d]), load(keys + d * 16), a);
-      store(scores + r * stride + p, mul(a, factor));
+  for (; r < rows; ++r) {
+    F acc[4] = {zero(), zero(), zero(), zero()};
+    for (int64_t d = 0; d < kv.head_dim; ++d) {
+      const F value = set1(q[r * kv.head_dim + d]);
+      for (int i = 0; i < 4; ++i)
+        acc[i] = fma(value, load_codes(head.keys, kv.bits, d * kKvBlock + 16 * i), acc[i]);
     }
+    for (int i = 0; i < 4; ++i) store(scores + r * stride + 16 * i, mul(acc[i], factor[i]));
   }
 }
 
@@ -185,14 +183,14 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   float* q = scratch;                   // (rows, dim)
   float* scores = q + rows * dim;       // (rows, span)
   float* acc = scores + rows * span;    // (rows, width)
-  float* block = acc + rows * width;    // (64, width) or (dim, 16)
+  float* block = acc + rows * width;    // (64, width)
   float* sums = block + kKvBlock * width;
   for (int64_t r = 0; r < rows; ++r)
     memcpy(q + r * dim, args.q + (q_begin + r / shared) * args.q_stride + (head * shared + r % shared) * dim,
            static_cast<size_t>(dim) * sizeof(float));
   const float scale = 1.0f / sqrtf(static_cast<float>(dim));
   for (int64_t p = base; p < end; p += kKvBlock)
-    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, scale, block, scores + p - base, span);
+    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, scale, scores + p - base, span);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t high = args.position + q_begin + r / shared;
     const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;

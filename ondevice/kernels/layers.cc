@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "dispatch.h"
+#include "interleave.h"
 
 namespace ondevice {
 namespace {
@@ -89,9 +90,15 @@ void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, i
       for (int64_t g = 0; g < groups; ++g) {
         uint8_t* out = tiles + (tile * groups + g) * block;
         uint8_t* scales = out + kTile * kGroup * bits / 8;
+        const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
+        const bool whole = low == 0 && high == kTile;
+        if (whole)
+          for (int64_t r = 0; r < kTile; r += 4)
+            for (int64_t w = 0; w < words; w += 4)
+              transpose_words(codes + r * source.codes_stride + w * 4, source.codes_stride, out + w * 64 + r * 4);
         for (int64_t r = low; r < high; ++r) {
-          const uint8_t* codes = source.codes + (base + r) * source.codes_stride + g * words * 4;
-          for (int64_t w = 0; w < words; ++w) std::memcpy(out + w * 64 + r * 4, codes + w * 4, 4);
+          for (int64_t w = 0; w < words && !whole; ++w)
+            std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);
           std::memcpy(scales + r * 2, source.scales + (base + r) * source.scales_stride + g * 2, 2);
           std::memcpy(scales + 2 * kTile + r * 2, source.biases + (base + r) * source.biases_stride + g * 2, 2);
         }

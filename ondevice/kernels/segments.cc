@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "interleave.h"
 #include "layers.h"
 
 namespace ondevice {
@@ -14,35 +15,24 @@ constexpr int64_t kHiddenFloats = 512 * 1024;
 int64_t down_block_bytes(int bits) { return kGroup * kGroup * bits / 8 + 4 * kGroup; }
 
 // One (group, block) of the down projection: outputs 64 g .. 64 g + 63 of 64 neurons, see feed_forward.cc.
-// Each neuron's 16 codes of a tile are spread to byte or nibble position by position.
-void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t count, int64_t codes_bytes,
-               int64_t groups, uint8_t* out) {
-  uint8_t zeros[kGroup] = {0};
-  for (int64_t tile = 0; tile < kTilesPerBlock; ++tile)
-    for (int64_t n = 0; n < kGroup; n += bits == 4 ? 2 : 1) {
-      const int64_t offset = (g * kGroup + tile * kTile) * bits / 8;
-      const uint8_t* a = n < count ? rows[n] + offset : zeros;
-      if (bits == 8) {
-        uint8_t* to = out + tile * kTile * kGroup + n / 4 * 64 + n % 4;
-        for (int64_t j = 0; j < kTile; ++j) to[4 * j] = a[j];
-        continue;
-      }
-      const uint8_t* b = n + 1 < count ? rows[n + 1] + offset : zeros;
-      uint8_t* to = out + tile * kTile * kGroup / 2 + n / 8 * 64 + n % 8 / 2;
-      for (int64_t j = 0; j < kTile / 2; ++j) {
-        to[8 * j] = static_cast<uint8_t>((a[j] & 0x0f) | (b[j] << 4));
-        to[8 * j + 4] = static_cast<uint8_t>((a[j] >> 4) | (b[j] & 0xf0));
-      }
+// `rows` are the neurons' down rows, zeros where the block has fewer than 64.
+void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_bytes, int64_t groups,
+               uint8_t* out) {
+  for (int64_t tile = 0; tile < kTilesPerBlock; ++tile) {
+    const int64_t at = (g * kGroup + tile * kTile) * bits / 8;
+    for (int64_t n = 0; n < kGroup; n += 32 / bits, out += 64) {
+      const uint8_t* const* r = rows + n;
+      if (bits == 8)
+        interleave_bytes(load_vector<Bytes16>(r[0] + at), load_vector<Bytes16>(r[1] + at),
+                         load_vector<Bytes16>(r[2] + at), load_vector<Bytes16>(r[3] + at), out);
+      else
+        interleave_bytes(join_nibbles(r[0] + at, r[1] + at), join_nibbles(r[2] + at, r[3] + at),
+                         join_nibbles(r[4] + at, r[5] + at), join_nibbles(r[6] + at, r[7] + at), out);
     }
-  uint8_t* scales = out + kGroup * kGroup * bits / 8;
+  }
   for (int64_t n = 0; n < kGroup; ++n) {
-    if (n < count) {
-      std::memcpy(scales + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
-      std::memcpy(scales + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);
-    } else {
-      std::memset(scales + 2 * n, 0, 2);
-      std::memset(scales + 2 * (kGroup + n), 0, 2);
-    }
+    std::memcpy(out + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
+    std::memcpy(out + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);
   }
 }
 
@@ -87,14 +77,16 @@ void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const u
                      record_.stride},
                     tiles);
   }
+  const std::vector<uint8_t> zeros(padding ? static_cast<size_t>(row_bytes_) : 0);
   engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i / groups_, g = i % groups_;
       const uint8_t* rows_of_block[kGroup];
-      const int64_t here = count - block * kGroup < kGroup ? count - block * kGroup : kGroup;
-      for (int64_t n = 0; n < here; ++n)
-        rows_of_block[n] = records + (block * kGroup + n) * record_.stride + record_.down;
-      pack_down(bits_, rows_of_block, g, here, codes, groups_,
+      for (int64_t n = 0; n < kGroup; ++n) {
+        const int64_t neuron = block * kGroup + n;
+        rows_of_block[n] = neuron < count ? records + neuron * record_.stride + record_.down : zeros.data();
+      }
+      pack_down(bits_, rows_of_block, g, codes, groups_,
                 down + (g * segment.blocks_ + block0 + block) * down_block_bytes(bits_));
     }
   });

@@ -24,23 +24,6 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-// Sum of the lanes as a fixed tree: halves of 8, 4, 2, 1.
-static inline float reduce_add(F a) {
-  float v[16];
-  store(v, a);
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) v[i] = v[i] + v[i + width];
-  return v[0];
-}
-
-static inline float reduce_max(F a) {
-  float v[16];
-  store(v, a);
-  float m = v[0];
-  for (int i = 1; i < 16; ++i) m = v[i] > m ? v[i] : m;
-  return m;
-}
-
 // First n (0 to 16) floats, zeros behind them.
 static inline F load_partial(const float* p, int64_t n) {
   if (n >= 16) return load(p);

@@ -106,6 +106,44 @@ static inline I dot_q8(I acc, B codes, const int8_t* quad) {
   return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
 }
 static inline I finish_q8(I acc, int32_t) { return acc; }
+// Lanes i and i + 8, then 4, 2, 1.
+static inline float reduce_add(F x) {
+  const __m256 eight = _mm256_add_ps(x.a, x.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float reduce_max(F x) {
+  const __m256 eight = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+static inline int32_t sum_bytes(__m256i bytes) {
+  const __m256i words = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
+  const __m256i dwords = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+  __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(dwords), _mm256_extracti128_si256(dwords, 1));
+  sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
+// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+static inline int32_t store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble_order) {
+  store_int8(codes, x);
+  store_int8(codes + 16, y);
+  store_int8(codes + 32, z);
+  store_int8(codes + 48, w);
+  int32_t sum = 0;
+  for (int i = 0; i < 64; i += 32) {
+    __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+    sum += sum_bytes(bytes);
+    if (nibble_order)
+      bytes = _mm256_shuffle_epi8(
+          bytes, _mm256_broadcastsi128_si256(
+                     _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes);
+  }
+  return sum;
+}
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 constexpr int kTokenTile = 4;

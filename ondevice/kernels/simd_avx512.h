@@ -69,6 +69,28 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
 static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
 // Where codes had to be re-centred to fit signed bytes, adds 128 times the activations' sum back.
 static inline I finish_q8(I acc, int32_t) { return acc; }
+// Lanes i and i + 8, then 4, 2, 1.
+static inline float reduce_add(F a) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+static inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
+// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
+  const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));
+  const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(c.v), _mm512_cvtps_epi32(d.v));
+  // Packing works within 128-bit lanes; this puts the quads back in order.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+  const __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+  if (nibble_order)
+    bytes = _mm512_shuffle_epi8(
+        bytes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
+  _mm512_storeu_si512(codes, bytes);
+  return _mm512_reduce_add_epi32(sums);
+}
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 constexpr int kTokenTile = 8;

@@ -102,6 +102,29 @@ static inline I finish_q8(I acc, int32_t activation_sum) {
   I r;
   ONDEVICE_EACH(vaddq_s32(acc.v[i], vdupq_n_s32(128 * activation_sum)));
 }
+// Lanes i and i + 8, then 4, 2, 1.
+static inline float reduce_add(F a) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+}
+static inline float reduce_max(F a) {
+  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
+  const F values[4] = {a, b, c, d};
+  const uint8_t order[16] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+  int32_t sum = 0;
+  for (int i = 0; i < 4; ++i) {
+    store_int8(codes + 16 * i, values[i]);
+    int8x16_t bytes = vld1q_s8(codes + 16 * i);
+    sum += vaddlvq_s8(bytes);
+    if (nibble_order) bytes = vqtbl1q_s8(bytes, vld1q_u8(order));
+    vst1q_s8(codes + 16 * i, bytes);
+  }
+  return sum;
+}
 static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #undef ONDEVICE_EACH

@@ -110,6 +110,29 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
 }
 static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
 static inline I finish_q8(I acc, int32_t) { return acc; }
+// Lanes i and i + 8, then 4, 2, 1.
+static inline float reduce_add(F a) {
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) a.v[i] = a.v[i] + a.v[i + width];
+  return a.v[0];
+}
+static inline float reduce_max(F a) {
+  float m = a.v[0];
+  for (int i = 1; i < 16; ++i) m = a.v[i] > m ? a.v[i] : m;
+  return m;
+}
+// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
+  const F values[4] = {a, b, c, d};
+  int32_t sum = 0;
+  for (int i = 0; i < 64; ++i) {
+    const int32_t code = static_cast<int32_t>(rintf(values[i / 16].v[i % 16]));
+    sum += code;
+    const int k = i % 8;
+    codes[nibble_order ? i - k + (k % 2) * 4 + k / 2 : i] = static_cast<int8_t>(code);
+  }
+  return sum;
+}
 static inline void prefetch(const void*) {}
 
 #undef ONDEVICE_EACH

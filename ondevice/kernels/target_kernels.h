@@ -32,22 +32,9 @@ bool float_to_half(const float* in, uint16_t* out, int64_t n);
 static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes, float* scale,
                                   int32_t* sum) {
   const F inverse = set1(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
-  int8_t natural[64];
-  for (int i = 0; i < 4; ++i) store_int8(natural + 16 * i, mul(v[i], inverse));
-  int32_t total = 0;
-  for (int i = 0; i < 64; ++i) total += natural[i];
-  *sum = total;
+  *sum = store_codes(codes, mul(v[0], inverse), mul(v[1], inverse), mul(v[2], inverse), mul(v[3], inverse),
+                     nibble_order);
   *scale = magnitude / 127.0f;
-  if (!nibble_order) {
-    memcpy(codes, natural, 64);
-    return;
-  }
-  // A byte of 4-bit codes holds elements 2k and 2k + 1, so even and odd activations are set apart.
-  for (int i = 0; i < 64; i += 8)
-    for (int k = 0; k < 4; ++k) {
-      codes[i + k] = natural[i + 2 * k];
-      codes[i + 4 + k] = natural[i + 2 * k + 1];
-    }
 }
 
 // Sums of code products of one 16-row, 64-column block with TT tokens; exact, so in any order.

@@ -1,0 +1,67 @@
+// Small transpositions that turn stored rows into the kernels' interleaved form.
+// GCC and Clang vector types: the same source for every instruction set, and pure data movement.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace ondevice {
+
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint32_t Words4 __attribute__((vector_size(16)));
+
+template <class V>
+inline V load_vector(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+// 4 rows of 4 words, `stride` bytes apart -> 4 columns of 4 words, 64 bytes apart.
+inline void transpose_words(const uint8_t* rows, int64_t stride, uint8_t* out) {
+  const Words4 a = load_vector<Words4>(rows), b = load_vector<Words4>(rows + stride);
+  const Words4 c = load_vector<Words4>(rows + 2 * stride), d = load_vector<Words4>(rows + 3 * stride);
+  const Words4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+  const Words4 ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Words4 cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+  const Words4 cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  const Words4 columns[4] = {__builtin_shufflevector(ab_low, cd_low, 0, 1, 4, 5),
+                             __builtin_shufflevector(ab_low, cd_low, 2, 3, 6, 7),
+                             __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5),
+                             __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
+  for (int i = 0; i < 4; ++i) std::memcpy(out + 64 * i, &columns[i], 16);
+}
+
+// 4 rows of 16 bytes -> 16 quads of 4 bytes.
+inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t* out) {
+#define ONDEVICE_ZIP_LOW(x, y) \
+  __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ONDEVICE_ZIP_HIGH(x, y) \
+  __builtin_shufflevector(x, y, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define ONDEVICE_ZIP_PAIRS_LOW(x, y) \
+  __builtin_shufflevector(x, y, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23)
+#define ONDEVICE_ZIP_PAIRS_HIGH(x, y) \
+  __builtin_shufflevector(x, y, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31)
+  const Bytes16 ab_low = ONDEVICE_ZIP_LOW(a, b), ab_high = ONDEVICE_ZIP_HIGH(a, b);
+  const Bytes16 cd_low = ONDEVICE_ZIP_LOW(c, d), cd_high = ONDEVICE_ZIP_HIGH(c, d);
+  const Bytes16 quads[4] = {ONDEVICE_ZIP_PAIRS_LOW(ab_low, cd_low), ONDEVICE_ZIP_PAIRS_HIGH(ab_low, cd_low),
+                            ONDEVICE_ZIP_PAIRS_LOW(ab_high, cd_high), ONDEVICE_ZIP_PAIRS_HIGH(ab_high, cd_high)};
+#undef ONDEVICE_ZIP_LOW
+#undef ONDEVICE_ZIP_HIGH
+#undef ONDEVICE_ZIP_PAIRS_LOW
+#undef ONDEVICE_ZIP_PAIRS_HIGH
+  std::memcpy(out, quads, sizeof(quads));
+}
+
+// 16 four-bit codes of two neurons -> 16 bytes, the first neuron's codes in the low nibbles.
+inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
+  constexpr uint64_t kLow = 0x0f0f0f0f0f0f0f0f;
+  uint64_t a, b;
+  std::memcpy(&a, first, 8);
+  std::memcpy(&b, second, 8);
+  const uint64_t halves[2] = {(a & kLow) | ((b & kLow) << 4), ((a >> 4) & kLow) | (b & ~kLow)};
+  const Bytes16 v = load_vector<Bytes16>(halves);
+  return __builtin_shufflevector(v, v, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+}  // namespace ondevice
