@@ -1,0 +1,129 @@
+"""Makes the golden bundle, and others like it: random weights from a frozen generator, every byte decided.
+
+`python tests/golden/build.py` writes `tests/golden/bundle-v1`, which is under version control and must not
+change: a new format version gets a new folder beside it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.bundle.layout import RecordLayout, TensorSpec, embedding_layout, neuron_layout, resident_tensors
+from ondevice.bundle.manifest import Provenance, TokenizerInfo
+from ondevice.bundle.writer import BundleWriter
+from ondevice.config import ModelConfig, QuantConfig
+
+GOLDEN = Path(__file__).parent / "bundle-v1"
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=64,
+    max_context=128,
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tie_embeddings=True,
+)
+QUANT = QuantConfig(4)
+NO_TOKENIZER = TokenizerInfo(bos_id=1, eos_ids=(2,), add_bos=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a random bundle is made of."""
+
+    config: ModelConfig = CONFIG
+    quant: QuantConfig = QUANT
+    tokenizer: TokenizerInfo = NO_TOKENIZER
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    seed: int = 20
+    fingerprint: str | None = "golden"
+
+
+PROVENANCE = Provenance(
+    source="random weights",
+    source_format="none",
+    converter_version="1",
+    quantisation_error={"attention": 0.0625},
+    notes=("made by tests/golden/build.py",),
+)
+
+
+def _random(*key: int) -> np.random.RandomState:
+    """RandomState's streams are frozen by numpy's compatibility promise; Generator's are not."""
+    return np.random.RandomState(np.array(key, np.uint32))
+
+
+def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
+    """Random records, uint8 (n, stride), 40 at a time. `which` is the layer, or -1 for the embedding."""
+    embedding = which < 0
+    layout = (embedding_layout if embedding else neuron_layout)(recipe.config, recipe.quant)
+    left = recipe.config.vocab_size if embedding else recipe.config.intermediate_size
+    random = _random(recipe.seed, 1, which + 1)
+    while left:
+        count = min(left, 40)
+        yield _records(layout, count, random)
+        left -= count
+
+
+def _records(layout: RecordLayout, count: int, random: np.random.RandomState) -> np.ndarray:
+    chunk = np.zeros((count, layout.stride), np.uint8)
+    for offset, rows in zip(layout.part_offsets, layout.parts, strict=True):
+        for row in rows:
+            values = [random.bytes(count * row.codes_bytes)]
+            if row.bits == 16:
+                values = [random.standard_normal((count, row.padded_cols)).astype("<f2").tobytes()]
+            runs = [np.frombuffer(values[0], np.uint8).reshape(count, row.codes_bytes)]
+            runs += [_halves(random, count, row.groups) for _ in range(2) if row.bits != 16]
+            for run in runs:
+                chunk[:, offset : offset + run.shape[1]] = run
+                offset += run.shape[1]
+    return chunk
+
+
+def _halves(random: np.random.RandomState, rows: int, groups: int) -> np.ndarray:
+    return (random.random_sample((rows, groups)) / 64).astype("<f2").view(np.uint8)
+
+
+def tensors(recipe: Recipe, first: int = 0) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
+    """Random resident tensors from number `first` on, each in two pieces."""
+    specs = resident_tensors(recipe.config, recipe.quant).items()
+    for index, (name, spec) in enumerate(specs):
+        if index >= first:
+            yield name, iter(np.array_split(_tensor(spec, _random(recipe.seed, 2, index)), 2))
+
+
+def _tensor(spec: TensorSpec, random: np.random.RandomState) -> np.ndarray:
+    if spec.dtype == "U32":
+        return np.frombuffer(random.bytes(spec.nbytes), "<u4").reshape(spec.shape)
+    return (random.random_sample(spec.shape) / 64).astype(spec.numpy_dtype)
+
+
+def fill(writer: BundleWriter, recipe: Recipe) -> None:
+    """Writes what `writer` hasn't got yet, the way a converter does."""
+    for layer in range(recipe.config.num_layers):
+        writer.write_neurons(layer, records(recipe, layer))
+    writer.write_embedding(records(recipe, -1))
+    writer.write_resident(tensors(recipe, writer.resident_finished()))
+    for name, data in recipe.blobs.items():
+        writer.add_blob(name, data)
+    writer.finish(recipe.tokenizer, {"temperature": 0.5, "top_k": 40}, PROVENANCE)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from crc32c import crc32c
+
+    golden = Recipe()
+    fill(BundleWriter(GOLDEN, golden.config, golden.quant, crc32c, fingerprint=golden.fingerprint), golden)

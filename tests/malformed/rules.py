@@ -1,0 +1,272 @@
+"""One broken bundle per rule of the format: how to break a sound one, and what the reader must say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError, UnsupportedModelError
+
+RESIDENT = "resident.safetensors"
+EMBEDDING = "embedding.safetensors"
+NEURONS = "neurons-00001.safetensors"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`break_bundle` spoils the bundle in a folder; opening it must raise `error` matching `message`."""
+
+    name: str
+    break_bundle: Callable[[Path], None]
+    message: str
+    error: type[OndeviceError] = BundleError
+
+
+def canonical(manifest: object) -> bytes:
+    """The canonical form, spelt out here a second time on purpose."""
+    return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+
+
+def seal(folder: Path, manifest: Any) -> None:
+    """Writes `bundle.json` with a sha256 that matches."""
+    document = {"manifest": manifest, "sha256": hashlib.sha256(canonical(manifest)).hexdigest()}
+    (folder / "bundle.json").write_text(json.dumps(document))
+
+
+def manifest_of(folder: Path) -> Any:
+    return json.loads((folder / "bundle.json").read_text())["manifest"]
+
+
+def put(*path: str, value: Any) -> Callable[[Path], None]:
+    """Sets one value of the manifest and seals it."""
+
+    def break_bundle(folder: Path) -> None:
+        manifest = manifest_of(folder)
+        target = manifest
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] = value
+        seal(folder, manifest)
+
+    return break_bundle
+
+
+def drop(*path: str) -> Callable[[Path], None]:
+    """Removes one key of the manifest and seals it."""
+
+    def break_bundle(folder: Path) -> None:
+        manifest = manifest_of(folder)
+        target = manifest
+        for key in path[:-1]:
+            target = target[key]
+        del target[path[-1]]
+        seal(folder, manifest)
+
+    return break_bundle
+
+
+def text(content: bytes) -> Callable[[Path], None]:
+    """Replaces `bundle.json`."""
+    return lambda folder: (folder / "bundle.json").write_bytes(content) and None
+
+
+def replace_in_manifest(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def break_bundle(folder: Path) -> None:
+        content = (folder / "bundle.json").read_bytes()
+        assert old in content
+        (folder / "bundle.json").write_bytes(content.replace(old, new, 1))
+
+    return break_bundle
+
+
+def overwrite(name: str, offset: int, data: bytes) -> Callable[[Path], None]:
+    def break_bundle(folder: Path) -> None:
+        with (folder / name).open("r+b") as file:
+            file.seek(offset)
+            file.write(data)
+
+    return break_bundle
+
+
+def resize(name: str, change: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size + change)
+
+
+def replace_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def break_bundle(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return break_bundle
+
+
+def link_outside(path: Path) -> None:
+    outside = path.parent.parent / "outside"
+    outside.write_bytes(bytes(22528))
+    path.symlink_to(outside)
+
+
+def resident_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Rewrites the resident file's header at the same length."""
+
+    def break_bundle(folder: Path) -> None:
+        with (folder / RESIDENT).open("r+b") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            change(header)
+            file.seek(8)
+            file.write(json.dumps(header, separators=(",", ":")).encode().ljust(length))
+
+    return break_bundle
+
+
+def resized_consistently(folder: Path) -> None:
+    """A file that disk and manifest agree about, but which the model doesn't need at that size."""
+    with (folder / NEURONS).open("ab") as file:
+        file.write(bytes(192))
+    put("files", NEURONS, "bytes", value=22528 + 192)(folder)
+
+
+QKV = "layers.0.attention.qkv.codes"
+MODEL_BYTES = b'"hidden_size": 64'
+
+RULES = (
+    Rule("no manifest", lambda f: (f / "bundle.json").unlink(), "ondevice convert", ModelNotFoundError),
+    Rule("manifest is a folder", replace_file("bundle.json", lambda p: p.mkdir()), "isn't a regular file"),
+    Rule("manifest is a pipe", replace_file("bundle.json", os.mkfifo), "isn't a regular file"),
+    Rule("manifest too long", text(b" " * ((1 << 20) + 1)), "limit is 1048576"),
+    Rule("manifest empty", text(b""), "isn't valid JSON"),
+    Rule("manifest cut", text(b'{"manifest": {'), "isn't valid JSON"),
+    Rule("manifest not UTF-8", text(b'{"manifest": "\xff"}'), "isn't valid JSON"),
+    Rule("manifest in UTF-16", text('{"manifest": 1}'.encode("utf-16")), "isn't valid JSON"),
+    Rule("nesting", text(b"[" * 17 + b"]" * 17), "nests deeper"),
+    Rule("deep nesting", text(b"[" * 900_000), "nests deeper"),
+    Rule("NaN", replace_in_manifest(b"1e-05", b"NaN"), "not a number"),
+    Rule("infinity", replace_in_manifest(b"1e-05", b"-Infinity"), "not a number"),
+    Rule("float overflow", replace_in_manifest(b"1e-05", b"1e999"), "not a finite number"),
+    Rule(
+        "integer of 5000 digits", replace_in_manifest(MODEL_BYTES, b'"hidden_size": ' + b"9" * 5000), "JSON"
+    ),
+    Rule("repeated key", replace_in_manifest(MODEL_BYTES, MODEL_BYTES + b", " + MODEL_BYTES), "twice"),
+    Rule("not an object", text(b"[1]"), "must be an object"),
+    Rule("no sha256", text(b'{"manifest": {}}'), "lacks 'sha256'"),
+    Rule(
+        "edited without a new sha256",
+        replace_in_manifest(MODEL_BYTES, b'"hidden_size": 65'),
+        "its own sha256",
+    ),
+    Rule("unknown key beside the manifest", replace_in_manifest(b"{", b'{"x": 1,'), "unknown key 'x'"),
+    Rule("another format", put("format", value="gguf"), "manifest.format"),
+    Rule("version 2", put("version", value=2), "version 2", UnsupportedModelError),
+    Rule("version true", put("version", value=True), "manifest.version"),
+    Rule("unknown key", put("extra", value=1), "unknown key 'extra'"),
+    Rule("missing key", drop("provenance"), "lacks 'provenance'"),
+    Rule("unknown model key", put("model", "num_experts", value=8), "unknown key 'num_experts'"),
+    Rule("missing model key", drop("model", "qk_norm"), "lacks 'qk_norm'"),
+    Rule("size as text", put("model", "hidden_size", value="64"), "model.hidden_size"),
+    Rule("size as float", put("model", "hidden_size", value=64.0), "model.hidden_size"),
+    Rule("size as bool", put("model", "num_layers", value=True), "model.num_layers"),
+    Rule("size zero", put("model", "num_heads", value=0), "model.num_heads"),
+    Rule("size negative", put("model", "vocab_size", value=-1), "model.vocab_size"),
+    Rule("size huge", put("model", "hidden_size", value=1 << 70), "model.hidden_size"),
+    Rule(
+        "size above the limit",
+        put("model", "hidden_size", value=1 << 20),
+        "hidden_size",
+        UnsupportedModelError,
+    ),
+    Rule("another size", put("model", "intermediate_size", value=97), "manifest.neurons"),
+    Rule("more heads", put("model", "num_heads", value=8), f"{RESIDENT} has 19200 bytes"),
+    Rule("untied", put("model", "tie_embeddings", value=False), f"{RESIDENT} has 19200 bytes"),
+    Rule("flag as number", put("model", "tie_embeddings", value=1), "model.tie_embeddings"),
+    Rule("activation", put("model", "hidden_act", value="swish"), "hidden_act", UnsupportedModelError),
+    Rule("odd head_dim", put("model", "head_dim", value=15), "head_dim", UnsupportedModelError),
+    Rule("epsilon zero", put("model", "rms_norm_eps", value=0.0), "rms_norm_eps", UnsupportedModelError),
+    Rule("epsilon above 1", put("model", "rms_norm_eps", value=1.5), "model.rms_norm_eps"),
+    Rule("theta as text", put("model", "rope_theta", value="1e4"), "model.rope_theta"),
+    Rule("architecture unprintable", put("model", "architecture", value="a\nb"), "model.architecture"),
+    Rule("architecture empty", put("model", "architecture", value=""), "model.architecture"),
+    Rule("windows too few", put("model", "layer_windows", value=[0]), "layer_windows"),
+    Rule("windows none", put("model", "layer_windows", value=[]), "layer_windows"),
+    Rule("window negative", put("model", "layer_windows", value=[0, -1]), "layer_windows"),
+    Rule("rope scaling empty", put("model", "rope_scaling", value={}), "lacks 'kind'"),
+    Rule(
+        "rope scaling kind",
+        put("model", "rope_scaling", value={"kind": "yarn"}),
+        "yarn",
+        UnsupportedModelError,
+    ),
+    Rule("bits 3", put("quantisation", "bits", value=3), "3 bits", UnsupportedModelError),
+    Rule("bits 8", put("quantisation", "bits", value=8), "manifest.neurons"),
+    Rule("group size", put("quantisation", "group_size", value=32), "quantisation.group_size"),
+    Rule("stride", put("neurons", "stride", value=256), "manifest.neurons"),
+    Rule("alignment", put("embedding", "alignment", value=512), "manifest.embedding"),
+    Rule("tokenizer kind", put("tokenizer", "kind", value="bpe"), "tokenizer kind", UnsupportedModelError),
+    Rule("tokenizer file", put("tokenizer", "file", value="../tokenizer.model"), "tokenizer.file"),
+    Rule(
+        "tokenizer not listed", put("tokenizer", "chat_template", value="chat_template.jinja"), "lacks 'chat"
+    ),
+    Rule(
+        "template elsewhere",
+        put("tokenizer", "chat_template", value="/etc/passwd"),
+        "tokenizer.chat_template",
+    ),
+    Rule("bos outside the vocabulary", put("tokenizer", "bos_id", value=64), "tokenizer.bos_id"),
+    Rule("eos outside the vocabulary", put("tokenizer", "eos_ids", value=[2, 64]), "tokenizer.eos_ids"),
+    Rule("too many eos", put("tokenizer", "eos_ids", value=[2] * 65), "tokenizer.eos_ids"),
+    Rule("add_bos without bos", put("tokenizer", "bos_id", value=None), "no bos_id"),
+    Rule("generation key", put("generation", "num_beams", value=4), "unknown key 'num_beams'"),
+    Rule("temperature", put("generation", "temperature", value=-1.0), "generation.temperature"),
+    Rule("top_k as float", put("generation", "top_k", value=1.5), "generation.top_k"),
+    Rule("provenance source", put("provenance", "source", value=7), "provenance.source"),
+    Rule("provenance error name", put("provenance", "quantisation_error", value={"\x1b[": 0.1}), "the name"),
+    Rule("provenance error", put("provenance", "quantisation_error", value={"head": -1}), "error.head"),
+    Rule("provenance notes", put("provenance", "notes", value=["x"] * 65), "provenance.notes"),
+    Rule("file name climbs out", put("files", "../x", value={}), "unsafe name"),
+    Rule("file name absolute", put("files", "/etc/passwd", value={}), "unsafe name"),
+    Rule("file name in a folder", put("files", "a/b", value={}), "unsafe name"),
+    Rule("file name hidden", put("files", ".x", value={}), "unsafe name"),
+    Rule("file name of a code file", put("files", "model.py", value={}), "unknown key 'model.py'"),
+    Rule("file not listed", drop("files", NEURONS), "lacks 'neurons-00001"),
+    Rule("sha256 too short", put("files", NEURONS, "sha256", value="00"), "sha256"),
+    Rule("sha256 in capitals", put("files", NEURONS, "sha256", value="A" * 64), "sha256"),
+    Rule("size in the manifest", put("files", NEURONS, "bytes", value=22529), "this model needs 22528"),
+    Rule("size in manifest and on disk", resized_consistently, "this model needs 22528"),
+    Rule("size of a file huge", put("files", NEURONS, "bytes", value=1 << 60), "bytes"),
+    Rule("crc absent", put("files", NEURONS, "crc", value=None), "checksum range None"),
+    Rule("crc count", put("files", NEURONS, "crc", value={"offset": 257, "count": 191}), "checksum range"),
+    Rule("crc offset", put("files", NEURONS, "crc", value={"offset": 65, "count": 192}), "checksum range"),
+    Rule("crc of the table", put("files", "checksums.bin", "crc", value={"offset": 0, "count": 1}), "range"),
+    Rule("file cut", resize(NEURONS, -1), "22527 bytes on disk"),
+    Rule("file longer", resize(RESIDENT, 1), "19201 bytes on disk"),
+    Rule("file missing", lambda f: (f / EMBEDDING).unlink(), "missing"),
+    Rule("file is a folder", replace_file(EMBEDDING, lambda p: p.mkdir()), "isn't a regular file"),
+    Rule("file is a pipe", replace_file(EMBEDDING, os.mkfifo), "isn't a regular file"),
+    Rule("link leaves the bundle", replace_file(NEURONS, link_outside), "leaves the bundle"),
+    Rule("link to nothing", replace_file(NEURONS, lambda p: p.symlink_to("nothing")), "missing"),
+    Rule("link to itself", replace_file(NEURONS, lambda p: p.symlink_to(p.name)), "can't be reached"),
+    Rule("checksums cut", resize("checksums.bin", -4), "1792 bytes on disk"),
+    Rule("checksums changed", overwrite("checksums.bin", 9, b"\xaa\xaa"), "checksums.bin doesn't match"),
+    Rule("record header length", overwrite(NEURONS, 0, b"\x00\x10"), "safetensors header"),
+    Rule("record header huge", overwrite(NEURONS, 0, b"\xff" * 8), "safetensors header"),
+    Rule("record header shape", overwrite(NEURONS, 40, b"[48,384"), "safetensors header"),
+    Rule("record header padding", overwrite(NEURONS, 4095, b"\n"), "safetensors header"),
+    Rule("resident header length", overwrite(RESIDENT, 0, b"\xff" * 8), "safetensors header"),
+    Rule("resident header not JSON", overwrite(RESIDENT, 8, b"\x00"), "safetensors header"),
+    Rule("tensor missing", resident_header(lambda h: h.pop(QKV)), "safetensors header"),
+    Rule("tensor renamed", resident_header(lambda h: h.update(x=h.pop(QKV))), "safetensors header"),
+    Rule("tensor type", resident_header(lambda h: h[QKV].update(dtype="I32")), "safetensors header"),
+    Rule("tensor shape", resident_header(lambda h: h[QKV].update(shape=[8, 128])), "safetensors header"),
+    Rule("tensor offsets", resident_header(lambda h: h[QKV].update(data_offsets=[0, 4096])), "header"),
+    Rule(
+        "tensor beyond the file",
+        resident_header(lambda h: h[QKV].update(data_offsets=[0, 1 << 60])),
+        "header",
+    ),
+)
