@@ -1,0 +1,142 @@
+# What a fresh machine needs: Python 3.11 or later, a C++17 compiler and make. Everything else is set up here.
+#
+#   make chat         set up, then chat (piped input works: echo "Once upon a time" | make chat)
+#   make test         set up, then every fast test
+#   make test-slow    the long proofs
+#   make check        ruff, mypy --strict, clang-format
+#   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 60 GB of disk)
+#   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
+#   make clean        remove what these made
+#
+# CHAT_ARGS, TEST_ARGS and BENCH_ARGS are passed on.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+SHARED ?= ../shared
+BENCH_DIR ?= build/bench
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+STAMPS := $(VENV)/stamps
+
+NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice/kernels/CMakeLists.txt \
+	ondevice/flash/*.cc ondevice/flash/*.h)
+NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
+STORIES := $(SHARED)/data/models/stories260K
+STORIES_BUNDLE := build/models/stories260K
+SHIPPED := $(wildcard weights/*/bundle.json)
+
+.PHONY: help build chat test test-slow check check-python check-types check-native bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# --- setting up -----------------------------------------------------------------------------------------
+
+$(STAMPS)/venv:
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or later is needed and wasn't found." >&2; exit 1; fi
+	@$(PYTHON) -m venv $(VENV) || { echo "No virtual environment could be made: install Python's venv module" \
+		"(python3-venv on Debian and Ubuntu)." >&2; exit 1; }
+	@mkdir -p $(STAMPS)
+	@$(PIP) --upgrade pip
+	@touch $@
+
+# Requirements under a key of pyproject.toml, one per line.
+REQUIRES := $(PY) -c 'import sys, functools, tomllib; \
+	print(*functools.reduce(lambda t, k: t[k], sys.argv[1:], tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
+
+# The build requirements go into the environment itself, so that a rebuild compiles only what changed.
+$(STAMPS)/installed: $(STAMPS)/venv pyproject.toml $(NATIVE_SOURCES)
+	@echo "building and installing ondevice ..." >&2
+	@$(REQUIRES) build-system requires > $(STAMPS)/build.txt
+	@$(PIP) -r $(STAMPS)/build.txt cmake ninja
+	@$(PIP) --no-build-isolation -e .
+	@touch $@
+
+# torch first and exactly: what depends on it would otherwise bring another build of it.
+$(STAMPS)/torch: $(STAMPS)/venv pyproject.toml
+	@$(REQUIRES) project optional-dependencies test | grep '^torch==' > $(STAMPS)/torch.txt
+	@$(PIP) -r $(STAMPS)/torch.txt
+	@touch $@
+
+define extra
+	@echo "installing what '$@' needs ..." >&2
+	@$(REQUIRES) project optional-dependencies $(notdir $@) > $(STAMPS)/$(notdir $@).txt
+	@$(PIP) -r $(STAMPS)/$(notdir $@).txt
+	@touch $@
+endef
+
+$(STAMPS)/test: $(STAMPS)/installed $(STAMPS)/torch pyproject.toml
+	$(extra)
+$(STAMPS)/check: $(STAMPS)/venv pyproject.toml
+	$(extra)
+$(STAMPS)/bench: $(STAMPS)/installed pyproject.toml
+	$(extra)
+
+build: $(STAMPS)/installed
+
+# --- chat -----------------------------------------------------------------------------------------------
+
+# Until a model ships under weights/, the shared stories model is converted once.
+ifeq ($(SHIPPED),)
+CHAT_MODEL := --model $(STORIES_BUNDLE)
+CHAT_NEEDS := $(STORIES_BUNDLE)/bundle.json
+endif
+
+chat: $(STAMPS)/installed $(CHAT_NEEDS)
+	@$(VENV)/bin/ondevice chat $(CHAT_MODEL) $(CHAT_ARGS)
+
+$(STORIES_BUNDLE)/bundle.json: | $(STAMPS)/installed
+	@if [ ! -f $(STORIES)/stories260K.bin ]; then { \
+		echo "No model ships with ondevice yet, and $(STORIES) isn't there."; \
+		echo "Convert a checkpoint of your own and chat with it:"; \
+		echo "    $(VENV)/bin/ondevice convert FOLDER --output build/models/mine"; \
+		echo "    $(VENV)/bin/ondevice chat --model build/models/mine --dram-budget 4GB"; \
+		echo "FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer) or a llama2.c .bin file."; \
+		} >&2; exit 1; fi
+	@mkdir -p $(dir $(STORIES_BUNDLE))
+	@$(VENV)/bin/ondevice convert $(STORIES) --output $(STORIES_BUNDLE) --quant q8 --force </dev/null >&2
+
+# --- tests and checks -----------------------------------------------------------------------------------
+
+test: $(STAMPS)/test
+	@$(PY) -m pytest -q -m "not slow" $(TEST_ARGS) tests
+
+test-slow: $(STAMPS)/test
+	@$(PY) -m pytest -q -m slow --timeout 3600 $(TEST_ARGS) tests
+
+check: check-python check-types check-native
+
+check-python: $(STAMPS)/check
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+# converters/ and cli.py are installed inside the package; mypy sees them there through links.
+check-types: $(STAMPS)/installed $(STAMPS)/check
+	@rm -rf build/typing && mkdir -p build/typing/ondevice
+	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
+	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
+	@$(PY) -m mypy --strict tests/benchmarks tests/test_architecture.py tests/test_readme.py
+
+check-native: $(STAMPS)/check
+	@$(VENV)/bin/clang-format --dry-run -Werror $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
+
+include tests/native/native.mk
+
+# --- comparisons ----------------------------------------------------------------------------------------
+
+bench: $(STAMPS)/bench
+	@mkdir -p $(BENCH_DIR)
+	@status=0; for script in versus_llama_cpp ceiling convert_versus_cp; do \
+		echo "== $$script"; \
+		$(PY) tests/benchmarks/$$script.py --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
+	done; exit $$status
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find ondevice converters tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,77 @@
+"""One run of ondevice in a fresh process, through the Python API. JSON in, JSON out.
+
+Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (a short pass first),
+dram_budget (bytes or `auto`), io. KV is 8-bit. The end-of-text token is forbidden, so that every run has
+its `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import peak_memory_bytes
+
+import ondevice
+
+END_OF_TEXT = 2
+
+
+def run(spec: dict[str, Any]) -> dict[str, object]:
+    """Prefill and decode once, timed from outside the engine."""
+    prompt: list[int] = spec["prompt"]
+    failcnt = Path(spec["failcnt_file"])
+    started = time.monotonic()
+    with ondevice.load(
+        spec["model"],
+        dram_budget=spec["dram_budget"],
+        backend="cpu",
+        sparsity="dense",
+        speculation="off",
+        threads=spec["threads"],
+        kv_bits=8,
+        max_context=spec["context"],
+        io=spec["io"],
+    ) as model:
+        loaded = time.monotonic()
+        if spec["warm_up"]:
+            model.generate(tokens=prompt[:16], max_tokens=4)
+        begin = time.monotonic()
+        times: list[float] = []
+        stats = None
+        steady_failcnt = 0
+        for event in model.stream(
+            tokens=prompt, max_tokens=spec["max_tokens"], logit_bias={END_OF_TEXT: -1e9}
+        ):
+            if event.token is not None:
+                times.append(time.monotonic())
+                if len(times) == 1:
+                    steady_failcnt = int(failcnt.read_text())
+            stats = event.stats or stats
+        if stats is None or len(times) != spec["max_tokens"]:
+            raise SystemExit(f"generated {len(times)} of {spec['max_tokens']} tokens")
+        decode_seconds = times[-1] - times[0]
+        return {
+            "load_seconds": loaded - started,
+            "prompt_at": begin,
+            "first_token_at": times[0],
+            "last_token_at": times[-1],
+            "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
+            "decode_tokens_per_second": (len(times) - 1) / decode_seconds if len(times) > 1 else 0.0,
+            "decode_seconds": decode_seconds,
+            "decoded_tokens": len(times) - 1,
+            "peak_memory_bytes": peak_memory_bytes(),
+            "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
+            "plan_bytes": model.plan.total_bytes,
+            "budget_bytes": model.plan.budget_bytes,
+            "flash_bytes_read": stats.flash_bytes_read,
+            "flash_read_seconds": stats.flash_read_seconds,
+            "io": stats.io,
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(json.loads(sys.argv[1]))))
