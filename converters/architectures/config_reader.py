@@ -1,0 +1,129 @@
+"""The strict reader of `config.json`.
+
+A key is *read* (it decides the arithmetic), *harmless* (it can't change a forward pass), or refused by name:
+silence about an unknown key would be a wrong model. Keys that are off (null, false, empty) are never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ondevice.errors import CheckpointError, UnsupportedModelError
+
+# fmt: off
+HARMLESS_KEYS = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+    "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
+    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label", "initializer_range",
+    "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_sequence_length",
+    "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id",
+    "prefix", "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "transformers_version", "typical_p",
+    "unk_token_id", "use_cache",
+})
+# fmt: on
+
+
+class ConfigReader:
+    """`config.json`, key by key; it remembers which keys were read so that `close` can refuse the others."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self._values = values
+        self._where = where
+        self._read: set[str] = set()
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """An integer; a missing or null key gives the default, or CheckpointError without one."""
+        value = self._value(key, default)
+        if type(value) is not int:
+            raise self._wrong(key, value, "an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number, as a float."""
+        value = self._value(key, default)
+        if type(value) not in (int, float) or not -1e300 < value < 1e300:
+            raise self._wrong(key, value, "a number")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "text")
+        return value
+
+    def section(self, key: str) -> dict[str, Any] | None:
+        """A JSON object, or None where the key is missing, null or empty."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return value or None
+
+    def texts(self, key: str) -> list[str] | None:
+        """A list of strings, or None where the key is missing, null or empty."""
+        value = self._value(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, "a list of names")
+        return value or None
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there at all, null included."""
+        return key in self._values
+
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there and null."""
+        return self.has(key) and self._values[key] is None
+
+    def only(self, key: str, allowed: object) -> None:
+        """Refuse by name any value of `key` but `allowed` (or off)."""
+        value = self._value(key, allowed)
+        if value != allowed and not _is_off(value):
+            raise UnsupportedModelError(
+                f"{self._where}: {key} is {shown(value)}, which this converter doesn't implement"
+            )
+
+    def close(self, harmless: frozenset[str] = frozenset()) -> None:
+        """Refuse every key that was neither read nor harmless, unless it is off."""
+        unknown = [
+            key
+            for key, value in self._values.items()
+            if key not in self._read and key not in harmless and not _is_off(value)
+        ]
+        if unknown:
+            listed = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(unknown)[:8])
+            raise UnsupportedModelError(
+                f"{self._where} has keys that may change the arithmetic and aren't known here: {listed}"
+            )
+
+    def _value(self, key: str, default: Any) -> Any:
+        self._read.add(key)
+        value = self._values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self._where} has no {key}; it isn't the config of a language model")
+        return value
+
+    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: {key} is {shown(value)}; it must be {wanted}")
+
+
+def shown(value: object) -> str:
+    """`value` as a short piece of ASCII for a message."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _is_off(value: object) -> bool:
+    return value is None or value is False or value in ({}, [], "")

@@ -1,0 +1,91 @@
+"""Row-column bundling: rows read from a checkpoint become the bytes of a bundle's files.
+
+A neuron's record holds its gate row, its up row and its *column* of the down projection ("LLM in a flash",
+arXiv 2312.11514, section 3.2), so that one read brings a whole neuron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import EMBEDDING, RESIDENT, RecordLayout, embedding_layout, neuron_layout
+from ondevice.config import ModelConfig, QuantConfig
+from ondevice.converters.quantize import QuantizedRows, SquaredError, quantize, sampled_error
+from ondevice.converters.reading import Block
+from ondevice.kernels import _native
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next bytes of a bundle file: records (n, stride), or elements of one resident tensor.
+
+    source_bytes: checkpoint bytes that went in; error: what quantising cost a sample of them.
+    """
+
+    file: str
+    tensor: str
+    data: NDArray[np.generic]
+    source_bytes: int = 0
+    error: SquaredError = field(default_factory=SquaredError)
+
+
+def pack(
+    blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, engine: _native.Engine
+) -> Generator[Chunk, None, None]:
+    """Blocks as the bundle holds them, in order. Raises CheckpointError where a value can't be stored."""
+    layouts = {EMBEDDING: embedding_layout(config, quant)}
+    groups: list[QuantizedRows] = []
+    with closing(blocks):
+        for block in blocks:
+            if block.rows[0].ndim == 1:
+                yield Chunk(block.file, block.tensor, block.rows[0], block.nbytes)
+                continue
+            rows = [
+                quantize(engine, weights, quant.bits, name)
+                for name, weights in zip(block.sources, block.rows, strict=True)
+            ]
+            error = _error(block, rows, quant.bits)
+            if block.file != RESIDENT:
+                layout = layouts.setdefault(block.file, neuron_layout(config, quant))
+                yield Chunk(block.file, block.tensor, pack_records(rows, layout), block.nbytes, error)
+                continue
+            codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)
+            yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, error)
+            groups += rows
+            if block.last:
+                yield from _group_chunks(block.tensor, groups, quant.bits)
+                groups = []
+
+
+def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray[np.uint8]:
+    """Records (n, stride) of quantised rows in the order in which `layout` has them; padding is zero."""
+    records = np.zeros((len(rows[0].codes), layout.stride), dtype=np.uint8)
+    remaining = iter(rows)
+    for part, offset in zip(layout.parts, layout.part_offsets, strict=True):
+        for _ in part:
+            row = next(remaining)
+            for values in (row.codes, row.scales.view(np.uint8), row.biases.view(np.uint8)):
+                records[:, offset : offset + values.shape[1]] = values
+                offset += values.shape[1]
+    return records
+
+
+def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], bits: int) -> Iterator[Chunk]:
+    """Scales and biases of a whole matrix, which follow its codes in the file."""
+    if bits != 16:
+        yield Chunk(RESIDENT, f"{tensor}.scales", np.concatenate([rows.scales for rows in groups]))
+        yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate([rows.biases for rows in groups]))
+
+
+def _error(block: Block, rows: Sequence[QuantizedRows], bits: int) -> SquaredError:
+    """Rounding to float16 isn't worth measuring."""
+    total = SquaredError()
+    if bits != 16:
+        for weights, stored in zip(block.rows, rows, strict=True):
+            total += sampled_error(weights, stored, bits)
+    return total

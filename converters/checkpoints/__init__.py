@@ -1,0 +1,1 @@
+"""One reader per source format; each gives a `base.Checkpoint`. `opening` tells them apart."""

@@ -1,0 +1,172 @@
+"""What every checkpoint reader gives the converter: a config, a tokenizer and tensors read in blocks.
+
+Nothing is mapped and no tensor is read whole unless asked for, so memory doesn't grow with the model.
+Legend: R rows, C columns of a matrix as stored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.config import ModelConfig
+from ondevice.converters.quantize import Weights, to_float32
+from ondevice.errors import CheckpointError
+
+StoredType = Literal["F32", "F16", "BF16"]
+NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
+
+
+class SourceFile:
+    """One file of a checkpoint, opened on first use and read by position, from any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} can't be read ({error.strerror}); is the download complete?"
+            ) from error
+        self.nbytes = status.st_size
+        self.modified_ns = status.st_mtime_ns
+        self._descriptor = -1
+
+    def open(self) -> None:
+        """Raises CheckpointError if the file can't be opened."""
+        if self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self.path, os.O_RDONLY)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} can't be opened: {error.strerror}") from error
+
+    def read_into(self, offset: int, out: NDArray[Any]) -> None:
+        """Fill the contiguous array `out` from byte `offset`. Raises CheckpointError if bytes are missing."""
+        self.open()
+        view = memoryview(out.data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{self.path.name} ends at byte {offset + done}, too early; download it again"
+                    )
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"reading {self.path} failed: {error.strerror}") from error
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """`nbytes` bytes from byte `offset`."""
+        out = np.empty(nbytes, dtype=np.uint8)
+        self.read_into(offset, out)
+        return out.tobytes()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor inside a checkpoint file: row-major, at byte `offset`.
+
+    interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding;
+    its rows are then given in rotate-half order, (i, i + head_dim / 2), as every bundle stores them.
+    """
+
+    name: str
+    dtype: StoredType
+    shape: tuple[int, ...]
+    file: SourceFile
+    offset: int
+    interleaved_head_dim: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        return NUMPY_TYPES[self.dtype].itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.itemsize * prod(self.shape)
+
+    def rows(self, start: int, stop: int) -> Weights:
+        """Rows [start, stop) of a matrix, (stop - start, C), in the stored type (bfloat16 as uint16)."""
+        if not self.interleaved_head_dim:
+            return self._contiguous(start, stop)
+        size = self.interleaved_head_dim
+        first, last = start // size * size, -(-stop // size) * size
+        heads = self._contiguous(first, last).reshape((last - first) // size, size // 2, 2, self.shape[1])
+        halves = heads.transpose(0, 2, 1, 3).reshape(last - first, self.shape[1])
+        return halves[start - first : stop - first]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        """Columns [start, stop) of a matrix, (R, stop - start), in the stored type."""
+        rows, cols = self.shape
+        if (start, stop) == (0, cols):
+            return self._contiguous(0, rows)
+        out = np.empty((rows, stop - start), dtype=NUMPY_TYPES[self.dtype])
+        for row in range(rows):
+            self.file.read_into(self.offset + self.itemsize * (row * cols + start), out[row])
+        return out
+
+    def vector(self) -> NDArray[np.float32]:
+        """A one-dimensional tensor as float32. Raises CheckpointError if a value isn't finite."""
+        out = np.empty(self.shape, dtype=NUMPY_TYPES[self.dtype])
+        self.file.read_into(self.offset, out)
+        values = to_float32(out)
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self.name} holds NaN or infinity; the checkpoint is damaged")
+        return values
+
+    def _contiguous(self, start: int, stop: int) -> Weights:
+        cols = self.shape[1]
+        out = np.empty((stop - start, cols), dtype=NUMPY_TYPES[self.dtype])
+        self.file.read_into(self.offset + self.itemsize * start * cols, out)
+        return out
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a bundle says of the tokenizer, and the files that go with it, by their names there."""
+
+    info: TokenizerInfo = field(default_factory=TokenizerInfo)
+    blobs: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose every tensor has been found and has the shape its config asks for.
+
+    tensors: by Hugging Face's names for a Llama, whatever the source format.
+    """
+
+    name: str
+    source_format: str
+    config: ModelConfig
+    tensors: Mapping[str, SourceTensor]
+    tokenizer: TokenizerFiles
+    generation: Mapping[str, float]
+
+    @property
+    def source_files(self) -> list[SourceFile]:
+        """Files that hold tensors, each once, by name."""
+        files = {tensor.file.path: tensor.file for tensor in self.tensors.values()}
+        return [files[path] for path in sorted(files)]
+
+    def close(self) -> None:
+        for file in self.source_files:
+            file.close()

@@ -1,0 +1,137 @@
+"""Hugging Face folders: `config.json`, one or many safetensors files, tokenizer and generation defaults."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+
+from ondevice.bundle.manifest import GENERATION_RANGES
+from ondevice.config import ModelConfig
+from ondevice.converters.architectures.registry import read_config
+from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor
+from ondevice.converters.checkpoints.safetensors_file import read_tensors
+from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.checkpoints.tokenizer_files import read_tokenizer
+from ondevice.errors import CheckpointError, UnsupportedModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+logger = logging.getLogger(__name__)
+
+
+def open_huggingface(folder: SourceFolder) -> Checkpoint:
+    """A Hugging Face folder as a Checkpoint; headers are read, weights aren't.
+
+    Raises CheckpointError for what is missing, damaged or inconsistent, UnsupportedModelError for what is
+    sound but can't be converted.
+    """
+    values = folder.json("config.json")
+    config = read_config(values)
+    tensors = _select(_all_tensors(folder), config)
+    generation = folder.optional_json("generation_config.json")
+    return Checkpoint(
+        name=folder.name,
+        source_format="huggingface",
+        config=config,
+        tensors=tensors,
+        tokenizer=read_tokenizer(folder, values, generation, config.vocab_size),
+        generation=generation_defaults(generation),
+    )
+
+
+def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
+    """Sampling defaults from `generation_config.json`, by SamplingConfig field; what isn't sound is left out.
+
+    Without `do_sample` the authors mean greedy decoding, which is a temperature of 0.
+    """
+    found: dict[str, float] = {}
+    for name, (low, high) in GENERATION_RANGES.items():
+        value: Any = values.get(name)
+        if type(value) in (int, float) and low <= value <= high:
+            found[name] = int(value) if isinstance(high, int) else float(value)
+    if values.get("do_sample") is True:
+        found.setdefault("temperature", 1.0)
+    elif found:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+        found["temperature"] = 0.0
+    return found
+
+
+def _all_tensors(folder: SourceFolder) -> dict[str, SourceTensor]:
+    if folder.has(SINGLE):
+        return read_tensors(SourceFile(folder.file(SINGLE)))
+    if folder.has(INDEX):
+        return _sharded_tensors(folder, folder.json(INDEX).get("weight_map"))
+    pickles = sorted(p.name for p in folder.path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickles:
+        raise UnsupportedModelError(
+            f"{folder.path} has its weights in {pickles[0]}, a pickle, which can run code when it is opened, "
+            "so it never is; use the repository's safetensors files, or save the model again with safetensors"
+        )
+    raise CheckpointError(f"{folder.path} has neither {SINGLE} nor {INDEX}; is the download complete?")
+
+
+def _sharded_tensors(folder: SourceFolder, weight_map: Any) -> dict[str, SourceTensor]:
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files")
+    shards = {}
+    for name in sorted(set(weight_map.values())):
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{INDEX} lists {name!a}, which isn't a safetensors file")
+        shards[name] = read_tensors(SourceFile(folder.file(name)))
+    tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
+    for name, shard_name in weight_map.items():
+        if name not in shards[shard_name]:
+            raise CheckpointError(f"{shard_name} has no {name}, which {INDEX} says it has; download it again")
+        tensors[name] = shards[shard_name][name]
+    return tensors
+
+
+def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
+    """The tensors of the model, checked against the config, without the copies that carry nothing."""
+    expected = tensor_shapes(config)
+    missing = sorted(set(expected) - set(tensors))
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors that config.json asks for are missing, {_some(missing)}; is the "
+            "download complete, and does config.json belong to it?"
+        )
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise CheckpointError(
+                f"{name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}"
+            )
+    extra = sorted(name for name in set(tensors) - set(expected) if not name.endswith("rotary_emb.inv_freq"))
+    if extra == [HEAD] and config.tie_embeddings:
+        _check_tied(tensors[HEAD], tensors[EMBEDDING])
+        extra = []
+    if extra:
+        raise CheckpointError(
+            f"{len(extra)} tensors are no part of a {config.architecture} model, {_some(extra)}; leaving "
+            "them out could change what it says"
+        )
+    return {name: tensors[name] for name in expected}
+
+
+def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
+    """A tied model may carry its head as well; it must be the very embedding."""
+    same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    block = max(1, (4 << 20) // (embedding.itemsize * embedding.shape[1]))
+    for start in range(0, embedding.shape[0] if same else 0, block):
+        stop = min(start + block, embedding.shape[0])
+        same = same and np.array_equal(
+            head.rows(start, stop).view(np.uint8), embedding.rows(start, stop).view(np.uint8)
+        )
+    if not same:
+        raise CheckpointError(
+            f"config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDING}; if the head is "
+            "meant, set tie_word_embeddings to false there"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,201 @@
+"""llama2.c `.bin` files: the legacy layout (seven int32, then float32 weights) and its tokenizer.
+
+The header is dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative: the head is its own) and
+seq_len. Rotary embedding pairs neighbouring rows there; `SourceTensor` gives them in rotate-half order.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from math import prod
+from pathlib import Path
+
+from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.config import ModelConfig
+from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM, HEAD, LayerNames
+from ondevice.converters.checkpoints import sentencepiece_model as proto
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, TokenizerFiles
+from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.errors import CheckpointError, OndeviceError
+
+HEADER = struct.Struct("<7i")
+BOS, EOS = 1, 2
+_MAX_TOKENIZER_BYTES = 64 << 20
+_MAX_PIECE_BYTES = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+def is_llama2c(path: Path) -> bool:
+    """Whether a file has the header of a llama2.c checkpoint and exactly the size that follows from it."""
+    try:
+        with path.open("rb") as stream:
+            header = stream.read(HEADER.size)
+        config, tied = _config(header)
+        return HEADER.size + 4 * _floats(config, tied) == path.stat().st_size
+    except (OSError, OndeviceError):
+        return False
+
+
+def open_llama2c(path: Path) -> Checkpoint:
+    """A `.bin` file as a Checkpoint, its tokenizer found beside it.
+
+    Raises CheckpointError if the header or size is wrong, or the tokenizer is another model's.
+    """
+    file = SourceFile(path)
+    config, tied = _config(file.read(0, HEADER.size))
+    expected = HEADER.size + 4 * _floats(config, tied)
+    if file.nbytes != expected:
+        raise CheckpointError(
+            f"{path.name} has {file.nbytes} bytes, but its header asks for {expected}; it is truncated, or "
+            "not llama2.c's legacy format"
+        )
+    return Checkpoint(
+        name=path.stem,
+        source_format="llama2.c",
+        config=config,
+        tensors=_tensors(file, config, tied),
+        tokenizer=_find_tokenizer(path.absolute(), config.vocab_size),
+        generation={},
+    )
+
+
+def _config(header: bytes) -> tuple[ModelConfig, bool]:
+    if len(header) < HEADER.size:
+        raise CheckpointError("a llama2.c checkpoint starts with a header of 28 bytes")
+    dim, hidden_dim, layers, heads, kv_heads, vocab, context = HEADER.unpack(header[: HEADER.size])
+    if min(dim, hidden_dim, layers, heads, kv_heads, abs(vocab), context) < 1 or dim % heads:
+        raise CheckpointError("the header isn't that of a llama2.c checkpoint in its legacy format")
+    config = ModelConfig(
+        architecture="llama",
+        hidden_size=dim,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim // heads,
+        intermediate_size=hidden_dim,
+        vocab_size=abs(vocab),
+        max_context=context,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_embeddings=vocab > 0,
+    )
+    return config, vocab > 0
+
+
+def _sections(config: ModelConfig, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """The file's arrays in order: each stacks all layers' tensors of one kind. Empty names are skipped."""
+    layers, dim, inner = config.num_layers, config.hidden_size, config.intermediate_size
+    sections: list[tuple[str, tuple[int, ...]]] = [
+        ("embedding", (config.vocab_size, dim)),
+        ("attention_norm", (layers, dim)),
+        ("q", (layers, config.query_size, dim)),
+        ("k", (layers, config.kv_size, dim)),
+        ("v", (layers, config.kv_size, dim)),
+        ("o", (layers, dim, config.query_size)),
+        ("feed_forward_norm", (layers, dim)),
+        ("gate", (layers, inner, dim)),
+        ("down", (layers, dim, inner)),
+        ("up", (layers, inner, dim)),
+        ("final_norm", (dim,)),
+        (
+            "",
+            (2, config.max_context, config.head_dim // 2),
+        ),  # rotary cosines and sines, which follow from theta
+    ]
+    return sections if tied else [*sections, ("head", (config.vocab_size, dim))]
+
+
+def _floats(config: ModelConfig, tied: bool) -> int:
+    return sum(prod(shape) for _, shape in _sections(config, tied))
+
+
+def _tensors(file: SourceFile, config: ModelConfig, tied: bool) -> dict[str, SourceTensor]:
+    whole = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}
+    tensors: dict[str, SourceTensor] = {}
+    offset = HEADER.size
+    for section, shape in _sections(config, tied):
+        if section in whole:
+            tensors[whole[section]] = SourceTensor(whole[section], "F32", shape, file, offset)
+        elif section:
+            pairs = config.head_dim if section in ("q", "k") else 0
+            for layer in range(config.num_layers):
+                name = _layer_name(LayerNames(layer), section)
+                start = offset + 4 * layer * prod(shape[1:])
+                tensors[name] = SourceTensor(name, "F32", shape[1:], file, start, pairs)
+        offset += 4 * prod(shape)
+    return tensors
+
+
+def _layer_name(names: LayerNames, section: str) -> str:
+    if section in ("q", "k", "v", "o"):
+        return names.projection(section)
+    return {
+        "attention_norm": names.attention_norm,
+        "feed_forward_norm": names.feed_forward_norm,
+        "gate": names.gate,
+        "up": names.up,
+        "down": names.down,
+    }[section]
+
+
+def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
+    """`tok<vocabulary>.bin` or `tokenizer.bin` beside the checkpoint; without either, token ids only.
+
+    BOS ends a text too: these models are trained on stories that follow one another with only it between.
+    """
+    folder = SourceFolder(path.parent)
+    for name in (f"tok{vocab_size}.bin", "tokenizer.bin"):
+        if folder.has(name):
+            model = convert_tokenizer(folder.read(name, _MAX_TOKENIZER_BYTES), vocab_size, name)
+            info = TokenizerInfo("sentencepiece", bos_id=BOS, eos_ids=(BOS, EOS), add_bos=True)
+            return TokenizerFiles(info, {"tokenizer.model": model})
+    logger.warning(
+        "no tok%d.bin or tokenizer.bin beside %s; the bundle will take and give token ids, not text",
+        vocab_size,
+        path,
+    )
+    return TokenizerFiles(TokenizerInfo(bos_id=BOS if vocab_size > BOS else None))
+
+
+def convert_tokenizer(data: bytes, vocab_size: int, name: str) -> bytes:
+    """A llama2.c tokenizer file as a sentencepiece model that tokenises alike.
+
+    The file is an int32 (the longest piece), then per token a float32 score, an int32 length and the bytes.
+    Raises CheckpointError if it doesn't hold exactly `vocab_size` tokens.
+    """
+    pieces: list[tuple[str, float, int]] = []
+    offset = 4
+    try:
+        for token in range(vocab_size):
+            score, length = struct.unpack_from("<fi", data, offset)
+            offset += 8
+            if not 0 <= length <= min(_MAX_PIECE_BYTES, len(data) - offset):
+                raise CheckpointError(f"{name}: token {token} has a length of {length} bytes; it is damaged")
+            text = data[offset : offset + length].decode("utf-8")
+            offset += length
+            pieces.append(_piece(token, text, score))
+    except (struct.error, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{name} doesn't hold the model's {vocab_size} tokens ({error}); it belongs to another model"
+        ) from error
+    if offset != len(data):
+        raise CheckpointError(
+            f"{name} has more than the model's {vocab_size} tokens; it belongs to another model"
+        )
+    if len({text for text, _, _ in pieces}) != len(pieces):
+        raise CheckpointError(f"{name} has the same token twice; it is damaged")
+    return proto.bpe_model(pieces, unk_id=0, bos_id=BOS, eos_id=EOS)
+
+
+def _piece(token: int, text: str, score: float) -> tuple[str, float, int]:
+    """llama2.c spells special tokens on lines of their own, and U+2581 as a space."""
+    if token == 0:
+        return "<unk>", score, proto.UNKNOWN
+    if token in (BOS, EOS):
+        return "<s>" if token == BOS else "</s>", score, proto.CONTROL
+    if 3 <= token < 259:
+        return f"<0x{token - 3:02X}>", score, proto.BYTE
+    return text.replace(" ", "\u2581"), score, proto.NORMAL

@@ -1,0 +1,59 @@
+"""Write a sentencepiece model (a protocol buffer message) from pieces and scores.
+
+Field numbers are those of sentencepiece_model.proto. The tokenizer it makes merges the pair with the highest
+score, falls back to bytes, puts a space before the text, and normalises nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+_BPE = 2
+
+
+def bpe_model(pieces: Sequence[tuple[str, float, int]], unk_id: int, bos_id: int, eos_id: int) -> bytes:
+    """A serialised ModelProto. pieces: (text, score, type) by id; spaces in a text are written as U+2581."""
+    trainer = (
+        _varint_field(3, _BPE)
+        + _varint_field(4, len(pieces))
+        + _varint_field(35, 1)  # byte_fallback
+        + _varint_field(40, unk_id)
+        + _varint_field(41, bos_id)
+        + _varint_field(42, eos_id)
+        + _varint_field(43, -1)  # pad_id: none
+    )
+    normalizer = (
+        _bytes_field(1, b"identity")
+        + _varint_field(3, 1)  # add_dummy_prefix
+        + _varint_field(4, 0)  # remove_extra_whitespaces
+        + _varint_field(5, 1)  # escape_whitespaces
+    )
+    model = b"".join(
+        _bytes_field(1, _bytes_field(1, text.encode()) + _float_field(2, score) + _varint_field(3, kind))
+        for text, score, kind in pieces
+    )
+    return model + _bytes_field(2, trainer) + _bytes_field(3, normalizer)
+
+
+def _varint(value: int) -> bytes:
+    value &= (1 << 64) - 1
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _bytes_field(number: int, value: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+def _float_field(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 5) + struct.pack("<f", value)

@@ -1,0 +1,87 @@
+"""Reading small files of a checkpoint folder without leaving it.
+
+Nothing in the folder is trusted: names are plain names, links stay inside (or lead to the blobs of the
+Hugging Face cache the folder belongs to), sizes are bounded before anything is read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ondevice.errors import CheckpointError, ModelNotFoundError
+
+MAX_JSON_BYTES = 64 << 20
+
+
+class SourceFolder:
+    """A checkpoint folder. `path` is as the user gave it, made absolute."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        try:
+            self._real = path.resolve(strict=True)
+        except (OSError, RuntimeError) as error:
+            raise ModelNotFoundError(f"no checkpoint at {path}") from error
+        self._allowed = [self._real]
+        if self._real.parent.name == "snapshots":
+            self._allowed.append(self._real.parent.parent / "blobs")
+
+    @property
+    def name(self) -> str:
+        """The folder's name; for a Hugging Face cache, the repository and the start of the revision."""
+        repository = self._real.parent.parent.name
+        if self._real.parent.name == "snapshots" and repository.startswith("models--"):
+            return f"{repository.removeprefix('models--').replace('--', '/')}@{self._real.name[:8]}"
+        return self._real.name or "checkpoint"
+
+    def has(self, name: str) -> bool:
+        """Whether there is an entry of that name, whatever it is."""
+        return (self.path / name).is_symlink() or (self.path / name).exists()
+
+    def file(self, name: str) -> Path:
+        """The real path of a file of the folder.
+
+        Raises CheckpointError if `name` isn't a plain name, isn't there, or leads out of the folder.
+        """
+        if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0", ":")):
+            raise CheckpointError(f"{name!a} is not the name of a file in {self.path}; refused")
+        try:
+            real = (self.path / name).resolve(strict=True)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{self.path} has no {name}; is the download complete?") from error
+        if real.parent not in self._allowed:
+            raise CheckpointError(
+                f"{name} is a link that leads out of {self.path}; put the file itself there, or convert the "
+                "folder it is in"
+            )
+        if not real.is_file():
+            raise CheckpointError(f"{self.path / name} is not a regular file")
+        return real
+
+    def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
+        """The content of a file of at most `limit` bytes."""
+        path = self.file(name)
+        try:
+            with path.open("rb") as stream:
+                data = stream.read(limit + 1)
+        except OSError as error:
+            raise CheckpointError(f"{name} can't be read: {error.strerror}") from error
+        if len(data) > limit:
+            raise CheckpointError(f"{name} is larger than {limit} bytes; that can't be right")
+        return data
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file. Raises CheckpointError if it is anything else."""
+        try:
+            value = json.loads(self.read(name))
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{name} isn't valid JSON ({error}); download it again") from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{name} doesn't hold a JSON object")
+        return value
+
+    def optional_json(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file, empty if there is no such file."""
+        return self.json(name) if self.has(name) else {}

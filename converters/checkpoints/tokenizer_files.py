@@ -1,0 +1,179 @@
+"""Tokenizer, special tokens and chat template of a Hugging Face folder.
+
+`tokenizer.json` is preferred: it holds added tokens that `tokenizer.model` lacks. Files are carried over as
+they are; they are opened here only to see that they belong to the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
+from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, TokenizerInfo, TokenizerKind
+from ondevice.converters.checkpoints.base import TokenizerFiles
+from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.errors import CheckpointError
+
+MAX_TEMPLATE_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+TokenLookup = Callable[[str], int | None]
+
+
+def read_tokenizer(
+    folder: SourceFolder, config: dict[str, Any], generation: dict[str, Any], vocab_size: int
+) -> TokenizerFiles:
+    """The tokenizer of a folder; without tokenizer files, a warning and token ids only.
+
+    config, generation: the parsed `config.json` and `generation_config.json`.
+    Raises CheckpointError if a file is damaged, or has tokens that a model of `vocab_size` can't have.
+    """
+    settings = folder.optional_json("tokenizer_config.json")
+    kind = _kind(folder)
+    blobs: dict[str, bytes] = {}
+    lookup: TokenLookup = lambda text: None  # noqa: E731
+    adds_bos = False
+    if kind is not None:
+        file = TOKENIZER_FILES[kind]
+        blobs[file] = folder.read(file, MAX_TOKENIZER_BYTES)
+        inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
+        last, lookup, adds_bos = inspect(blobs[file], file)
+        _check_size(last + 1, vocab_size, file)
+    template = _chat_template(folder, settings)
+    if template is not None:
+        blobs[CHAT_TEMPLATE] = template
+    bos_id = _bos_id(settings, config, lookup, vocab_size)
+    explicit = settings.get("add_bos_token")
+    if isinstance(explicit, bool):
+        adds_bos = explicit
+    info = TokenizerInfo(
+        kind=kind,
+        bos_id=bos_id,
+        eos_ids=_eos_ids(settings, config, generation, lookup, vocab_size),
+        add_bos=adds_bos and bos_id is not None,
+        chat_template=None if template is None else CHAT_TEMPLATE,
+    )
+    return TokenizerFiles(info, blobs)
+
+
+def _kind(folder: SourceFolder) -> TokenizerKind | None:
+    kinds: tuple[TokenizerKind, ...] = ("tokenizers", "sentencepiece")
+    for kind in kinds:
+        if folder.has(TOKENIZER_FILES[kind]):
+            return kind
+    logger.warning(
+        "%s has neither tokenizer.json nor tokenizer.model; the bundle will work on token ids, not text",
+        folder.path,
+    )
+    return None
+
+
+def _check_size(size: int, vocab_size: int, file: str) -> None:
+    """Models pad their vocabulary, never the other way round."""
+    if size > vocab_size:
+        raise CheckpointError(
+            f"{file} has {size} tokens, but config.json says vocab_size {vocab_size}; it is another model's"
+        )
+    if 2 * size < vocab_size:
+        logger.warning("%s has %d tokens for a vocabulary of %d; is it this model's?", file, size, vocab_size)
+
+
+def _inspect_tokenizers(data: bytes, file: str) -> tuple[int, TokenLookup, bool]:
+    """Highest token id, token text to id, and whether it puts its own first token before a text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); download it again") from error
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise CheckpointError(f"{file} has no tokens")
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    framed = tokenizer.encode("a", add_special_tokens=True).ids
+    return max(ids), tokenizer.token_to_id, len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
+
+
+def _inspect_sentencepiece(data: bytes, file: str) -> tuple[int, TokenLookup, bool]:
+    """As `_inspect_tokenizers`; what has only a sentencepiece model is framed as Llama is, with a BOS."""
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(data)
+    except RuntimeError as error:
+        raise CheckpointError(f"{file} is damaged ({error}); download it again") from error
+    size = processor.GetPieceSize()
+
+    def lookup(text: str) -> int | None:
+        token = processor.PieceToId(text)
+        return token if processor.IdToPiece(token) == text else None
+
+    return size - 1, lookup, processor.bos_id() >= 0
+
+
+def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
+    """The template's text, never run here: a file of its own, or a key of tokenizer_config.json."""
+    if folder.has(CHAT_TEMPLATE):
+        data = folder.read(CHAT_TEMPLATE, MAX_TEMPLATE_BYTES)
+    else:
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            template = named.get("default")
+        if not isinstance(template, str):
+            return None
+        data = template.encode("utf-8", "surrogatepass")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"the chat template isn't UTF-8 text: {error}") from error
+    if len(data) > MAX_TEMPLATE_BYTES:
+        raise CheckpointError(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
+    return data if text.strip() else None
+
+
+def _bos_id(
+    settings: dict[str, Any], config: dict[str, Any], lookup: TokenLookup, vocab_size: int
+) -> int | None:
+    """The token that starts a text: the tokenizer's own word for it before the config's."""
+    if "bos_token" in settings:
+        text = _token_text(settings["bos_token"])
+        return None if text is None else lookup(text)
+    ids = _token_ids(config.get("bos_token_id"), "config.json: bos_token_id", vocab_size)
+    return ids[0] if ids else None
+
+
+def _eos_ids(
+    settings: dict[str, Any],
+    config: dict[str, Any],
+    generation: dict[str, Any],
+    lookup: TokenLookup,
+    vocab_size: int,
+) -> tuple[int, ...]:
+    """Every token that ends a text: the generation config's (else the config's), then the tokenizer's."""
+    if generation.get("eos_token_id") is not None:
+        where, value = "generation_config.json: eos_token_id", generation["eos_token_id"]
+    else:
+        where, value = "config.json: eos_token_id", config.get("eos_token_id")
+    ids = _token_ids(value, where, vocab_size)
+    text = _token_text(settings.get("eos_token"))
+    token = None if text is None else lookup(text)
+    return tuple(dict.fromkeys([*ids, *([] if token is None else [token])]))
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is spelt as its text, or as an object with its text in `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _token_ids(value: object, where: str, vocab_size: int) -> list[int]:
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids) or len(ids) > 64:
+        raise CheckpointError(f"{where} is {str(value)[:60]}; it must be ids below vocab_size {vocab_size}")
+    return ids

@@ -1,0 +1,235 @@
+"""Checkpoint to bundle, streaming and resumable: `convert` is the entry.
+
+    open the checkpoint -> check the disk -> neurons, embedding, resident, tokenizer -> manifest -> rename
+
+Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Three stages
+overlap: one thread reads, one quantises (on every core), the calling one checksums and writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.bundle.layout import (
+    EMBEDDING,
+    MANIFEST,
+    RECORDS_TENSOR,
+    RESIDENT,
+    file_layout,
+    neuron_file_name,
+    resident_tensors,
+)
+from ondevice.bundle.manifest import Provenance, bundle_files
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.writer import BundleWriter
+from ondevice.config import QuantConfig
+from ondevice.converters.architectures import tensors as names
+from ondevice.converters.bundling import Chunk, pack
+from ondevice.converters.checkpoints.base import Checkpoint
+from ondevice.converters.checkpoints.opening import open_checkpoint
+from ondevice.converters.error_log import ErrorLog
+from ondevice.converters.fingerprint import fingerprint
+from ondevice.converters.output_folder import OutputFolder
+from ondevice.converters.pipeline import ahead
+from ondevice.converters.progress import OnProgress, ProgressMeter
+from ondevice.converters.quantize import SquaredError
+from ondevice.converters.reading import read_blocks, resident_sources
+from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError
+from ondevice.kernels import _native
+
+CONVERTER_VERSION = "1"
+"""Changes whenever the same checkpoint would give other bytes."""
+BLOCKS_AHEAD = 2
+_MANIFEST_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def convert(
+    source: str | Path,
+    output: str | Path,
+    quant: str = "q4",
+    on_progress: OnProgress | None = None,
+    resume: bool = False,
+    force: bool = False,
+) -> Path:
+    """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that.
+
+    quant: q4, q8 or f16. resume: go on with what an interrupted run left; its result has the same bytes.
+    force: replace an existing bundle, or start again over an unfinished one. on_progress is called from this
+    thread, several times a second; what it raises stops the conversion, which can then be resumed.
+
+    Raises UsageError where `output` may not be written, ModelNotFoundError, UnsupportedModelError or
+    CheckpointError for the source, OndeviceError where the disk is full or refuses.
+    """
+    quant_config = QuantConfig.parse(quant)
+    folder = OutputFolder(Path(output))
+    checkpoint = open_checkpoint(Path(source))
+    with closing(checkpoint), closing(folder):
+        origin = f"{CONVERTER_VERSION} {checkpoint.name} {fingerprint(checkpoint)}"
+        if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
+            return folder.output
+        folder.check(resume, force)
+        folder.claim(resume)
+        folder.check_space(_bundle_bytes(checkpoint, quant_config))
+        _Conversion(checkpoint, quant_config, folder, origin).run(on_progress)
+        folder.publish()
+    return folder.output
+
+
+class _Conversion:
+    """One run over the partial folder, from whatever is there to a whole bundle."""
+
+    def __init__(self, checkpoint: Checkpoint, quant: QuantConfig, folder: OutputFolder, origin: str) -> None:
+        self._checkpoint = checkpoint
+        self._quant = quant
+        self._folder = folder
+        self._origin = origin
+        self._layers = {neuron_file_name(layer): layer for layer in range(checkpoint.config.num_layers)}
+        self._open()
+
+    def run(self, on_progress: OnProgress | None) -> None:
+        """Write what is missing, the manifest last; then only what it lists is left in the folder."""
+        if not self._is_complete():
+            if not self._errors_are_known():
+                logger.warning("%s has lost part of its state; starting again", self._folder.partial)
+                self._folder.clear()
+                self._open()
+            self._write_weights(on_progress)
+            self._finish()
+        listed = bundle_files(self._checkpoint.config, self._checkpoint.tokenizer.info)
+        self._folder.clear(keep={MANIFEST, *listed})
+
+    def _open(self) -> None:
+        self._writer = BundleWriter(
+            self._folder.partial,
+            self._checkpoint.config,
+            self._quant,
+            _native.crc32c,
+            fingerprint=self._origin,
+        )
+        self._errors = ErrorLog(self._folder.partial)
+
+    def _is_complete(self) -> bool:
+        """Whether only the last renaming was missed."""
+        return _is_converted(self._folder.partial, self._checkpoint, self._quant, self._origin) and all(
+            self._writer.finished(name) for name in (*self._layers, EMBEDDING, RESIDENT)
+        )
+
+    def _errors_are_known(self) -> bool:
+        """Whether the error of everything finished was saved; only damage can have lost it."""
+        if self._quant.bits == 16:
+            return True
+        finished = [name for name in (*self._layers, EMBEDDING) if self._writer.finished(name)]
+        resident = list(resident_tensors(self._checkpoint.config, self._quant))
+        finished += [n for n in resident[: self._writer.resident_finished()] if n.endswith(".codes")]
+        return all(name in self._errors for name in finished)
+
+    def _write_weights(self, on_progress: OnProgress | None) -> None:
+        """Every file that isn't finished, three stages at a time."""
+        resident = list(resident_tensors(self._checkpoint.config, self._quant))
+        missing = set(resident[self._writer.resident_finished() :])
+
+        def wanted(file: str, tensor: str) -> bool:
+            if file != RESIDENT:
+                return not self._writer.finished(file)
+            return not missing.isdisjoint({tensor, f"{tensor}.codes", f"{tensor}.scales", f"{tensor}.biases"})
+
+        meter = self._meter(wanted, on_progress)
+        engine = _native.Engine(_cores())
+        blocks = ahead(read_blocks(self._checkpoint, wanted), BLOCKS_AHEAD)
+        chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, engine), BLOCKS_AHEAD)
+        with closing(chunks):
+            counted = _counted(chunks, meter)
+            for file, group in groupby(counted, key=lambda chunk: chunk.file):
+                if file == RESIDENT:
+                    self._write_resident(chunk for chunk in group if chunk.tensor in missing)
+                elif file == EMBEDDING:
+                    self._writer.write_embedding(self._data(file, group))
+                else:
+                    self._writer.write_neurons(self._layers[file], self._data(file, group))
+
+    def _write_resident(self, chunks: Iterator[Chunk]) -> None:
+        self._writer.write_resident(
+            (tensor, self._data(tensor, group)) for tensor, group in groupby(chunks, key=lambda c: c.tensor)
+        )
+
+    def _data(self, name: str, chunks: Iterator[Chunk]) -> Iterator[np.ndarray]:
+        """The chunks' bytes; their error is saved before the writer learns that there are no more."""
+        error = SquaredError()
+        for chunk in chunks:
+            error += chunk.error
+            yield chunk.data
+        if self._quant.bits != 16 and (name.endswith(".codes") or name in self._layers or name == EMBEDDING):
+            self._errors.save(name, error)
+
+    def _meter(self, wanted: Callable[[str, str], bool], on_progress: OnProgress | None) -> ProgressMeter:
+        sizes = _source_bytes(self._checkpoint)
+        meter = ProgressMeter(sum(sizes.values()), on_progress)
+        meter.skip(sum(nbytes for place, nbytes in sizes.items() if not wanted(*place)))
+        return meter
+
+    def _finish(self) -> None:
+        tokenizer = self._checkpoint.tokenizer
+        for name, blob in tokenizer.blobs.items():
+            self._writer.add_blob(name, blob)
+        provenance = Provenance(
+            source=self._checkpoint.name,
+            source_format=self._checkpoint.source_format,
+            converter_version=CONVERTER_VERSION,
+            quantisation_error=self._errors.summary(),
+        )
+        self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
+
+
+def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> bool:
+    """Whether `folder` is a whole bundle of this very checkpoint."""
+    try:
+        bundle = Bundle.open(folder)
+    except (BundleError, ModelNotFoundError, UnsupportedModelError):
+        return False
+    same_model = (bundle.config, bundle.quant) == (checkpoint.config, quant)
+    return same_model and bundle.manifest.provenance.fingerprint == origin
+
+
+def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
+    """Size of the bundle to be made, to within the manifest's."""
+    total = _MANIFEST_BYTES
+    for name in bundle_files(checkpoint.config, checkpoint.tokenizer.info)[:-1]:
+        layout = file_layout(name, checkpoint.config, quant)
+        nbytes = len(checkpoint.tokenizer.blobs[name]) if layout.nbytes is None else layout.nbytes
+        total += nbytes + 4 * layout.crc_count(nbytes)
+    return total
+
+
+def _source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
+    """Checkpoint bytes by what they become: a record file, or a resident tensor."""
+    tensors = checkpoint.tensors
+    sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
+    for layer in range(checkpoint.config.num_layers):
+        name = names.LayerNames(layer)
+        nbytes = sum(tensors[source].nbytes for source in (name.gate, name.up, name.down))
+        sizes[neuron_file_name(layer), RECORDS_TENSOR] = nbytes
+    for tensor, sources in resident_sources(checkpoint):
+        sizes[RESIDENT, tensor] = sum(source.nbytes for source in sources)
+    return sizes
+
+
+def _counted(chunks: Iterator[Chunk], meter: ProgressMeter) -> Iterator[Chunk]:
+    """Reports a chunk once it has been written, when the next one is asked for."""
+    for chunk in chunks:
+        yield chunk
+        meter.advance(chunk.file, chunk.source_bytes)
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,35 @@
+"""What tells one checkpoint from another, without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
+
+_SAMPLE_BYTES = 512
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """sha256 (hex) of every tensor's name, type, shape, beginning and middle, and of the tokenizer files.
+
+    A fine-tuned model differs from its base in the middle of some tensor at least. Times and paths don't
+    count.
+    """
+    digest = hashlib.sha256(checkpoint.source_format.encode())
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(_sample(tensor, 0))
+        digest.update(_sample(tensor, tensor.nbytes // 2))
+    for name, blob in sorted(checkpoint.tokenizer.blobs.items()):
+        digest.update(f"{name} {len(blob)}\n".encode())
+        digest.update(blob)
+    digest.update(repr((checkpoint.tokenizer.info, sorted(checkpoint.generation.items()))).encode())
+    return digest.hexdigest()
+
+
+def _sample(tensor: SourceTensor, start: int) -> bytes:
+    sample = np.empty(min(_SAMPLE_BYTES, tensor.nbytes - start), dtype=np.uint8)
+    tensor.file.read_into(tensor.offset + start, sample)
+    return sample.tobytes()

@@ -1,0 +1,161 @@
+"""Group-affine quantisation of weight rows, `w = scale * q + bias`, and the error it costs.
+
+The native kernel does the work; `quantize_reference` is its oracle, and the definition of every bit.
+Legend: R rows, C columns, G groups of 64 columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.config import GROUP_SIZE
+from ondevice.errors import CheckpointError
+from ondevice.kernels import _native
+
+Weights = NDArray[Any]
+"""(R, C) float32, float16, or uint16 holding bfloat16 bits: a checkpoint's own types."""
+
+_SAMPLED_ROWS = 4
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows as a bundle stores them, columns zero-padded to a multiple of 64.
+
+    codes: uint8 (R, padded_cols * bits / 8), packed as MLX does: at 4 bits, byte k holds element 2k in its
+    low nibble and 2k + 1 in its high one. scales, biases: float16 (R, G). At 16 bits, codes hold float16
+    values and there are no scales and biases (G = 0).
+    """
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    biases: NDArray[np.float16]
+
+
+def quantize(engine: _native.Engine, weights: Weights, bits: int, name: str) -> QuantizedRows:
+    """Quantise rows to 4 or 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
+
+    Raises CheckpointError, naming the tensor, for NaN, infinity or what float16 can't hold.
+    """
+    rows, cols = weights.shape
+    groups = -(-cols // GROUP_SIZE)
+    codes = np.empty((rows, groups * GROUP_SIZE * bits // 8), dtype=np.uint8)
+    scales, biases = (np.empty((rows, 0 if bits == 16 else groups), dtype=np.uint16) for _ in range(2))
+    if not _native.quantize_rows(engine, weights, bits, codes, scales, biases):
+        raise _bad_values(name)
+    return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
+
+
+def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> QuantizedRows:
+    """The definition of `quantize`, in numpy. Each line is one float32 operation, in order.
+
+    For a group's real columns (padding takes no part), with top = 2^bits - 1:
+
+        low, high = min(w), max(w)
+        scale     = (high - low) / top, negated unless |low| > |high|
+        bias      = low if |low| > |high| else high        (the end of the range that is further from zero)
+        q0        = round_half_even(bias / scale), or 0 where scale is 0
+        scale     = bias / q0 where q0 isn't 0             (so that zero has a code of its own)
+        scale, bias are rounded to float16, and widened again
+        q         = clip(round_half_even((w - bias) / scale), 0, top), or 0 where scale is 0
+
+    In a group of zeros the bias keeps the sign of the group's first element. Padding has q = 0.
+    At 16 bits the values are rounded to float16, and padding is 0.
+    Raises CheckpointError where w, scale or bias isn't finite.
+    """
+    rows, cols = weights.shape
+    groups = -(-cols // GROUP_SIZE)
+    if bits == 16:
+        return _half_reference(weights, groups * GROUP_SIZE, name)
+    top = np.float32((1 << bits) - 1)
+    w = np.zeros((rows, groups * GROUP_SIZE), dtype=np.float32)
+    w[:, :cols] = to_float32(weights)
+    w = w.reshape(rows, groups, GROUP_SIZE)
+    real = np.arange(groups * GROUP_SIZE).reshape(groups, GROUP_SIZE) < cols
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
+        low = np.where(real, w, np.inf).min(axis=2)
+        high = np.where(real, w, -np.inf).max(axis=2)
+        from_low = np.abs(low) > np.abs(high)
+        scale = (high - low) / top
+        scale = np.where(from_low, scale, -scale)
+        bias = np.where(from_low, low, high)
+        bias = np.where(bias == 0, w[:, :, 0], bias)
+        q0 = np.where(scale != 0, np.rint(bias / scale), np.float32(0))
+        scale = np.where(q0 != 0, bias / q0, scale)
+        scales, biases = scale.astype(np.float16), bias.astype(np.float16)
+        scale, bias = (x.astype(np.float32)[:, :, None] for x in (scales, biases))
+        q = np.clip(np.rint((w - bias) / scale), np.float32(0), top)
+        if not (np.isfinite(w).all() and np.isfinite(scales).all() and np.isfinite(biases).all()):
+            raise _bad_values(name)
+        q = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
+    codes = q if bits == 8 else (q[:, 0::2] | q[:, 1::2] << 4)
+    return QuantizedRows(np.ascontiguousarray(codes), scales, biases)
+
+
+def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedRows:
+    half = np.zeros((len(weights), padded_cols), dtype=np.float16)
+    with np.errstate(over="ignore", under="ignore"):
+        half[:, : weights.shape[1]] = to_float32(weights)
+    if not np.isfinite(half).all():
+        raise _bad_values(name)
+    empty = np.empty((len(weights), 0), dtype=np.float16)
+    return QuantizedRows(half.view(np.uint8), empty, empty)
+
+
+def dequantize(rows: QuantizedRows, bits: int, cols: int) -> NDArray[np.float32]:
+    """Float32 (R, cols) values that quantised rows stand for."""
+    if bits == 16:
+        return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
+    q = rows.codes
+    if bits == 4:
+        q = np.stack([q & 15, q >> 4], axis=-1).reshape(len(q), -1)
+    scale, bias = (np.repeat(x.astype(np.float32), GROUP_SIZE, axis=1) for x in (rows.scales, rows.biases))
+    return (scale * q.astype(np.float32) + bias)[:, :cols]
+
+
+def to_float32(weights: Weights) -> NDArray[np.float32]:
+    """Checkpoint values as float32, exactly; uint16 is read as bfloat16."""
+    if weights.dtype == np.uint16:
+        return (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return weights.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class SquaredError:
+    """Sums over a sample of weights: (stored - exact)^2 and exact^2."""
+
+    error: float = 0.0
+    weight: float = 0.0
+
+    def __add__(self, other: SquaredError) -> SquaredError:
+        return SquaredError(self.error + other.error, self.weight + other.weight)
+
+    @property
+    def relative(self) -> float:
+        """Root-mean-square error over root-mean-square weight.
+
+        To three significant digits, which the order of summation on another machine doesn't change.
+        """
+        if self.weight == 0.0:
+            return 0.0
+        return float(f"{(self.error / self.weight) ** 0.5:.3g}")
+
+
+def sampled_error(weights: Weights, rows: QuantizedRows, bits: int) -> SquaredError:
+    """What quantisation cost a few evenly spaced rows; measuring all would cost more than quantising does."""
+    picks = np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)
+    exact = to_float32(weights[picks]).astype(np.float64)
+    chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
+    stored = dequantize(chosen, bits, weights.shape[1])
+    return SquaredError(float(np.square(stored - exact).sum()), float(np.square(exact).sum()))
+
+
+def _bad_values(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} holds NaN, infinity, or values beyond float16 (65504); the checkpoint is damaged or was not "
+        "saved properly; download it again, or save it again in float32 with finite weights"
+    )

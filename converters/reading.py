@@ -1,0 +1,111 @@
+"""A checkpoint read once, block by block, in the order in which a bundle's files are written.
+
+Legend: D hidden size, n rows in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ondevice.bundle.layout import EMBEDDING, RECORDS_TENSOR, RESIDENT, neuron_file_name
+from ondevice.converters.architectures import tensors as names
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
+from ondevice.converters.quantize import Weights
+
+BLOCK_BYTES = 4 << 20
+"""Checkpoint bytes of one matrix that are read, quantised and written at a time."""
+DOWN_BLOCK_BYTES = 96 << 20
+"""Checkpoint bytes of a down projection held at a time; its columns are cheap to read only when many are."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows that belong together: of one matrix, or gate, up and down (transposed) of the same neurons.
+
+    tensor: the resident tensor, without `.codes`, or `records`. sources: the checkpoint's names of `rows`,
+    each (n, columns) in the stored type; a vector is (n,) float32. last: nothing follows of this tensor.
+    """
+
+    file: str
+    tensor: str
+    sources: tuple[str, ...]
+    rows: tuple[Weights, ...]
+    last: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows)
+
+
+def read_blocks(checkpoint: Checkpoint, wanted: Callable[[str, str], bool]) -> Generator[Block, None, None]:
+    """Neurons by layer, then the embedding, then the resident tensors.
+
+    wanted: told a bundle file and a resident tensor (or `records`), says whether to read for it.
+    """
+    for layer in range(checkpoint.config.num_layers):
+        if wanted(neuron_file_name(layer), RECORDS_TENSOR):
+            yield from _neurons(checkpoint, layer)
+    if wanted(EMBEDDING, RECORDS_TENSOR):
+        yield from _matrix(EMBEDDING, RECORDS_TENSOR, [checkpoint.tensors[names.EMBEDDING]])
+    for tensor, sources in resident_sources(checkpoint):
+        if not wanted(RESIDENT, tensor):
+            continue
+        if len(sources[0].shape) == 1:
+            vector = np.concatenate([source.vector() for source in sources])
+            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (vector,))
+        else:
+            yield from _matrix(RESIDENT, tensor, sources)
+
+
+def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
+    """Every resident tensor (a matrix without `.codes`) and the tensors whose rows, in turn, make it up."""
+    config, tensors = checkpoint.config, checkpoint.tensors
+    for layer in range(config.num_layers):
+        name, prefix = names.LayerNames(layer), f"layers.{layer}"
+        yield f"{prefix}.attention_norm.weight", [tensors[name.attention_norm]]
+        yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in "qkv"]
+        if config.attention_bias:
+            yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in "qkv"]
+        if config.qk_norm:
+            for which in "qk":
+                yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
+        yield f"{prefix}.attention.out", [tensors[name.projection("o")]]
+        if config.attention_output_bias:
+            yield f"{prefix}.attention.out.bias", [tensors[name.projection_bias("o")]]
+        yield f"{prefix}.feed_forward_norm.weight", [tensors[name.feed_forward_norm]]
+    yield "final_norm.weight", [tensors[names.FINAL_NORM]]
+    if not config.tie_embeddings:
+        yield "head", [tensors[names.HEAD]]
+
+
+def _neurons(checkpoint: Checkpoint, layer: int) -> Iterator[Block]:
+    name = names.LayerNames(layer)
+    gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))
+    sources = (gate.name, up.name, down.name)
+    neurons, hidden = gate.shape
+    step = _rows_per_block(gate)
+    held = max(1, DOWN_BLOCK_BYTES // (down.itemsize * hidden * step)) * step
+    for first in range(0, neurons, held):
+        columns = down.columns(first, min(first + held, neurons))
+        for start in range(first, first + columns.shape[1], step):
+            stop = min(start + step, neurons)
+            down_rows = columns[:, start - first : stop - first].T
+            rows = (gate.rows(start, stop), up.rows(start, stop), down_rows)
+            yield Block(neuron_file_name(layer), RECORDS_TENSOR, sources, rows, stop == neurons)
+
+
+def _matrix(file: str, tensor: str, sources: Sequence[SourceTensor]) -> Iterator[Block]:
+    for source in sources:
+        step = _rows_per_block(source)
+        for start in range(0, source.shape[0], step):
+            stop = min(start + step, source.shape[0])
+            last = source is sources[-1] and stop == source.shape[0]
+            yield Block(file, tensor, (source.name,), (source.rows(start, stop),), last)
+
+
+def _rows_per_block(source: SourceTensor) -> int:
+    """A multiple of 16, the rows that the kernels quantise together."""
+    return max(16, BLOCK_BYTES // (source.itemsize * source.shape[1]) // 16 * 16)
