@@ -59,9 +59,10 @@ inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
   uint64_t a, b;
   std::memcpy(&a, first, 8);
   std::memcpy(&b, second, 8);
-  const uint64_t halves[2] = {(a & kLow) | ((b & kLow) << 4), ((a >> 4) & kLow) | (b & ~kLow)};
-  const Bytes16 v = load_vector<Bytes16>(halves);
-  return __builtin_shufflevector(v, v, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+  typedef uint64_t Halves __attribute__((vector_size(16)));
+  const Halves even = {(a & kLow) | ((b & kLow) << 4), 0}, odd = {((a >> 4) & kLow) | (b & ~kLow), 0};
+  return __builtin_shufflevector((Bytes16)even, (Bytes16)odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
+                                 23);
 }
 
 }  // namespace ondevice

@@ -18,18 +18,21 @@ int64_t down_block_bytes(int bits) { return kGroup * kGroup * bits / 8 + 4 * kGr
 // `rows` are the neurons' down rows, zeros where the block has fewer than 64.
 void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_bytes, int64_t groups,
                uint8_t* out) {
-  for (int64_t tile = 0; tile < kTilesPerBlock; ++tile) {
-    const int64_t at = (g * kGroup + tile * kTile) * bits / 8;
-    for (int64_t n = 0; n < kGroup; n += 32 / bits, out += 64) {
+  const int64_t tile_bytes = kTile * kGroup * bits / 8;
+  for (int64_t n = 0; n < kGroup; n += 32 / bits, out += 64)
+    for (int64_t tile = 0; tile < kTilesPerBlock; ++tile) {
       const uint8_t* const* r = rows + n;
+      const int64_t at = (g * kGroup + tile * kTile) * bits / 8;
       if (bits == 8)
         interleave_bytes(load_vector<Bytes16>(r[0] + at), load_vector<Bytes16>(r[1] + at),
-                         load_vector<Bytes16>(r[2] + at), load_vector<Bytes16>(r[3] + at), out);
+                         load_vector<Bytes16>(r[2] + at), load_vector<Bytes16>(r[3] + at),
+                         out + tile * tile_bytes);
       else
         interleave_bytes(join_nibbles(r[0] + at, r[1] + at), join_nibbles(r[2] + at, r[3] + at),
-                         join_nibbles(r[4] + at, r[5] + at), join_nibbles(r[6] + at, r[7] + at), out);
+                         join_nibbles(r[4] + at, r[5] + at), join_nibbles(r[6] + at, r[7] + at),
+                         out + tile * tile_bytes);
     }
-  }
+  out += (kTilesPerBlock - 1) * tile_bytes;
   for (int64_t n = 0; n < kGroup; ++n) {
     std::memcpy(out + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
     std::memcpy(out + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);
