@@ -1,0 +1,182 @@
+"""The tokenizer protocol, streaming decoding, and what both implementations share.
+
+What a token adds to a text is defined once, as bytes, so that streaming and whole decoding can't differ.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Literal, Protocol
+
+from ondevice.errors import BundleError, OndeviceError, UsageError
+
+LeadingSpace = Literal["keep", "one", "each"]
+"""At the start of a text, sentencepiece drops the space its encoder put there: never, from the first token,
+or from every token until one leaves text behind."""
+
+SPACE_MARK = "▁"
+"""Stands for a space in sentencepiece's vocabularies."""
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_NO_LIMIT = 1 << 31
+
+
+class Spelling(Protocol):
+    """What each token adds to a text."""
+
+    @property
+    def leading_space(self) -> LeadingSpace:
+        """What happens to a space at the start of a decoded text."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes, perhaps of part of a character, that the token adds inside a text."""
+
+    def begins_word(self, token: int) -> bool:
+        """Whether the first of `token_bytes` is a space that `leading_space` may drop."""
+
+
+class Tokenizer(Spelling, Protocol):
+    """What the rest of the runtime needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows; a model may have more rows, which decode to nothing."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins a text, if the model has one."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether `encode` begins with `bos_id` unless told otherwise."""
+
+    def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
+        """Ids of `text`. Only with `special` do special tokens' names in it become those tokens."""
+
+    def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
+        """Text of `ids`, special tokens left out, invalid UTF-8 replaced by U+FFFD.
+
+        at_start: the ids open a text; pass False for what continues one, to keep its leading space.
+        """
+
+    def piece(self, token: int) -> str:
+        """The token's name in the vocabulary, special ones included; empty if there is none."""
+
+    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
+        """(start, end, id) of the special tokens that `encode(text, special=True)` finds, in order."""
+
+
+class StreamingDetokenizer:
+    """Turns tokens into text one by one, giving out only whole characters.
+
+    All texts of `add` followed by that of `finish` equal `decode` of all tokens.
+    """
+
+    def __init__(self, tokenizer: Spelling, *, at_start: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._leading = tokenizer.leading_space if at_start else "keep"
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """The text that is certain now; empty while a character is incomplete."""
+        data = self._tokenizer.token_bytes(token)
+        if data and self._leading != "keep":
+            if self._tokenizer.begins_word(token):
+                data = data[1:]
+                if self._leading == "one":
+                    self._leading = "keep"
+            if data:
+                self._leading = "keep"
+        return self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """U+FFFD if the text ends inside a character, else nothing."""
+        return self._decoder.decode(b"", final=True)
+
+
+class Vocabulary(ABC):
+    """What both kinds share: ids at the ends of a text, limits, decoding."""
+
+    leading_space: LeadingSpace = "keep"
+    vocab_size: int
+
+    def __init__(self, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:
+        ends = (*eos_ids, *(() if bos_id is None else (bos_id,)))
+        if any(type(token) is not int or not 0 <= token < _NO_LIMIT for token in ends):
+            raise BundleError(f"bos_id {bos_id!r} or eos_ids {list(eos_ids)!r} holds what is not a token id")
+        if add_bos and bos_id is None:
+            raise BundleError("add_bos is true, but the bundle names no bos_id")
+        self.bos_id, self.eos_ids, self.add_bos = bos_id, eos_ids, add_bos
+        self._ends = frozenset(ends)
+        self._model_rows = _NO_LIMIT
+
+    def check_vocabulary(self, rows: int) -> None:
+        """Raises BundleError if the tokenizer has ids that a model of `rows` embedding rows lacks."""
+        highest = max((self.vocab_size - 1, *self._ends))
+        if highest >= rows:
+            raise BundleError(
+                f"the tokenizer has token id {highest}, but the model's vocabulary ends at {rows - 1}; "
+                "they don't belong together"
+            )
+        self._model_rows = rows
+
+    def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
+        stream = StreamingDetokenizer(self, at_start=at_start)
+        return "".join(map(stream.add, ids)) + stream.finish()
+
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes: ...
+
+    @abstractmethod
+    def begins_word(self, token: int) -> bool: ...
+
+    def _finished(self, ids: list[int], add_bos: bool | None) -> list[int]:
+        # A hostile vocabulary may have gaps, so its size alone doesn't bound the ids it yields.
+        if ids and max(ids) >= self._model_rows:
+            raise BundleError(f"the tokenizer gave id {max(ids)}; the model ends at {self._model_rows - 1}")
+        if not (self.add_bos if add_bos is None else add_bos):
+            return ids
+        if self.bos_id is None:
+            raise UsageError("this model has no token that begins a text; leave add_bos out")
+        return [self.bos_id, *ids]
+
+
+def byte_of(piece: str) -> bytes:
+    match = _BYTE_PIECE.fullmatch(piece)
+    return bytes([int(match[1], 16)]) if match else b""
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with lone surrogates, which no tokenizer can encode, replaced by U+FFFD."""
+    return _SURROGATES.sub("\ufffd", text)
+
+
+class LibraryErrors:
+    """Turns what a tokenizer library raises on a bad file into BundleError.
+
+    `tokenizers` raises plain Exception, and for failed checks in Rust a PanicException, which derives from
+    BaseException and can't be imported; so they are told apart here rather than named in an `except`.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, OndeviceError | MemoryError):
+            return
+        if issubclass(kind, Exception) or kind.__name__ == "PanicException":
+            raise BundleError(f"{self._file} can't be used: {str(error)[:300]}") from error
