@@ -90,6 +90,13 @@ void FlashFile::fail(int64_t offset, const std::string& cause) const {
   throw FlashError(spec_.path + ": read at byte " + std::to_string(offset) + " failed: " + cause);
 }
 
+void FlashFile::fail_short(int64_t offset, int64_t end) const {
+  struct stat status;
+  if (fstat(file_.fd, &status) == 0 && status.st_size < end)
+    fail(offset, "the file has shrunk to " + std::to_string(status.st_size) + " bytes while open");
+  fail(offset, "reads keep coming back short");
+}
+
 // Some file systems accept O_DIRECT when opening and refuse it when reading.
 void FlashFile::probe_direct() const {
   if (spec_.nbytes == 0) return;
@@ -134,16 +141,14 @@ int64_t FlashFile::read(Range range, uint8_t* out) const {
   for (int stalls = 0; position < range.end;) {
     ssize_t got = read_once(file_.fd, out + (position - begin), end - position, position);
     if (got < 0) fail(position, strerror(errno));
-    if (got == 0)
-      fail(position,
-           "the file ends " + std::to_string(range.end - position) + " bytes early (cut while open?)");
+    if (got == 0) fail_short(position, range.end);
     total += got;
     int64_t reached = position + got;
     if (reached >= range.end) break;
     // A direct read can only go on from a page boundary.
     int64_t next = direct_ ? page_down(reached) : reached;
     stalls = next > position ? 0 : stalls + 1;
-    if (stalls > kMaxShortReads) fail(position, "reads keep coming back short");
+    if (stalls > kMaxShortReads) fail_short(position, range.end);
     position = next;
   }
 #if defined(POSIX_FADV_DONTNEED)

@@ -82,6 +82,7 @@ class FlashFile {
 
  private:
   [[noreturn]] void fail(int64_t offset, const std::string& cause) const;
+  [[noreturn]] void fail_short(int64_t offset, int64_t end) const;
   [[noreturn]] void refuse_direct() const;
   void probe_direct() const;
 
