@@ -1,0 +1,87 @@
+"""Format version 1 doesn't drift: the golden bundle's bytes, read by hand and written again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from crc32c import crc32c
+from golden.build import GOLDEN, Recipe, fill
+from malformed.rules import canonical
+
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import verify
+from ondevice.bundle.writer import BundleWriter
+
+SHA256 = {
+    "bundle.json": "c28d452c4c75eddc3eb90aef91de639de1a6e63b6bf26edca5b7f72736c3be35",
+    "checksums.bin": "024feab3f75fa9e08fe90d317dd39fbe1e5536e511a372e19d3a73b3e7cfe2a3",
+    "embedding.safetensors": "1bb864b369e2285c979dc374d4fbf77a217659bd7085c10347105f48bf1a9415",
+    "neurons-00000.safetensors": "6e6e106caab4805d96a195ec55523b387d5159353cd5bff58cc142c4687ca368",
+    "neurons-00001.safetensors": "ef6df6ec7e764885eeb559eb15fe9ae1fb069d694b64f94091af87bb76d89bf8",
+    "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
+}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_golden_bytes_are_unchanged() -> None:
+    assert hashes(GOLDEN) == SHA256
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 100_000
+
+
+def test_writer_makes_the_golden_bytes(tmp_path: Path) -> None:
+    recipe = Recipe()
+    writer = BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden")
+    fill(writer, recipe)
+    assert hashes(tmp_path / "b") == SHA256
+
+
+def test_golden_bundle_opens_and_verifies() -> None:
+    assert Bundle.open(GOLDEN).config == Recipe().config
+    assert verify(GOLDEN, crc32c).checksums == 1 + 64 + 2 * 96 * 2
+
+
+def test_checksum_oracle() -> None:
+    data = np.frombuffer(b"123456789", np.uint8)
+    assert crc32c(data, (9,)).tolist() == [0xE3069283]
+    assert crc32c(data, (4, 2)).tolist() == [
+        int(crc32c(np.frombuffer(piece, np.uint8), (9,))[0]) for piece in (b"1234", b"56", b"789")
+    ]
+
+
+def test_a_neuron_by_hand() -> None:
+    """Neuron 7 of layer 1, from the specification's offsets alone."""
+    data = (GOLDEN / "neurons-00001.safetensors").read_bytes()
+    start = 4096 + 7 * 192
+    gate, up, down = data[start : start + 36], data[start + 64 : start + 100], data[start + 100 : start + 136]
+    assert gate.hex() == "8384cfcae5e06993a6aadd360461eda8cc53f768b0bbaef32fbd9e038947712e08202f19"
+    assert up.hex() == "5c3d513a5837c5c80409cea1ad259b19632c5ff56d6ef4bd60b849f854cc85b4661d4b19"
+    assert down.hex() == "12088a3ae901c0aa82836bacce8f1a049a313fb3c7d744f4f7b7338caf4b6e370723ac1c"
+    assert data[start + 36 : start + 64] == bytes(28)
+    assert data[start + 136 : start + 192] == bytes(56)
+    # The gate's first byte is 0x83: codes 3 and 8. Scale 0x2008 = 1032 / 2^17, bias 0x192f = 1327 / 2^19.
+    assert dequantised(gate)[:2] == [(4 * 1032 * 3 + 1327) / 2**19, (4 * 1032 * 8 + 1327) / 2**19]
+    table = np.fromfile(GOLDEN / "checksums.bin", "<u4")
+    first = 1 + 64 + 192 + 7 * 2
+    assert table[first] == crc32c(np.frombuffer(data[start : start + 64], np.uint8), (64,))[0]
+    assert table[first + 1] == crc32c(np.frombuffer(data[start + 64 : start + 192], np.uint8), (128,))[0]
+
+
+def dequantised(row: bytes) -> list[float]:
+    """A row of 64 elements at 4 bits."""
+    scale, bias = np.frombuffer(row[32:], "<f2").astype(float)
+    codes = [code for byte in row[:32] for code in (byte & 15, byte >> 4)]
+    return [scale * code + bias for code in codes]
+
+
+def test_manifest_by_hand() -> None:
+    document = json.loads((GOLDEN / "bundle.json").read_bytes())
+    assert document["sha256"] == hashlib.sha256(canonical(document["manifest"])).hexdigest()
+    for name, entry in document["manifest"]["files"].items():
+        assert entry["bytes"] == (GOLDEN / name).stat().st_size
+        assert entry["sha256"] == SHA256[name]

@@ -1,0 +1,97 @@
+"""verify: sound bundles pass with a report, each kind of damage is named with its place."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from golden.build import GOLDEN
+from malformed.rules import manifest_of, overwrite, put, seal
+
+from ondevice.bundle import digest, verify
+from ondevice.errors import BundleError, ModelNotFoundError
+
+NEURONS = "neurons-00001.safetensors"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return shutil.copytree(GOLDEN, tmp_path / "bundle")
+
+
+def test_report_and_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify.verify(GOLDEN, crc32c, lambda done, total: seen.append((done, total)))
+    assert dict(report.files) == {
+        path.name: path.stat().st_size for path in GOLDEN.iterdir() if path.name != "bundle.json"
+    }
+    assert report.nbytes == sum(nbytes for _, nbytes in report.files)
+    assert report.checksums == 449
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {report.nbytes}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1000, 5000])
+def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(digest, "CHUNK_BYTES", chunk_bytes)
+    assert verify.verify(copy, crc32c).checksums == 449
+    overwrite(NEURONS, 4096 + 95 * 192 + 70, b"\x00\x01\x02")(copy)
+    with pytest.raises(BundleError, match="record 95, part 1, at byte 22400"):
+        verify.verify(copy, crc32c)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "place"),
+    [
+        (NEURONS, 4096, "record 0, part 0, at byte 4096"),
+        (NEURONS, 4096 + 192 * 5 + 63, "record 5, part 0, at byte 5056"),
+        (NEURONS, 4096 + 192 * 5 + 64, "record 5, part 1, at byte 5120"),
+        ("embedding.safetensors", 8191, "record 63, part 0, at byte 8128"),
+        ("resident.safetensors", 19199, "the block at byte 0"),
+    ],
+)
+def test_damage_is_named(name: str, offset: int, place: str, copy: Path) -> None:
+    byte = (copy / name).read_bytes()[offset]
+    overwrite(name, offset, bytes([byte ^ 0x10]))(copy)
+    with pytest.raises(BundleError, match=f"{name}: {place} doesn't match its CRC32C"):
+        verify.verify(copy, crc32c)
+
+
+def test_a_wrong_sha256_is_found(copy: Path) -> None:
+    put("files", NEURONS, "sha256", value="0" * 64)(copy)
+    with pytest.raises(BundleError, match=f"{NEURONS} doesn't match its sha256"):
+        verify.verify(copy, crc32c)
+
+
+@pytest.mark.parametrize(("offset", "name"), [(4096 + 36, NEURONS), (8191, "embedding.safetensors")])
+def test_padding_that_is_not_zero_is_found(offset: int, name: str, copy: Path) -> None:
+    """Every hash is made to match, as another writer's would."""
+    overwrite(name, offset, b"\x07")(copy)
+    reseal(copy, name)
+    with pytest.raises(BundleError, match=f"{name}: byte {offset} is padding and not zero"):
+        verify.verify(copy, crc32c)
+
+
+def reseal(folder: Path, name: str) -> None:
+    """Makes the hashes of record file `name`, of the checksum table and of the manifest true again."""
+    manifest = manifest_of(folder)
+    entry = manifest["files"][name]
+    layout = manifest["neurons" if name.startswith("neurons") else "embedding"]
+    table = np.fromfile(folder / "checksums.bin", "<u4")
+    data = np.fromfile(folder / name, np.uint8)
+    first = entry["crc"]["offset"]
+    table[first : first + entry["crc"]["count"]] = crc32c(data[4096:], tuple(layout["part_bytes"]))
+    (folder / "checksums.bin").write_bytes(table.tobytes())
+    entry["sha256"] = hashlib.sha256(data.tobytes()).hexdigest()
+    manifest["files"]["checksums.bin"]["sha256"] = hashlib.sha256(table.tobytes()).hexdigest()
+    seal(folder, manifest)
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        verify.verify(tmp_path, crc32c)
