@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -29,13 +30,13 @@ FLASH_ATTENTION_ON = 1
 class Engine:
     """A llama.cpp model and context, driven through the C interface."""
 
-    def __init__(self, spec: dict[str, object]) -> None:
+    def __init__(self, spec: dict[str, Any]) -> None:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         if spec["load_mode"] != "default":
-            model_params.load_mode = LOAD_MODES[str(spec["load_mode"])]
-        model_params.use_extra_bufts = bool(spec["repack"])
-        self.model = llama_cpp.llama_model_load_from_file(str(spec["model"]).encode(), model_params)
+            model_params.load_mode = LOAD_MODES[spec["load_mode"]]
+        model_params.use_extra_bufts = spec["repack"]
+        self.model = llama_cpp.llama_model_load_from_file(spec["model"].encode(), model_params)
         if not self.model:
             raise SystemExit("llama.cpp couldn't load the model")
         params = llama_cpp.llama_context_default_params()
@@ -65,9 +66,10 @@ class Engine:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
 
 
-def run(spec: dict[str, object]) -> dict[str, object]:
+def run(spec: dict[str, Any]) -> dict[str, object]:
     """Prefill and decode once, timed."""
-    prompt = [int(token) for token in spec["prompt"]]  # type: ignore[attr-defined]
+    prompt: list[int] = spec["prompt"]
+    failcnt = Path(spec["failcnt_file"])
     started = time.monotonic()
     engine = Engine(spec)
     loaded = time.monotonic()
@@ -79,10 +81,10 @@ def run(spec: dict[str, object]) -> dict[str, object]:
     begin = time.monotonic()
     token = engine.forward(prompt)
     first = time.monotonic()
-    steady_failcnt = int(Path(str(spec["failcnt_file"])).read_text())
+    steady_failcnt = int(failcnt.read_text())
     tokens = [token]
     decode_begin = time.monotonic()
-    while len(tokens) < int(str(spec["max_tokens"])):
+    while len(tokens) < spec["max_tokens"]:
         tokens.append(engine.forward(tokens[-1:]))
     end = time.monotonic()
     return {
@@ -93,15 +95,15 @@ def run(spec: dict[str, object]) -> dict[str, object]:
         "decode_seconds": end - decode_begin,
         "decoded_tokens": len(tokens) - 1,
         "peak_memory_bytes": peak_memory_bytes(),
-        "steady_failcnt": int(Path(str(spec["failcnt_file"])).read_text()) - steady_failcnt,
+        "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
     }
 
 
-@llama_cpp.llama_log_callback
-def _quiet(_level: int, text: bytes, _data: ctypes.c_void_p) -> None:
+def _to_stderr(_level: int, text: bytes, _data: int | None) -> None:
     sys.stderr.write(text.decode(errors="replace"))
 
 
 if __name__ == "__main__":
-    llama_cpp.llama_log_set(_quiet, ctypes.c_void_p(0))
+    log = llama_cpp.llama_log_callback(_to_stderr)
+    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
     print(json.dumps(run(json.loads(sys.argv[1]))))

@@ -101,7 +101,7 @@ class Rivals:
         return run_engine("run_ondevice.py", spec, limit)
 
     def theirs(self, case: Case, setting: Mapping[str, object], max_tokens: int | None = None) -> Result:
-        spec = self._spec(case, self.gguf) | setting
+        spec = {**self._spec(case, self.gguf), **setting}
         spec["max_tokens"] = max_tokens or case.max_tokens
         return run_engine("run_llama_cpp.py", spec, self.limit(case), timeout_seconds=1800.0)
 
@@ -169,7 +169,7 @@ def measure_case(rivals: Rivals, case: Case, pairs: int) -> dict[str, Any]:
 def measure_flash(rivals: Rivals, pairs: int) -> dict[str, Any]:
     """Reads while streaming against fio on the same disk, and the share of the time that they are under way.
 
-    `flash_read_seconds` counts wall time with a read in flight: near all of it, if compute hides behind reads.
+    `flash_read_seconds` is wall time with a read in flight: nearly all of it, if compute hides behind reads.
     """
     case = next(case for case in CASES if case.name == "streaming-50")
     ours, theirs, shares = [], [], []

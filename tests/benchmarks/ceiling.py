@@ -1,0 +1,120 @@
+"""The budget is a ceiling: ten budgets from the minimum to the whole model, at a 1,500-token context.
+
+Each budget is run twice, from cold caches. Inside a memory cgroup of that size nothing may be killed, and
+once the first token is out the limit may not be hit again (`failcnt`: no stall in reclaim). Without a limit,
+the peak of resident memory (mapped files included) may not pass the budget, and the plan's total must agree
+with it within the larger of 5 % and 16 MB. Ends with one JSON line; exits 0 only if all of that holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from measure import HERE, Result, machine, note, require_rig, run_engine
+from ondevice_bundle import bundle_folder
+from random_model import LLAMA_7B, SMALL, Shape, huggingface_folder, random_tokens
+
+CONTEXT = 1500
+BUDGETS = 10
+MAX_TOKENS = 9
+SHAPES = {shape.name: shape for shape in (SMALL, LLAMA_7B)}
+
+
+def inspect(bundle: Path, budget: int, threads: int) -> dict[str, Any]:
+    """`ondevice inspect --json`: the plan, before anything is loaded."""
+    command = [sys.executable, "-m", "ondevice.cli", "inspect", "--model", str(bundle), "--json"]
+    command += ["--dram-budget", str(budget), "--max-context", str(CONTEXT), "--kv-bits", "8"]
+    command += ["--threads", str(threads)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not result.stdout.strip():
+        raise SystemExit(f"inspect said nothing: {result.stderr.strip()}")
+    plan: dict[str, Any] = json.loads(result.stdout)
+    return plan
+
+
+def budgets(bundle: Path, threads: int) -> list[int]:
+    """From the smallest that works to the one with room for the whole model, evenly spaced."""
+    generous = inspect(bundle, 1 << 40, threads)
+    lowest, highest = generous["minimum_budget_bytes"], generous["plan"]["total_bytes"]
+    return [lowest + (highest - lowest) * step // (BUDGETS - 1) for step in range(BUDGETS)]
+
+
+def measure_budget(bundle: Path, shape: Shape, budget: int, threads: int) -> dict[str, Any]:
+    """Both runs of one budget, and what was wrong with them."""
+    spec = {
+        "model": str(bundle.resolve()),
+        "prompt": random_tokens(CONTEXT - MAX_TOKENS, shape.vocab_size),
+        "max_tokens": MAX_TOKENS,
+        "context": CONTEXT,
+        "threads": threads,
+        "warm_up": False,
+        "dram_budget": budget,
+        "io": "auto",
+    }
+    limited = run_engine("run_ondevice.py", spec, limit_bytes=budget)
+    free = run_engine("run_ondevice.py", spec)
+    row: dict[str, Any] = {"shape": shape.name, "budget_bytes": budget}
+    row["wrong"] = complaints(budget, limited, free)
+    if free["survived"]:
+        row |= {key: free[key] for key in ("peak_memory_bytes", "plan_bytes", "decode_tokens_per_second")}
+    if limited["survived"]:
+        row |= {key: limited[key] for key in ("failcnt", "steady_failcnt")}
+    return row
+
+
+def complaints(budget: int, limited: Result, free: Result) -> list[str]:
+    """What breaks the ceiling, in words; empty if it holds."""
+    wrong = []
+    if not limited["survived"]:
+        wrong.append(f"in a cgroup of the budget: {limited['reason']}")
+    elif limited["steady_failcnt"]:
+        wrong.append(f"the limit was hit {limited['steady_failcnt']} times after the first token")
+    if not free["survived"]:
+        return [*wrong, f"unlimited: {free['reason']}"]
+    peak, plan = free["peak_memory_bytes"], free["plan_bytes"]
+    if peak > budget:
+        wrong.append(f"the peak is {(peak - budget) / 1e6:.1f} MB above the budget")
+    if abs(plan - peak) > max(0.05 * peak, 16e6):
+        wrong.append(f"the plan's total is {(plan - peak) / 1e6:+.1f} MB off the peak")
+    return wrong
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    figures = [f"{row.get(key, 0) / 1e6:.1f}" for key in ("budget_bytes", "plan_bytes", "peak_memory_bytes")]
+    figures += [str(row.get("failcnt", "")), str(row.get("steady_failcnt", ""))]
+    figures.append(f"{row.get('decode_tokens_per_second', 0):.2f}")
+    return f"| {row['shape']} | " + " | ".join(figures) + f" | {'; '.join(row['wrong']) or 'held'} |"
+
+
+def main() -> int:
+    """All budgets of the chosen shapes; 0 if the ceiling holds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: all")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workdir", type=Path, default=HERE.parents[1] / "build/bench")
+    args = parser.parse_args()
+    require_rig()
+    rows: list[dict[str, Any]] = []
+    print(
+        "| shape | budget MB | plan MB | peak MB | failcnt | of it steady | tokens/s | |\n" + "|---" * 8 + "|"
+    )
+    for name in args.shape or SHAPES:
+        shape = SHAPES[name]
+        bundle = bundle_folder(huggingface_folder(shape, args.workdir), args.workdir)
+        for budget in budgets(bundle, args.threads):
+            note(f"{name}: {budget / 1e6:.1f} MB")
+            rows.append(measure_budget(bundle, shape, budget, args.threads))
+            print(line(rows[-1]), flush=True)
+    passed = not any(row["wrong"] for row in rows)
+    print(json.dumps({"benchmark": "ceiling", "passed": passed, "machine": machine(), "budgets": rows}))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
