@@ -1,0 +1,208 @@
+"""Storage that misbehaves: a preloaded shim makes pread fail, come short or stall (Linux, needs a compiler).
+
+Each test runs its body, a function of this file, in a process of its own under the shim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if sys.platform != "linux" or compiler is None:
+        pytest.skip("needs Linux and a C++ compiler")
+    library = tmp_path_factory.mktemp("shim") / "flash_faults.so"
+    source = TESTS / "native" / "flash_faults.cc"
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def run_under(shim: Path, folder: Path, body: Callable[[Path], None], **settings: object) -> str:
+    """Runs `body(folder)` in a new process under the shim, which `FLASH_<SETTING>` variables set up."""
+    source = textwrap.dedent(inspect.getsource(body))
+    program = f"from pathlib import Path\n{source}\n{body.__name__}(Path({str(folder)!r}))\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
+    environment |= {f"FLASH_{name.upper()}": str(value) for name, value in settings.items()}
+    environment["LD_PRELOAD"] = str(shim)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def read_everything(folder: Path) -> None:
+    import numpy as np
+    from flash_files import HEADER_BYTES, STRIDE, write_plain, write_records
+
+    from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+    from ondevice.flash.reader import FlashReader
+
+    records = write_records(folder / "records.flash", 3000)
+    plain, data = write_plain(folder / "plain.flash", 2_500_001, 1 << 20)
+    extents = [Extent(0, HEADER_BYTES + 250 * STRIDE * i, 250 * STRIDE) for i in range(12)]
+    for io in ("direct", "buffered"):
+        with FlashReader([records.checked, plain], io=io, threads=3) as reader:
+            np.testing.assert_array_equal(reader.read(1, 0, data.size), data)
+            rows = np.empty((200, STRIDE), np.uint8)
+            ids = np.random.default_rng(0).integers(0, 3000, 200)
+            reader.read_records(0, ids, rows)
+            np.testing.assert_array_equal(rows, records.data[ids])
+            with ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 3, True) as stream:
+                for step in range(60):
+                    extent = extents[step % 12]
+                    np.testing.assert_array_equal(
+                        stream.next(), records.bytes_at(extent.offset, extent.nbytes)
+                    )
+                    stream.release()
+
+
+@pytest.mark.parametrize("fault", ["short", "eintr"])
+@pytest.mark.parametrize("every", [2, 5])
+def test_short_and_interrupted_reads_go_on(shim: Path, tmp_path: Path, fault: str, every: int) -> None:
+    run_under(shim, tmp_path, read_everything, fault=fault, fault_every=every)
+
+
+def recover_from_io_errors(folder: Path) -> None:
+    import numpy as np
+    import pytest
+    from flash_files import HEADER_BYTES, STRIDE, write_records
+
+    from ondevice.errors import FlashReadError
+    from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+    from ondevice.flash.reader import FlashReader
+
+    records = write_records(folder / "records.flash", 800)
+    extents = [Extent(0, HEADER_BYTES + 16 * STRIDE * i, 16 * STRIDE) for i in range(50)]
+    (folder / "off").touch()
+    with FlashReader([records.checked], threads=3) as reader:
+        (folder / "off").unlink()
+        messages = []
+        for i in range(200):
+            try:
+                got = reader.read(0, HEADER_BYTES + i * STRIDE, STRIDE)
+                np.testing.assert_array_equal(got, records.data[i])
+            except FlashReadError as error:
+                offset = (HEADER_BYTES + i * STRIDE) // 4096 * 4096
+                messages.append(
+                    (str(error), f"records.flash: read at byte {offset} failed: Input/output error")
+                )
+        assert 20 < len(messages) < 180
+        assert all(expected in message for message, expected in messages)
+        with ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 4, True) as stream:
+            failures = 0
+            for step in range(200):
+                extent = extents[step % 50]
+                try:
+                    view = stream.next()
+                except FlashReadError:
+                    failures += 1
+                    continue
+                np.testing.assert_array_equal(view, records.bytes_at(extent.offset, extent.nbytes))
+                stream.release()
+            assert 20 < failures < 180, failures
+            with pytest.raises(FlashReadError):
+                reader.read_records(0, range(0, 800, 2), np.empty((400, STRIDE), np.uint8))
+            (folder / "off").touch()
+            while True:  # what was read ahead may still have failed; stand inside the schedule
+                try:
+                    stream.next()
+                    break
+                except FlashReadError:
+                    continue
+            stream.rewind()
+            for step in range(100):
+                extent = extents[step % 50]
+                np.testing.assert_array_equal(stream.next(), records.bytes_at(extent.offset, extent.nbytes))
+                stream.release()
+
+
+def test_io_errors_are_typed_in_order_and_pass(shim: Path, tmp_path: Path) -> None:
+    run_under(shim, tmp_path, recover_from_io_errors, fault="eio", fault_every=3, fault_off=tmp_path / "off")
+
+
+def close_while_reads_stall(folder: Path) -> None:
+    import threading
+    import time
+
+    from flash_files import HEADER_BYTES, STRIDE, write_records
+
+    from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+    from ondevice.flash.reader import FlashReader
+
+    records = write_records(folder / "records.flash", 1600)
+    extents = [Extent(0, HEADER_BYTES + 16 * STRIDE * i, 16 * STRIDE) for i in range(100)]
+    (folder / "off").touch()
+    reader = FlashReader([records.checked], threads=2)
+    (folder / "off").unlink()
+    outcomes: list[str] = []
+
+    def consume(stream: ExtentStream) -> None:
+        try:
+            while True:
+                stream.next()
+                stream.release()
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    for end in ("stream", "reader"):
+        stream = ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 50, True)
+        consumer = threading.Thread(target=consume, args=(stream,))
+        consumer.start()
+        time.sleep(0.6)
+        start = time.monotonic()
+        stream.close() if end == "stream" else reader.close()
+        # One stalled read of 0.5 s per thread, not the 25 s of the slots still to be filled.
+        assert time.monotonic() - start < 5
+        consumer.join()
+        stream.close()
+    assert outcomes == ["the stream is closed", "the stream's reader is closed"]
+
+
+def test_closing_waits_for_the_read_in_flight_only(shim: Path, tmp_path: Path) -> None:
+    settings = {"fault": "stall", "fault_every": 1, "fault_stall_ms": 500, "fault_off": tmp_path / "off"}
+    run_under(shim, tmp_path, close_while_reads_stall, **settings)
+
+
+def refuse_direct_reads(folder: Path) -> None:
+    import logging
+
+    import numpy as np
+    import pytest
+    from flash_files import HEADER_BYTES, STRIDE, write_records
+
+    from ondevice.errors import BackendUnavailableError
+    from ondevice.flash.reader import FlashReader
+
+    records = write_records(folder / "records.flash", 100)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("ondevice").addHandler(handler)
+    with pytest.raises(BackendUnavailableError, match=r"records\.flash.*refuses direct reads"):
+        FlashReader([records.checked], io="direct")
+    assert not messages
+    with FlashReader([records.checked], io="auto") as reader:
+        assert reader.io == "buffered"
+        np.testing.assert_array_equal(reader.read(0, HEADER_BYTES, STRIDE), records.data[0])
+    assert len(messages) == 1
+    assert "records.flash" in messages[0]
+
+
+@pytest.mark.parametrize("fault", ["refuse_open", "refuse_read"])
+def test_a_file_system_that_refuses_direct_reads(shim: Path, tmp_path: Path, fault: str) -> None:
+    run_under(shim, tmp_path, refuse_direct_reads, fault=fault)
