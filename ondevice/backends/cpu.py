@@ -105,6 +105,7 @@ class CpuBackend:
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
         self._resident_embedding = resident_embedding
+        self._embedding: _ResidentEmbedding | None = None
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._blocks = np.zeros(0, dtype=np.uint64)
@@ -124,7 +125,15 @@ class CpuBackend:
         return self.feed_forwards[-1]
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
-        return _ResidentEmbedding(source) if self._resident_embedding else source
+        if not self._resident_embedding:
+            return source
+        self._embedding = _ResidentEmbedding(source)
+        return self._embedding
+
+    def release_embedding(self) -> None:
+        """Give the resident embedding table back, if there is one; its rows then come from flash."""
+        if self._embedding is not None:
+            self._embedding.release()
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         width = RowLayout(table.hidden_size, table.bits).padded_cols
@@ -206,8 +215,14 @@ class _ResidentEmbedding:
         self.hidden_size = source.hidden_size
         self.bits = source.bits
         self.layout = source.layout
-        self._records = source.read(np.arange(source.vocab_size, dtype=np.int32))
+        self._source = source
+        self._records: Bytes | None = source.read(np.arange(source.vocab_size, dtype=np.int32))
 
     def read(self, tokens: Int32) -> Bytes:
+        if self._records is None:
+            return self._source.read(tokens)
         records: Bytes = self._records[tokens]
         return records
+
+    def release(self) -> None:
+        self._records = None
