@@ -110,19 +110,19 @@ float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t
   return reduce_add(sum);
 }
 
-// acc[d] gains weight * value for positions [low, high] of one block, ascending.
-void weigh_values(const float* values, int64_t width, const float* weights, int64_t low, int64_t high,
+// acc[d] gains weight * value for positions [low, high] of one block, ascending. load_at(p, d) gives 16 values.
+template <class Load>
+void weigh_values(const Load& load_at, int64_t width, const float* weights, int64_t low, int64_t high,
                   float* acc) {
   int64_t d = 0;
   for (; d + 64 <= width; d += 64) {
     F a = load(acc + d), b = load(acc + d + 16), c = load(acc + d + 32), e = load(acc + d + 48);
     for (int64_t p = low; p <= high; ++p) {
       const F w = set1(weights[p]);
-      const float* v = values + p * width + d;
-      a = fma(w, load(v), a);
-      b = fma(w, load(v + 16), b);
-      c = fma(w, load(v + 32), c);
-      e = fma(w, load(v + 48), e);
+      a = fma(w, load_at(p, d), a);
+      b = fma(w, load_at(p, d + 16), b);
+      c = fma(w, load_at(p, d + 32), c);
+      e = fma(w, load_at(p, d + 48), e);
     }
     store(acc + d, a);
     store(acc + d + 16, b);
@@ -131,7 +131,7 @@ void weigh_values(const float* values, int64_t width, const float* weights, int6
   }
   for (; d < width; d += 16) {
     F a = load(acc + d);
-    for (int64_t p = low; p <= high; ++p) a = fma(set1(weights[p]), load(values + p * width + d), a);
+    for (int64_t p = low; p <= high; ++p) a = fma(set1(weights[p]), load_at(p, d), a);
     store(acc + d, a);
   }
 }
@@ -199,7 +199,9 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
   for (int64_t p = base; p < end; p += kKvBlock) {
     const Head at = head_at(kv, p / kKvBlock, head);
-    load_values(at, kv, width, block);
+    // Several queries share the conversion to float; one goes without.
+    const bool convert = rows > 1 || width != dim;
+    if (convert) load_values(at, kv, width, block);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t high = args.position + q_begin + r / shared;
       const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;
@@ -207,7 +209,14 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
       if (at.value_scales)
         for (int64_t i = 0; i < kKvBlock; i += 16)
           store(weights + i, mul(load(weights + i), load(at.value_scales + i)));
-      weigh_values(block, width, weights, max_of(low - p, 0), min_of(high - p, kKvBlock - 1), acc + r * width);
+      const int64_t begin = max_of(low - p, 0), last_seen = min_of(high - p, kKvBlock - 1);
+      float* sum = acc + r * width;
+      if (convert)
+        weigh_values([&](int64_t i, int64_t d) { return load(block + i * width + d); }, width, weights, begin,
+                     last_seen, sum);
+      else
+        weigh_values([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * dim + d); }, width,
+                     weights, begin, last_seen, sum);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {

@@ -20,46 +20,64 @@ constexpr int64_t down_block_bytes() {
   return kGroup * kGroup * BITS / 8 + 4 * kGroup;
 }
 
+// c of one block, quantised, for TT tokens.
+template <int TT>
+struct ScaledBlock {
+  int8_t codes[TT][kGroup];
+  float scale[TT];
+  int32_t sum[TT];
+};
+
+template <int BITS, int TT>
+void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bias_sum, ScaledBlock<TT>* out) {
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  F s[4], offset[4];
+  for (int i = 0; i < 4; ++i) {
+    s[i] = load_half(scales + 16 * i);
+    offset[i] = fma(s[i], set1(kMiddle), load_half(scales + kGroup + 16 * i));
+  }
+  for (int t = 0; t < TT; ++t) {
+    F c[4];
+    F magnitude = zero();
+    for (int i = 0; i < 4; ++i) {
+      const F v = load(h + t * h_stride + 16 * i);
+      bias_sum[t] = fma(v, offset[i], bias_sum[t]);
+      c[i] = mul(v, s[i]);
+      magnitude = max(magnitude, abs(c[i]));
+    }
+    quantize_group(c, reduce_max(magnitude), BITS == 4, out->codes[t], out->scale + t, out->sum + t);
+  }
+}
+
 template <int BITS, int TT>
 void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, float* y,
                  int64_t y_stride, float* lanes, int64_t lanes_stride) {
   constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  // Quantising is a chain of dependent steps: with few tokens, several blocks go through it side by side.
+  constexpr int64_t kAhead = TT >= 4 ? 1 : 8;
   F bias_sum[TT];
   for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);
-  for (int64_t b = 0; b < blocks; ++b) {
-    const uint8_t* block = group + b * down_block_bytes<BITS>();
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(block + kTilesPerGroup * kTileBytes);
-    const uint16_t* biases = scales + kGroup;
-    F s[4], offset[4];
-    for (int i = 0; i < 4; ++i) {
-      s[i] = load_half(scales + 16 * i);
-      offset[i] = fma(s[i], set1(kMiddle), load_half(biases + 16 * i));
-    }
-    int8_t codes[TT][kGroup];
-    const int8_t* x[TT];
-    float scale[TT];
-    int32_t int_sums[TT];
-    for (int t = 0; t < TT; ++t) {
-      F c[4];
-      F magnitude = zero();
-      for (int i = 0; i < 4; ++i) {
-        const F v = load(h + t * h_stride + b * kGroup + 16 * i);
-        bias_sum[t] = fma(v, offset[i], bias_sum[t]);
-        c[i] = mul(v, s[i]);
-        magnitude = max(magnitude, abs(c[i]));
-      }
-      quantize_group(c, reduce_max(magnitude), BITS == 4, codes[t], scale + t, int_sums + t);
-      x[t] = codes[t];
-    }
-    for (int64_t tile = 0; tile < kTilesPerGroup; ++tile) {
-      F sums[TT];
-      dot_block<BITS, TT>(block + tile * kTileBytes, x, int_sums, sums);
-      for (int t = 0; t < TT; ++t) {
-        float* out = y + t * y_stride + tile * kTile;
-        // Exact: both terms are integers below 2^24.
-        const F centred = sub(sums[t], set1(kMiddle * static_cast<float>(int_sums[t])));
-        store(out, fma(set1(scale[t]), centred, load(out)));
+  for (int64_t first = 0; first < blocks; first += kAhead) {
+    const int64_t count = blocks - first < kAhead ? blocks - first : kAhead;
+    const uint8_t* block = group + first * down_block_bytes<BITS>();
+    ScaledBlock<TT> scaled[kAhead];
+    for (int64_t b = 0; b < count; ++b)
+      scale_block<BITS, TT>(reinterpret_cast<const uint16_t*>(block + b * down_block_bytes<BITS>() +
+                                                              kTilesPerGroup * kTileBytes),
+                            h + (first + b) * kGroup, h_stride, bias_sum, scaled + b);
+    for (int64_t b = 0; b < count; ++b, block += down_block_bytes<BITS>()) {
+      const int8_t* x[TT];
+      for (int t = 0; t < TT; ++t) x[t] = scaled[b].codes[t];
+      for (int64_t tile = 0; tile < kTilesPerGroup; ++tile) {
+        F sums[TT];
+        dot_block<BITS, TT>(block + tile * kTileBytes, x, scaled[b].sum, sums);
+        for (int t = 0; t < TT; ++t) {
+          float* out = y + t * y_stride + tile * kTile;
+          // Exact: both terms are integers below 2^24.
+          const F centred = sub(sums[t], set1(kMiddle * static_cast<float>(scaled[b].sum[t])));
+          store(out, fma(set1(scaled[b].scale[t]), centred, load(out)));
+        }
       }
     }
   }
@@ -73,6 +91,9 @@ void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_st
   for (; t + kTokenTile <= tokens; t += kTokenTile)
     down_tokens<BITS, kTokenTile>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
                                   lanes + t * lanes_stride, lanes_stride);
+  for (; t + 2 <= tokens; t += 2)
+    down_tokens<BITS, 2>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
+                         lanes + t * lanes_stride, lanes_stride);
   for (; t < tokens; ++t)
     down_tokens<BITS, 1>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
                          lanes + t * lanes_stride, lanes_stride);
