@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 _POLYNOMIAL = 0x82F63B78
-_LANE_BYTES = 1024
+_LANE_BYTES = 256
 
 
 def _table() -> np.ndarray:

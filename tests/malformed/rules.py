@@ -33,10 +33,15 @@ def canonical(manifest: object) -> bytes:
     return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
 
-def seal(folder: Path, manifest: Any) -> None:
-    """Writes `bundle.json` with a sha256 that matches."""
+def sealed(manifest: object) -> bytes:
+    """A `bundle.json` whose sha256 matches."""
     document = {"manifest": manifest, "sha256": hashlib.sha256(canonical(manifest)).hexdigest()}
-    (folder / "bundle.json").write_text(json.dumps(document))
+    return json.dumps(document).encode()
+
+
+def seal(folder: Path, manifest: object) -> None:
+    """Writes `bundle.json` with a sha256 that matches."""
+    (folder / "bundle.json").write_bytes(sealed(manifest))
 
 
 def manifest_of(folder: Path) -> Any:
