@@ -9,8 +9,6 @@ overlap: one thread reads, one quantises (on every core), the calling one checks
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import groupby
@@ -44,6 +42,7 @@ from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
 from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError
 from ondevice.kernels import _native
+from ondevice.units import usable_cores
 
 CONVERTER_VERSION = "1"
 """Changes whenever the same checkpoint would give other bytes."""
@@ -56,7 +55,7 @@ logger = logging.getLogger(__name__)
 def convert(
     source: str | Path,
     output: str | Path,
-    quant: str = "q4",
+    quant: str | QuantConfig = "q4",
     on_progress: OnProgress | None = None,
     resume: bool = False,
     force: bool = False,
@@ -70,7 +69,7 @@ def convert(
     Raises UsageError where `output` may not be written, ModelNotFoundError, UnsupportedModelError or
     CheckpointError for the source, OndeviceError where the disk is full or refuses.
     """
-    quant_config = QuantConfig.parse(quant)
+    quant_config = quant if isinstance(quant, QuantConfig) else QuantConfig.parse(quant)
     folder = OutputFolder(Path(output))
     checkpoint = open_checkpoint(Path(source))
     with closing(checkpoint), closing(folder):
@@ -144,7 +143,7 @@ class _Conversion:
             return not missing.isdisjoint({tensor, f"{tensor}.codes", f"{tensor}.scales", f"{tensor}.biases"})
 
         meter = self._meter(wanted, on_progress)
-        engine = _native.Engine(_cores())
+        engine = _native.Engine(usable_cores())
         blocks = ahead(read_blocks(self._checkpoint, wanted), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, engine), BLOCKS_AHEAD)
         with closing(chunks):
@@ -228,8 +227,3 @@ def _counted(chunks: Iterator[Chunk], meter: ProgressMeter) -> Iterator[Chunk]:
     for chunk in chunks:
         yield chunk
         meter.advance(chunk.file, chunk.source_bytes)
-
-
-def _cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from ondevice.bundle.files import sync_folder
 from ondevice.bundle.layout import MANIFEST
 from ondevice.errors import OndeviceError, UsageError
+from ondevice.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -110,4 +111,4 @@ class OutputFolder:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB ({nbytes} bytes)"
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"

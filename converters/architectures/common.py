@@ -122,7 +122,10 @@ def _rope(reader: ConfigReader, max_context: int) -> tuple[float, RopeScaling | 
     theta = reader.number("rope_theta", 10000.0)
     original = reader.integer("original_max_position_embeddings", max_context)
     rope = ConfigReader(newer or older or {}, where)
-    kind = rope.text("rope_type", rope.text("type", "default"))
+    older_kind = rope.text("type", rope.text("rope_type", "default"))
+    kind = rope.text("rope_type", older_kind)
+    if kind != older_kind:
+        raise CheckpointError(f"{where}: rope_type {shown(kind)} and type {shown(older_kind)} contradict")
     theta = rope.number("rope_theta", theta)
     rope.only("partial_rotary_factor", 1.0)
     scaling = None
