@@ -1,1 +1,72 @@
-"""Run a language model that is larger than the memory you give it."""
+"""Run a language model that is larger than the memory you give it.
+
+Importing this package does nothing; names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ondevice.api import Model as Model
+    from ondevice.api import convert as convert
+    from ondevice.api import inspect as inspect
+    from ondevice.api import load as load
+    from ondevice.api import verify as verify
+    from ondevice.config import RuntimeConfig as RuntimeConfig
+    from ondevice.config import SamplingConfig as SamplingConfig
+    from ondevice.errors import BackendUnavailableError as BackendUnavailableError
+    from ondevice.errors import BudgetError as BudgetError
+    from ondevice.errors import BundleError as BundleError
+    from ondevice.errors import CheckpointError as CheckpointError
+    from ondevice.errors import ContextOverflowError as ContextOverflowError
+    from ondevice.errors import FlashReadError as FlashReadError
+    from ondevice.errors import ModelNotFoundError as ModelNotFoundError
+    from ondevice.errors import OndeviceError as OndeviceError
+    from ondevice.errors import UnsupportedModelError as UnsupportedModelError
+    from ondevice.errors import UsageError as UsageError
+    from ondevice.generate import Event as Event
+    from ondevice.memory_plan import Plan as Plan
+    from ondevice.response import Response as Response
+    from ondevice.scoring import Score as Score
+    from ondevice.session import Session as Session
+    from ondevice.stats import GenerationStats as GenerationStats
+
+_MODULES = {
+    "api": ("Model", "convert", "inspect", "load", "verify"),
+    "config": ("RuntimeConfig", "SamplingConfig"),
+    "errors": (
+        "BackendUnavailableError",
+        "BudgetError",
+        "BundleError",
+        "CheckpointError",
+        "ContextOverflowError",
+        "FlashReadError",
+        "ModelNotFoundError",
+        "OndeviceError",
+        "UnsupportedModelError",
+        "UsageError",
+    ),
+    "generate": ("Event",),
+    "memory_plan": ("Plan",),
+    "response": ("Response",),
+    "scoring": ("Score",),
+    "session": ("Session",),
+    "stats": ("GenerationStats",),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

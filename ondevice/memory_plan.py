@@ -34,6 +34,8 @@ STREAM_SLOTS = 8
 DEFAULT_MAX_CONTEXT = 4096
 PROCESS_ALLOWANCE_BYTES = 8 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
+REPEAT_MARGIN_BYTES = 1 << 20
+"""Added to budgets that are recommended: the next process may measure itself a little larger."""
 AUTO_RESERVE_BYTES = 256 << 20
 LOGITS_BYTES = 8 << 20
 """Aim for the logits of one chunk where the logits of every token are wanted."""
@@ -138,29 +140,24 @@ class Plan:
     predictor_bytes: int = 0
     draft_bytes: int = 0
 
-    @cached_property
+    @property
     def full_bytes(self) -> int:
-        """Everything resident, with a full context: more budget than this changes nothing."""
-        return (
-            self._always_bytes
-            + self.embedding_bytes
-            + self.segment.total * self.segment.nbytes
-            + self.kv_cache_bytes
-        )
+        """The budget at which everything is resident, with a full context: more changes nothing."""
+        return self._full_need + REPEAT_MARGIN_BYTES
 
-    @cached_property
+    @property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget that works: no feed-forward segment is left when the context is full."""
-        return min(self.full_bytes, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
+        """The smallest budget to give: no feed-forward segment is left when the context is full."""
+        return self._least_need + REPEAT_MARGIN_BYTES
 
     @property
     def fits(self) -> bool:
-        return self.budget_bytes >= self.minimum_budget_bytes
+        return self.budget_bytes >= self._least_need
 
     @property
     def streams(self) -> bool:
         """Whether some feed-forward weights may have to come from flash."""
-        return self.budget_bytes < self.full_bytes
+        return self.budget_bytes < self._full_need
 
     @property
     def resident_weights_bytes(self) -> int:
@@ -239,6 +236,15 @@ class Plan:
             "segments_at_start": self.segments_for(self.kv_block_bytes),
             "segments_total": self.segment.total,
         }
+
+    @cached_property
+    def _full_need(self) -> int:
+        segments = self.segment.total * self.segment.nbytes
+        return self._always_bytes + self.embedding_bytes + segments + self.kv_cache_bytes
+
+    @cached_property
+    def _least_need(self) -> int:
+        return min(self._full_need, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
 
     @property
     def _always_bytes(self) -> int:

@@ -82,11 +82,10 @@ def benchmark_prompt(count: int, vocab_size: int) -> list[int]:
 def benchmark_report(runs: Sequence[GenerationStats], kernel_target: str) -> dict[str, Any]:
     """`bench --json`: medians of the runs, flash traffic per generated token, and the machine."""
     median = median_stats(runs)
-    passes = max(1, median.forward_passes)
     return {
         **median.to_dict(),
         "runs": len(runs),
-        "flash_bytes_per_token": round(median.flash_bytes_read / passes),
+        "flash_bytes_per_token": median.flash_bytes_read // max(1, median.generated_tokens),
         "machine": {
             "system": platform.system(),
             "processor": _processor(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -102,6 +102,30 @@ def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
     return SamplingConfig(**chosen)
 
 
+def sampling_options(sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
+    """`sampling`, or the defaults, with these fields changed. Raises UsageError.
+
+    `stop` may be one string, `logit_bias` a mapping from token id to bias.
+    """
+    require_fields(SamplingConfig, options)
+    changed = dict(options)
+    if isinstance(changed.get("stop"), str):
+        changed["stop"] = (changed["stop"],)
+    if isinstance(changed.get("logit_bias"), Mapping):
+        changed["logit_bias"] = changed["logit_bias"].items()
+    for name in {"stop", "logit_bias"} & changed.keys():
+        changed[name] = tuple(changed[name])
+    return replace(sampling or SamplingConfig(), **changed)
+
+
+def require_fields(config: type, options: Iterable[str]) -> None:
+    """Raises UsageError for an option that isn't a field of the dataclass `config`."""
+    known = [field.name for field in fields(config)]
+    for name in options:
+        if name not in known:
+            raise UsageError(f"there is no option {name!r}; there are {', '.join(known)}")
+
+
 def check_choices(config: RuntimeConfig) -> None:
     """Raises UsageError if a field isn't one of the values its type allows."""
     for name, hint in get_type_hints(RuntimeConfig).items():
@@ -162,7 +186,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise UsageError(f"the settings file {path} has an unknown key {key!r}; known are {known}")
         if not isinstance(value, _allowed(name)) or (type(value) is bool and name != "offline"):
             raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
-        settings[name] = value
+        settings[name] = str(value) if name in options and options[name].choices else value
     return settings
 
 

@@ -30,8 +30,8 @@ LAYERS = (
     ("sampling", "speculation"),
     ("memory_plan",),
     ("generate",),
-    ("settings", "models", "owner", "engine", "scoring", "session", "api"),
-    ("cli",),
+    ("settings", "models", "owner", "engine", "scoring", "response", "session", "api"),
+    ("report", "options", "cli"),
 )
 ORDER = [part for layer in LAYERS for part in layer]
 CONVERTERS_MAY_IMPORT = [part for layer in LAYERS[:6] for part in layer]

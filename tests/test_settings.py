@@ -71,7 +71,7 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
     assert read_settings(path) == {
         "dram_budget": "4GB",
         "temperature": 0.5,
-        "kv_bits": 8,
+        "kv_bits": "8",
         "model": "m",
         "offline": True,
         "stop": ["x"],

@@ -1,0 +1,394 @@
+"""The `ondevice` command: text to stdout, everything about it to stderr, errors as exit codes.
+
+The only module that prints. Commands import what they need when they run, so that help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ondevice.config import QuantConfig
+from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
+from ondevice.options import add_options, json_option, model_option, read_text
+from ondevice.settings import (
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    read_settings,
+    runtime_config,
+    sampling_config,
+    settings_path,
+    with_model_defaults,
+)
+
+if TYPE_CHECKING:
+    from ondevice.api import Model
+    from ondevice.converters.progress import Progress
+    from ondevice.generate import Event
+    from ondevice.session import Session
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS = 128, 64, 3
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+CHAT_HELP = """\
+/help           this list
+/reset          forget the conversation
+/save FILE      write the conversation to a file
+/load FILE      go on with one from a file
+/stats          figures of the last reply, and the memory plan
+/budget SIZE    another DRAM budget from now on
+Ctrl-C stops a reply, Ctrl-D quits."""
+
+
+def main() -> NoReturn:
+    """The installed command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)
+        sys.stdout.flush()
+    except OndeviceError as error:
+        return _fail(str(error), error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    except MemoryError:
+        return _fail("out of memory: lower --dram-budget", OndeviceError.exit_code)
+    except OSError as error:
+        return _fail(str(error), OndeviceError.exit_code)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    _say(f"error: {message}")
+    return code
+
+
+def _say(message: str, newline: bool = True) -> None:
+    click.echo(message, err=True, nl=newline)
+
+
+def _write(text: str) -> None:
+    click.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+@click.group(context_settings=HELP)
+@click.version_option(package_name="ondevice")
+@click.option("--verbose", "-v", is_flag=True, help="Log to stderr what the engine does.")
+@click.pass_context
+def cli(context: click.Context, verbose: bool) -> None:
+    """Run a language model that is larger than the memory you give it.
+
+    Every option may also be set as ONDEVICE_<OPTION> in the environment or in a TOML file (config.toml in
+    the platform's configuration folder, or the file that ONDEVICE_CONFIG names). A flag beats the
+    environment, the environment beats the file.
+
+    Completion: eval "$(_ONDEVICE_COMPLETE=bash_source ondevice)", or zsh_source, or fish_source.
+    """
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
+    settings = read_settings(settings_path())
+    context.default_map = dict.fromkeys(cli.commands, settings)
+
+
+@cli.command()
+@click.argument("source")
+@click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
+@click.option(
+    "--quant",
+    type=click.Choice(["q4", "q8", "f16"]),
+    default=QuantConfig().name,
+    envvar="ONDEVICE_QUANT",
+    help="Bits per weight.",
+)
+@click.option("--text", type=click.Path(path_type=Path), help="Text for calibration.")
+@click.option("--no-calibrate", is_flag=True, help="Skip calibration.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("--offline", is_flag=True, envvar="ONDEVICE_OFFLINE", help="Download nothing.")
+def convert(
+    source: str,
+    output: Path,
+    quant: str,
+    text: Path | None,
+    no_calibrate: bool,
+    resume: bool,
+    force: bool,
+    offline: bool,
+) -> None:
+    """Turn a checkpoint into a bundle.
+
+    SOURCE is a Hugging Face folder, a llama2.c .bin file, a repository id or an alias.
+    """
+    from ondevice import api, report
+
+    if text is not None:
+        raise UsageError("--text is for calibration, which this version doesn't do; leave it out")
+    with _progress() as show:
+
+        def on_progress(progress: Progress) -> None:
+            show(progress.fraction, f"{progress.step}, {report.duration(progress.remaining_seconds)} left")
+
+        path = api.convert(
+            source, output, quant, on_progress=on_progress, resume=resume, force=force, offline=offline
+        )
+    click.echo(str(path))
+
+
+@cli.command()
+@model_option
+@click.option("--prompt", "-p", required=True, metavar="TEXT|-", help="The text to continue; - reads stdin.")
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@json_option
+def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
+    """Continue a text as it stands. Greedy unless --temp says otherwise."""
+    sampling = sampling_config(values)
+    text = read_text(prompt) if prompt == "-" else prompt
+    with _loaded(model, values) as loaded:
+        if as_json:
+            response = loaded.generate(text, sampling=sampling)
+            _print_json(response.to_dict())
+        else:
+            _stream(loaded.stream(text, sampling=sampling))
+        _say_figures(loaded)
+
+
+@cli.command()
+@model_option
+@click.option("--system-prompt", envvar="ONDEVICE_SYSTEM_PROMPT", help="What the model is told first.")
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@click.pass_context
+def chat(context: click.Context, /, model: str | None, system_prompt: str | None, **values: Any) -> None:
+    """Talk to a model. From a pipe, every line is a turn.
+
+    Sampling follows the model's own generation_config.json where no option says otherwise.
+    """
+    default = click.core.ParameterSource.DEFAULT
+    chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
+    with _loaded(model, values) as loaded:
+        recommended = loaded.bundle.manifest.generation
+        sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
+        if taken:
+            listed = ", ".join(f"{name} {value}" for name, value in taken.items())
+            _say(f"sampling as the model's authors recommend: {listed}")
+        session = loaded.session(system_prompt)
+        if loaded.chat_template.is_default:
+            _say("this model has no chat template: it continues a plain User and Assistant transcript")
+        for line in _turns():
+            try:
+                if line.startswith("/"):
+                    _chat_command(loaded, session, line)
+                else:
+                    _stream(session.stream_response(line, sampling=sampling))
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                _say("")
+            except ContextOverflowError as error:
+                if not sys.stdin.isatty():
+                    raise
+                _say(f"error: {error}; /reset begins anew")
+        _say_figures(loaded)
+
+
+@cli.command()
+@model_option
+@add_options(RUNTIME_OPTIONS)
+@json_option
+def inspect(model: str | None, as_json: bool, **values: Any) -> None:
+    """Say what a model needs and can do, before loading anything."""
+    from ondevice import api, report
+
+    prepared = api.open_model(model, runtime_config(values))
+    if as_json:
+        _print_json(report.inspection(prepared.bundle, prepared.plan))
+    else:
+        click.echo(report.inspection_text(prepared.bundle, prepared.plan))
+
+
+@cli.command()
+@model_option
+@click.option(
+    "--prompt-tokens",
+    default=BENCH_PROMPT_TOKENS,
+    envvar="ONDEVICE_PROMPT_TOKENS",
+    help="Length of the prompt.",
+)
+@click.option(
+    "--max-tokens", default=BENCH_MAX_TOKENS, envvar="ONDEVICE_MAX_TOKENS", help="Tokens to generate."
+)
+@click.option("--runs", type=click.IntRange(1), default=BENCH_RUNS, help="Repetitions; medians are shown.")
+@add_options(RUNTIME_OPTIONS)
+@json_option
+def bench(
+    model: str | None, prompt_tokens: int, max_tokens: int, runs: int, as_json: bool, **values: Any
+) -> None:
+    """Measure how fast a model runs: medians of a few runs over a made-up prompt."""
+    from ondevice import report
+    from ondevice.scoring import benchmark_report
+    from ondevice.stats import median_stats
+
+    with _loaded(model, values) as loaded:
+        measured = []
+        for index in range(runs):
+            measured.append(loaded.measure(prompt_tokens, max_tokens))
+            _say(f"run {index + 1} of {runs}: {report.figures(measured[-1])}")
+        if as_json:
+            _print_json(benchmark_report(measured, loaded.kernel_target))
+        else:
+            click.echo(report.figures(median_stats(measured)))
+
+
+@cli.command("eval")
+@model_option
+@click.option("--text", required=True, metavar="FILE|-", help="The text to predict.")
+@add_options(RUNTIME_OPTIONS)
+@json_option
+def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None:
+    """Measure how well a model predicts a text: its perplexity."""
+    content = read_text(text)
+    with _loaded(model, values) as loaded, _progress() as show:
+        score = loaded.score(
+            content, on_progress=lambda done, total: show(done / max(1, total), f"{done} of {total} tokens")
+        )
+    if as_json:
+        _print_json(score.to_dict())
+    else:
+        click.echo(
+            f"perplexity {score.perplexity:.4f} ({score.nll_per_token:.6f} nats/token, {score.tokens} tokens)"
+        )
+
+
+@cli.command()
+@model_option
+def verify(model: str | None) -> None:
+    """Read a whole bundle and compare every size, hash and checksum."""
+    from ondevice import api
+    from ondevice.units import format_bytes
+
+    with _progress() as show:
+        found = api.verify(
+            model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
+        )
+    click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
+
+
+@contextmanager
+def _loaded(model: str | None, values: dict[str, Any]) -> Iterator[Model]:
+    """The model, its plan said before its weights are read, closed at the end."""
+    from ondevice import api, report
+
+    prepared = api.open_model(model, runtime_config(values))
+    prepared.plan.require_fit(prepared.bundle.name)
+    _say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
+    with api.Model(prepared) as loaded:
+        yield loaded
+
+
+def _stream(events: Iterator[Event]) -> None:
+    """Write a text as it comes; what was interrupted still ends its line."""
+    try:
+        for event in events:
+            _write(event.text)
+    finally:
+        events.close()  # type: ignore[attr-defined]
+        _write("\n")
+
+
+def _say_figures(model: Model) -> None:
+    from ondevice import report
+
+    if model.stats.forward_passes:
+        _say(report.figures(model.stats))
+
+
+def _turns() -> Iterator[str]:
+    """What a person types, line by line, or the lines of a pipe; empty ones are skipped."""
+    if not sys.stdin.isatty():
+        yield from (stripped for line in sys.stdin if (stripped := line.strip()))
+        return
+    with suppress(ImportError):
+        import_module("readline")  # input() then has editing and a history.
+    while True:
+        try:
+            line = input("> ").strip()
+        except KeyboardInterrupt:
+            _say("\n(Ctrl-D quits)")
+            continue
+        except EOFError:
+            _say("")
+            return
+        if line:
+            yield line
+
+
+def _chat_command(model: Model, session: Session, line: str) -> None:
+    """`/save FILE` and its like. What is wrong with one is said, and the chat goes on."""
+    from ondevice import report
+
+    command, _, argument = line.partition(" ")
+    argument = argument.strip()
+    try:
+        if command == "/help":
+            _say(CHAT_HELP)
+        elif command == "/reset":
+            session.reset()
+        elif command == "/save" and argument:
+            session.save(argument)
+        elif command == "/load" and argument:
+            session.load(argument)
+        elif command == "/stats":
+            _say_figures(model)
+            _say(report.plan_summary(model.plan))
+        elif command == "/budget" and argument:
+            _say(report.plan_summary(model.set_dram_budget(argument)))
+        else:
+            _say(f"{line!r} is not a command; /help lists them")
+    except (OndeviceError, OSError) as error:
+        _say(f"error: {error}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float, str], None]]:
+    """A progress line on a terminal, and a line per tenth elsewhere."""
+    terminal = sys.stderr.isatty()
+    last = [-1.0, -1.0]
+
+    def show(fraction: float, what: str) -> None:
+        now = time.monotonic()
+        if terminal and now - last[1] > 0.1:
+            _say(f"\r\x1b[K{100 * fraction:3.0f} %  {what}", newline=False)
+            last[1] = now
+        elif not terminal and int(10 * fraction) > int(10 * last[0]):
+            _say(f"{100 * fraction:3.0f} %  {what}")
+            last[0] = fraction
+
+    try:
+        yield show
+    finally:
+        if terminal and last[1] >= 0:
+            _say("\r\x1b[K", newline=False)

@@ -1,0 +1,309 @@
+"""The public face: `load` a model, generate and score with it, hold sessions; `inspect` and `convert`.
+
+Every call may come from any thread; the model's owner thread does the work. Nothing is printed: results,
+callbacks and `logging` are the only outputs. All errors derive from `OndeviceError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import Report
+from ondevice.bundle.verify import verify as verify_bundle
+from ondevice.chat_template import ChatTemplate
+from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
+from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare
+from ondevice.errors import UsageError
+from ondevice.generate import Event
+from ondevice.kernels import _native
+from ondevice.memory_plan import Plan
+from ondevice.models import find_checkpoint, find_model
+from ondevice.owner import OwnerThread
+from ondevice.response import Response, gather
+from ondevice.scoring import Score, Tally, benchmark_prompt, windows
+from ondevice.session import Session
+from ondevice.settings import require_fields, sampling_options
+from ondevice.stats import GenerationStats
+from ondevice.tokenizer import Tokenizer
+
+Name = str | os.PathLike[str]
+
+
+def load(model: Name | None = None, **options: Any) -> Model:
+    """Load a model by path, name or alias; without one, the model that ships.
+
+    options: fields of RuntimeConfig, such as dram_budget="4GB". Raises ModelNotFoundError,
+    UnsupportedModelError, BundleError, BackendUnavailableError, UsageError and, before anything is read,
+    BudgetError with the smallest budget that works.
+    """
+    return Model(open_model(model, runtime_options(options)))
+
+
+def inspect(model: Name | None = None, **options: Any) -> Plan:
+    """What `load` with the same arguments would hold in memory, without loading. It may not fit."""
+    return open_model(model, runtime_options(options)).plan
+
+
+def convert(
+    source: Name,
+    output: Name,
+    quant: str = QuantConfig().name,
+    *,
+    on_progress: Callable[[Any], None] | None = None,
+    resume: bool = False,
+    force: bool = False,
+    offline: bool = False,
+) -> Path:
+    """Turn a checkpoint (a folder, a llama2.c file, a repository id or alias) into a bundle at `output`.
+
+    on_progress gets a `converters.progress.Progress` now and then. resume continues what was interrupted;
+    force replaces an existing output; offline forbids downloads. Returns the bundle's path.
+    Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError and OSError.
+    """
+    from ondevice.converters.convert import convert as run
+
+    checkpoint = find_checkpoint(source, offline)
+    return run(checkpoint, Path(output), quant, resume=resume, force=force, on_progress=on_progress)
+
+
+def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None] | None = None) -> Report:
+    """Read every byte of a bundle and compare it with every size, hash and checksum.
+
+    on_progress gets (bytes read, bytes in all). Raises BundleError at the first damage.
+    """
+    return verify_bundle(find_model(model), _native.crc32c, on_progress)
+
+
+def open_model(model: Name | None, runtime: RuntimeConfig) -> Prepared:
+    """What `load` does before it reads a weight; raises what it raises, but not BudgetError."""
+    return prepare(Bundle.open(find_model(model)), runtime)
+
+
+def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
+    """RuntimeConfig with these fields. Raises UsageError for a name that isn't one."""
+    require_fields(RuntimeConfig, options)
+    return RuntimeConfig(**options)
+
+
+class Model:
+    """A loaded model. Made by `load`; closed by `close`, by leaving its `with`, or when it is collected."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Use `load`."""
+        prepared.plan.require_fit(prepared.bundle.name)
+        self.name = prepared.bundle.name
+        self.config = prepared.bundle.config
+        self.bundle = prepared.bundle
+        self.runtime = prepared.runtime
+        self.stats = GenerationStats()
+        """Figures of the generation that finished last."""
+        self._tokenizer = prepared.tokenizer
+        self._keys = itertools.count()
+        self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
+        try:
+            self._engine: Engine = self._owner.call(lambda: Engine(prepared))
+        finally:
+            if not hasattr(self, "_engine"):
+                self._owner.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """`encode(text)` and `decode(ids)`. Raises UsageError if the model was converted without one."""
+        if self._tokenizer is None:
+            raise UsageError(f"{self.name} has no tokenizer: use token ids (tokens=[...]) instead of text")
+        return self._tokenizer
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How conversations become token ids. Raises BundleError for a template that can't be used."""
+        file = self.bundle.manifest.tokenizer.chat_template
+        source = None if file is None else self.bundle.read_small(file)
+        return ChatTemplate.load(source, self.tokenizer)
+
+    @property
+    def plan(self) -> Plan:
+        """How the budget is divided now."""
+        return self._engine.plan
+
+    @property
+    def kernel_target(self) -> str:
+        """The instruction set that multiplies."""
+        return self._engine.kernel_target
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        sampling: SamplingConfig | None = None,
+        **options: Any,
+    ) -> Response:
+        """Continue a text, or token ids, as it stands. options: fields of SamplingConfig; greedy by default.
+
+        Raises ContextOverflowError for a prompt longer than the context, UsageError, FlashReadError.
+        """
+        return gather(self.stream(prompt, tokens=tokens, sampling=sampling, **options))
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        sampling: SamplingConfig | None = None,
+        **options: Any,
+    ) -> Iterator[Event]:
+        """`generate`, one event per token and a last one with `finish_reason` and `stats`.
+
+        The work begins with the first event asked for; closing the iterator cancels it.
+        """
+        ids = self.prompt_ids(prompt, tokens)
+        return self.stream_ids(None, ids, sampling_options(sampling, options))
+
+    async def agenerate(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        sampling: SamplingConfig | None = None,
+        **options: Any,
+    ) -> Response:
+        """`generate` for asyncio; cancelling the task cancels the work."""
+        events = [event async for event in self.astream(prompt, tokens=tokens, sampling=sampling, **options)]
+        return gather(iter(events))
+
+    def astream(
+        self,
+        prompt: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        sampling: SamplingConfig | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Event]:
+        """`stream` for asyncio."""
+        ids = self.prompt_ids(prompt, tokens)
+        return self.astream_ids(None, ids, sampling_options(sampling, options))
+
+    def session(self, instructions: str | None = None) -> Session:
+        """A conversation that keeps its keys and values between turns. instructions: a system message."""
+        return Session(self, instructions)
+
+    def logits(self, tokens: Sequence[int]) -> Float32:
+        """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
+        pieces = self._owner.stream(lambda cancelled: self._engine.logits(list(tokens), cancelled))
+        return np.concatenate([np.empty((0, self.config.vocab_size), np.float32), *pieces])
+
+    def score(
+        self,
+        text: str | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Score:
+        """How well the model predicts a text: perplexity over pieces that fill a context each.
+
+        on_progress gets (tokens done, tokens in all). Raises UsageError for a text too short to predict.
+        """
+        ids = list(tokens) if text is None and tokens is not None else self.tokenizer.encode(text or "")
+        bos_id = self.bundle.manifest.tokenizer.bos_id if self.bundle.manifest.tokenizer.add_bos else None
+        if bos_id is not None and ids[:1] == [bos_id]:
+            ids = ids[1:]
+        tally = Tally()
+        for piece in windows(ids, self.plan.max_context, bos_id):
+            targets = iter(piece[1:])
+            work = self._score_work(piece[:-1])
+            for logits in self._owner.stream(work) if len(piece) > 1 else ():
+                tally.add(logits, list(itertools.islice(targets, len(logits))))
+                if on_progress is not None:
+                    on_progress(tally.tokens, len(ids))
+        return tally.score()
+
+    def measure(self, prompt_tokens: int, max_tokens: int) -> GenerationStats:
+        """Figures of one run over a made-up prompt, with the ends of text ruled out: for benchmarks."""
+        prompt = benchmark_prompt(prompt_tokens, self.config.vocab_size)
+        ends = dict.fromkeys(self.bundle.manifest.tokenizer.eos_ids, -math.inf)
+        return self.generate(tokens=prompt, max_tokens=max_tokens, logit_bias=ends).stats
+
+    def set_dram_budget(self, budget: str | int) -> Plan:
+        """Keep to another budget from now on; while a generation runs, from its next token on.
+
+        Returns the new plan. Raises BudgetError, and changes nothing, if the model can't run in it.
+        """
+        nbytes = budget_bytes(budget, self.plan)
+        self.plan.with_budget(nbytes).require_fit(self.name)
+        self._owner.call(lambda: self._engine.set_budget(nbytes), urgent=True)
+        return self.plan
+
+    def close(self) -> None:
+        """Cancel what runs, refuse what waits, free everything. Idempotent."""
+        self._owner.close(self._engine.close)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def prompt_ids(self, prompt: str | None, tokens: Sequence[int] | None) -> list[int]:
+        """Token ids of a prompt given one way or the other. Raises UsageError if it is both or neither."""
+        if (prompt is None) == (tokens is None):
+            raise UsageError("give either a prompt or tokens")
+        return list(tokens) if tokens is not None else self.tokenizer.encode(prompt or "")
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a transcript, up to where the model's next turn begins."""
+        return self.chat_template.encode(messages, self.tokenizer)
+
+    def new_key(self) -> int:
+        """Names a key/value cache that doesn't exist yet."""
+        return next(self._keys)
+
+    def copy_cache(self, source: int, target: int) -> None:
+        """Give `target` what the cache of `source` holds."""
+        self._owner.call(lambda: self._engine.fork(source, target))
+
+    def retire(self, key: int) -> None:
+        """Nobody needs the cache of `key` any more; it goes before the next piece of work."""
+        self._engine.retired.put(key)
+
+    def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
+        """Events of continuing `ids` with the KV cache of `key`, or one of its own."""
+        for event in self._owner.stream(self._work(key, ids, sampling)):
+            self._note(event)
+            yield event
+
+    async def astream_ids(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig
+    ) -> AsyncIterator[Event]:
+        """`stream_ids` for asyncio."""
+        events = self._owner.astream(self._work(key, ids, sampling))
+        try:
+            async for event in events:
+                self._note(event)
+                yield event
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+    def _work(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig
+    ) -> Callable[[IsCancelled], Iterator[Event]]:
+        return lambda cancelled: self._engine.generate(key, ids, sampling, cancelled)
+
+    def _score_work(self, ids: list[int]) -> Callable[[IsCancelled], Iterator[Float32]]:
+        return lambda cancelled: self._engine.logits(ids, cancelled)
+
+    def _note(self, event: Event) -> None:
+        if event.stats is not None:
+            self.stats = event.stats

@@ -1,0 +1,302 @@
+"""One loaded model under its budget: weights, key/value blocks, feed-forward residency, the decode loop.
+
+An engine belongs to one thread and is used there only (`owner.py`). What can be known of a model before
+reading a weight is `Prepared`; the plan in it is the one that the engine allocates by.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ondevice.backends.base import Bytes, Float32, KVLayout
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.reference import ReferenceBackend
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.errors import BudgetError, OndeviceError
+from ondevice.flash.reader import FlashReader
+from ondevice.generate import Counters, Event, Generator, common_prefix
+from ondevice.memory_plan import Plan, auto_budget, plan_memory, scoring_tokens
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.models import check_runtime
+from ondevice.settings import check_choices
+from ondevice.sparsity.segments import SegmentPool
+from ondevice.stats import GenerationStats
+from ondevice.tokenizer import Tokenizer, load_tokenizer
+from ondevice.units import format_bytes, memory_available, parse_size, process_memory, usable_cores
+
+log = logging.getLogger(__name__)
+
+IsCancelled = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that could be loaded: opened, checked against the options and planned, nothing read."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer | None
+    runtime: RuntimeConfig
+    """With `auto` and 0 settled."""
+    plan: Plan
+
+
+def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
+    """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
+
+    Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
+    that this model or machine can't have, and what reading the tokenizer raises.
+    """
+    check_choices(runtime)
+    check_runtime(bundle.config, runtime)
+    runtime = replace(
+        runtime,
+        backend="cpu" if runtime.backend == "auto" else runtime.backend,
+        sparsity="dense",
+        speculation="off",
+        threads=runtime.threads or usable_cores(),
+    )
+    tokenizer = open_tokenizer(bundle)
+    plan = plan_memory(
+        bundle.config,
+        bundle.quant,
+        runtime,
+        budget_bytes=0,
+        process_bytes=process_memory().current_bytes,
+        threads=runtime.threads,
+    )
+    return Prepared(bundle, tokenizer, runtime, plan.with_budget(budget_bytes(runtime.dram_budget, plan)))
+
+
+def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
+    info = bundle.manifest.tokenizer
+    if info.kind is None or info.file is None:
+        return None
+    data = bundle.read_small(info.file)
+    return load_tokenizer(
+        info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
+    )
+
+
+def budget_bytes(budget: str | int, plan: Plan) -> int:
+    """The budget that `budget` means for the planned model. Raises UsageError if it isn't a size."""
+    if str(budget).strip().lower() == "auto":
+        return auto_budget(plan, memory_available())
+    return parse_size(budget)
+
+
+class Engine:
+    """The loaded model. Generations are named by a key; each key keeps a key/value cache between them.
+
+    Caches of other keys than the one at work may be dropped when memory runs short: they are computed
+    again when they are needed, to the same bits.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        """Raises BudgetError before anything is read, FlashReadError and BundleError for damaged weights."""
+        prepared.plan.require_fit(prepared.bundle.name)
+        self.plan = prepared.plan
+        self._bundle = prepared.bundle
+        self._runtime = prepared.runtime
+        self._layout = KVLayout(self._bundle.config, self._runtime.kv_bits)
+        self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Keys whose caches nobody needs any more; any thread may add to it."""
+        self._caches: OrderedDict[int, KVCache] = OrderedDict()
+        self._at_work: tuple[KVCache, ...] = ()
+        self._kv_bytes = 0
+        self._segments = 0
+        self._hits = self._lookups = 0
+        self._pool: SegmentPool | None = None
+        self._cpu: CpuBackend | None = None
+        self._reader = FlashReader(bundle_files(self._bundle), self._runtime.io)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._generator = self._load(prepared.tokenizer)
+            undo.pop_all()
+
+    @property
+    def kernel_target(self) -> str:
+        """The instruction set that multiplies; `numpy` for the reference backend."""
+        return "numpy" if self._cpu is None else self._cpu.engine.target
+
+    def generate(
+        self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
+    ) -> Iterator[Event]:
+        """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
+        self._drop_retired()
+        kv = self._new_cache() if key is None else self._cache(key)
+        self._at_work = (kv,)
+        try:
+            kv.truncate(common_prefix(kv.tokens, prompt))
+            self._lend_more(kv, len(prompt) + 1)
+            for event in self._generator.stream(prompt, kv, sampling, cancelled):
+                self._count_residency()
+                yield event
+        finally:
+            self._at_work = ()
+            if key is None:
+                kv.truncate(0)
+
+    def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
+        """Logits (at most `scoring_tokens`, V) of all tokens, piece by piece, from an empty cache."""
+        kv = self._new_cache()
+        self._at_work = (kv,)
+        try:
+            chunk = scoring_tokens(self._bundle.config, self._runtime)
+            yield from self._generator.logits(tokens, kv, chunk, cancelled)
+        except Cancelled:
+            raise OndeviceError("the computation was cancelled") from None
+        finally:
+            self._at_work = ()
+            kv.truncate(0)
+
+    def fork(self, source: int, target: int) -> None:
+        """Give `target` a copy of the cache of `source`, if there is room for two."""
+        kv = self._cache(source)
+        self._at_work = (kv,)
+        try:
+            self._caches[target] = kv.fork()
+        except BudgetError:
+            log.info("no room for a second KV cache: the fork will compute its own")
+        finally:
+            self._at_work = ()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Keep to another budget from now on. Raises BudgetError, and changes nothing, if it is too small."""
+        plan = self.plan.with_budget(budget_bytes)
+        plan.require_fit(self._bundle.name)
+        self.plan = plan
+        if plan.streams and self._cpu is not None:
+            self._cpu.release_embedding()
+        self._drop_idle(plan.kv_limit_bytes)
+        self._lend(plan.segments_for(self._kv_bytes))
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        self._caches.clear()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self._cpu = None
+        self._reader.close()
+        self._generator = None  # type: ignore[assignment]
+
+    def _load(self, tokenizer: Tokenizer | None) -> Generator:
+        config, plan, runtime = self._bundle.config, self.plan, self._runtime
+        if runtime.backend == "reference":
+            backend: ReferenceBackend | CpuBackend = ReferenceBackend()
+        else:
+            backend = self._cpu = CpuBackend(
+                make_engine(runtime.threads, runtime.kernel_target),
+                segment_neurons=plan.segment.neurons,
+                stream_neurons=plan.stream.neurons,
+                resident_embedding=not plan.streams,
+            )
+        transformer = Transformer(config, backend, load_weights(self._bundle, self._reader, backend))
+        if self._cpu is not None:
+            self._pool = SegmentPool(
+                self._cpu.feed_forwards,
+                self._reader,
+                segment_bytes=plan.segment.nbytes,
+                stream_neurons=plan.stream.neurons,
+                slot_bytes=plan.stream.slot_bytes,
+                slots=plan.stream.slots,
+            )
+            self._lend(plan.segments_for(plan.kv_block_bytes))
+        log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
+        return Generator(
+            transformer,
+            tokenizer,
+            frozenset(self._bundle.manifest.tokenizer.eos_ids),
+            max_context=plan.max_context,
+            prefill_chunk=runtime.prefill_chunk,
+            counters=self._counters,
+            labels=GenerationStats(
+                backend=backend.name, sparsity="dense", speculation="off", io=self._reader.io
+            ),
+        )
+
+    def _cache(self, key: int) -> KVCache:
+        kv = self._caches.setdefault(key, self._new_cache())
+        self._caches.move_to_end(key)
+        return kv
+
+    def _new_cache(self) -> KVCache:
+        return KVCache(self._layout, self._allocate, self._release)
+
+    def _allocate(self, nbytes: int) -> Bytes:
+        """A key/value block in a mapping of its own; residency yields before it exists."""
+        self._drop_idle(self.plan.kv_limit_bytes - nbytes)
+        if self._kv_bytes + nbytes > self.plan.kv_limit_bytes:
+            raise BudgetError(
+                f"{format_bytes(self._kv_bytes + nbytes)} of keys and values don't fit the budget of "
+                f"{format_bytes(self.plan.budget_bytes)}; close a session or raise the budget",
+                required_bytes=self.plan.budget_bytes + nbytes,
+            )
+        target = self.plan.segments_for(self._kv_bytes + nbytes)
+        if target < self._segments:
+            self._lend(target)
+        block = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        self._kv_bytes += nbytes
+        return block
+
+    def _release(self, block: Bytes) -> None:
+        self._kv_bytes -= block.nbytes
+
+    def _drop_retired(self) -> None:
+        while not self.retired.empty():
+            kv = self._caches.pop(self.retired.get(), None)
+            if kv is not None:
+                kv.truncate(0)
+
+    def _drop_idle(self, limit_bytes: int) -> None:
+        """Drop caches that aren't at work, longest unused first, until the rest keep to limit_bytes."""
+        self._drop_retired()
+        for kv in self._caches.values():
+            if self._kv_bytes <= limit_bytes:
+                break
+            if not any(kv is busy for busy in self._at_work):
+                kv.truncate(0)
+
+    def _lend_more(self, kv: KVCache, tokens: int) -> None:
+        """Before a generation: take the memory that `tokens` of kv will leave for segments."""
+        grown = max(0, self._layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
+        target = self.plan.segments_for(self._kv_bytes + grown * self._layout.block_bytes)
+        if target > self._segments:
+            self._lend(target)
+
+    def _lend(self, segments: int) -> None:
+        if self._pool is None or segments == self._segments:
+            return
+        # Should filling fail, what is lent is unknown; the next call then lends again.
+        self._segments = -1
+        self._pool.resize(self.plan.segment.lent(segments))
+        self._segments = segments
+
+    def _count_residency(self) -> None:
+        """One pass selects every neuron of every layer; those in segments were in DRAM already."""
+        if self._cpu is None:
+            return
+        self._lookups += self._bundle.config.num_layers * self._bundle.config.intermediate_size
+        self._hits += sum(layer.resident_neurons for layer in self._cpu.feed_forwards)
+
+    def _counters(self) -> Counters:
+        flash = self._reader.stats
+        return Counters(
+            flash_bytes_read=flash.bytes_read,
+            flash_read_seconds=flash.read_seconds,
+            neuron_cache_hits=self._hits,
+            neuron_cache_lookups=self._lookups,
+            peak_memory_bytes=process_memory().peak_bytes,
+        )

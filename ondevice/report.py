@@ -1,0 +1,111 @@
+"""Plans, figures and progress as lines of text, for people. Prints nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.bundle.reader import Bundle
+from ondevice.memory_plan import Plan
+from ondevice.models import SparsityMode, sparsity_modes
+from ondevice.stats import GenerationStats
+from ondevice.units import format_bytes
+
+
+def plan_summary(plan: Plan) -> str:
+    """The plan in two lines, as commands show it before they load."""
+    start, full = plan.segments_for(plan.kv_block_bytes), plan.segments_for(plan.kv_cache_bytes)
+    total = plan.segment.total
+    if not plan.streams:
+        resident = "everything is resident"
+    else:
+        resident = (
+            f"feed-forward resident {share(start, total)} at the start, {share(full, total)} at "
+            f"{plan.max_context} tokens; the rest streams from flash"
+        )
+    return (
+        f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
+        f"      {resident}"
+    )
+
+
+def share(part: int, whole: int) -> str:
+    """A percentage; 100 % of nothing."""
+    return f"{100 * part // whole if whole else 100} %"
+
+
+def size(nbytes: int) -> str:
+    """`4.00 GB (4000000000 bytes)`."""
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
+
+
+def figures(stats: GenerationStats) -> str:
+    """The closing line of a generation."""
+    flash = stats.flash_bytes_read // max(1, stats.generated_tokens)
+    return (
+        f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
+        f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
+        f"first token {stats.time_to_first_token_seconds:.2f} s; "
+        f"peak {format_bytes(stats.peak_memory_bytes)}; flash {format_bytes(flash)}/token; "
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %"
+    )
+
+
+def inspection(bundle: Bundle, plan: Plan) -> dict[str, Any]:
+    """`inspect --json`."""
+    modes = sparsity_modes(bundle.config)
+    return {
+        "model": bundle.name,
+        "architecture": bundle.config.architecture,
+        "parameters": bundle.parameters,
+        "bundle_bytes": bundle.bundle_bytes,
+        "quantisation": bundle.quant.name,
+        "sparsity_modes": [mode.name for mode in modes if mode.available],
+        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "plan": plan.to_json(),
+    }
+
+
+def inspection_text(bundle: Bundle, plan: Plan) -> str:
+    """`inspect` for people: the model, its modes and why, the plan part by part."""
+    config = bundle.config
+    lines = [
+        f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
+        f"bundle {size(bundle.bundle_bytes)}",
+        "sparsity modes:",
+        *(_mode_line(mode) for mode in sparsity_modes(config)),
+        f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens:",
+        *(f"  {what:<24}{format_bytes(nbytes):>9}{nbytes:>16}" for what, nbytes in _parts(plan)),
+        f"  {'total':<24}{format_bytes(plan.total_bytes):>9}{plan.total_bytes:>16}",
+        f"smallest budget that works: {size(plan.minimum_budget_bytes)}",
+        f"everything resident: {size(plan.full_bytes)}",
+        "fits: " + ("yes" if plan.fits else "no"),
+    ]
+    return "\n".join(lines)
+
+
+def duration(seconds: float | None) -> str:
+    """`3 min 20 s`; a question mark where it isn't known."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _mode_line(mode: SparsityMode) -> str:
+    return f"  {mode.name:<10}{'yes' if mode.available else 'no'}: {mode.reason}"
+
+
+def _parts(plan: Plan) -> list[tuple[str, int]]:
+    parts = [
+        ("weights of every token", plan.resident_weights_bytes),
+        ("KV cache", plan.kv_cache_bytes),
+        ("feed-forward, resident", plan.neuron_cache_bytes),
+        ("streaming buffers", plan.staging_bytes),
+        ("working memory", plan.activation_bytes),
+        ("process", plan.process_bytes),
+    ]
+    return [(what, nbytes) for what, nbytes in parts if nbytes]
+
+
+def _parts_line(plan: Plan) -> str:
+    return ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in _parts(plan))

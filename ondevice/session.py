@@ -1,0 +1,184 @@
+"""A conversation: its transcript, and the key/value cache that follows it from turn to turn.
+
+Every turn renders the whole transcript into token ids, so the text depends on nothing else; what the cache
+already holds of those tokens isn't computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ondevice.chat_template import ChatTemplate
+from ondevice.config import SamplingConfig
+from ondevice.errors import UsageError
+from ondevice.generate import Event
+from ondevice.response import Response, gather
+from ondevice.settings import sampling_options
+
+FORMAT = "ondevice-session"
+VERSION = 1
+MAX_FILE_BYTES = 64 << 20
+ROLES = ("system", "user", "assistant")
+
+Message = dict[str, str]
+"""`role` and `content`."""
+
+
+class Host(Protocol):
+    """The part of a model that a conversation needs."""
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """Its `stop` strings end a reply."""
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a transcript, up to where the model's next turn begins."""
+
+    def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]: ...
+
+    def astream_ids(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig
+    ) -> AsyncIterator[Event]: ...
+
+    def new_key(self) -> int:
+        """Names a key/value cache that doesn't exist yet."""
+
+    def copy_cache(self, source: int, target: int) -> None: ...
+
+    def retire(self, key: int) -> None:
+        """Nobody needs the cache of `key` any more. Safe while garbage is collected."""
+
+
+class Session:
+    """A conversation with one model; one reply at a time. Made by `Model.session`."""
+
+    def __init__(self, host: Host, instructions: str | None = None) -> None:
+        self._host = host
+        self._key = host.new_key()
+        self._answering = threading.Lock()
+        self._instructions = instructions
+        self._messages: list[Message] = []
+        self.reset()
+        weakref.finalize(self, host.retire, self._key)
+
+    @property
+    def transcript(self) -> list[Message]:
+        """The turns so far, instructions first: a copy."""
+        return [dict(message) for message in self._messages]
+
+    def respond(self, text: str, *, sampling: SamplingConfig | None = None, **options: Any) -> Response:
+        """Answer `text`. options: fields of SamplingConfig; greedy by default.
+
+        Raises ContextOverflowError when the conversation has outgrown the context; the transcript then is
+        as it was.
+        """
+        return gather(self.stream_response(text, sampling=sampling, **options))
+
+    def stream_response(
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
+    ) -> Iterator[Event]:
+        """`respond`, event by event. Closing the iterator cancels; what was said by then is remembered."""
+        config = self._sampling(sampling, options)
+        with self._turn(text) as (ids, said):
+            for event in self._host.stream_ids(self._key, ids, config):
+                said.append(event.text)
+                yield event
+
+    async def arespond(
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
+    ) -> Response:
+        """`respond` for asyncio; cancelling the task cancels the work."""
+        return gather([event async for event in self.astream_response(text, sampling=sampling, **options)])
+
+    async def astream_response(
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
+    ) -> AsyncIterator[Event]:
+        """`stream_response` for asyncio."""
+        config = self._sampling(sampling, options)
+        with self._turn(text) as (ids, said):
+            async for event in self._host.astream_ids(self._key, ids, config):
+                said.append(event.text)
+                yield event
+
+    def fork(self) -> Session:
+        """An independent conversation that continues from here."""
+        other = Session(self._host, self._instructions)
+        other._messages = self.transcript
+        self._host.copy_cache(self._key, other._key)
+        return other
+
+    def reset(self) -> None:
+        """Forget everything but the instructions."""
+        first = {"role": "system", "content": self._instructions or ""}
+        self._messages = [] if self._instructions is None else [first]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the transcript to a file. Keys and values aren't saved: `load` computes them again."""
+        target = Path(path)
+        content = {"format": FORMAT, "version": VERSION, "messages": self._messages}
+        partial = target.with_name(f"{target.name}.partial")
+        partial.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, target)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Continue the conversation that a file holds. Raises UsageError if it holds none."""
+        source = Path(path)
+        if not source.is_file():
+            raise UsageError(f"there is no saved session at {source}")
+        if source.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{source} is too large for a saved session")
+        try:
+            content = json.loads(source.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{source} is not a saved session: {error}") from error
+        self._messages = _messages(content, source)
+        first = self._messages[0] if self._messages else {}
+        self._instructions = first["content"] if first.get("role") == "system" else None
+
+    def _sampling(self, sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
+        config = sampling_options(sampling, options)
+        return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
+
+    @contextmanager
+    def _turn(self, text: str) -> Iterator[tuple[list[int], list[str]]]:
+        """The ids to continue, and a list that takes what is said; both are remembered at the end."""
+        if not self._answering.acquire(blocking=False):
+            raise UsageError("this session is answering already; finish or close that reply, or fork()")
+        try:
+            messages = [*self._messages, {"role": "user", "content": text}]
+            said: list[str] = []
+            try:
+                yield self._host.chat_ids(messages), said
+            finally:
+                if said:
+                    self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+        finally:
+            self._answering.release()
+
+
+def _messages(content: Any, source: Path) -> list[Message]:
+    """The messages of a saved session, checked. Raises UsageError."""
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UsageError(f"{source} is not a saved session")
+    if content.get("version") != VERSION:
+        raise UsageError(f"{source} has version {content.get('version')!r}; this release reads {VERSION}")
+    messages = content.get("messages")
+    if not isinstance(messages, list):
+        raise UsageError(f"{source} holds no list of messages")
+    for message in messages:
+        if (
+            not isinstance(message, dict)
+            or set(message) != {"role", "content"}
+            or message["role"] not in ROLES
+            or not isinstance(message["content"], str)
+        ):
+            raise UsageError(f"{source} holds what is not a message of a known role: {str(message)[:80]}")
+    return messages
