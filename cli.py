@@ -69,14 +69,18 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader went away. Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return BROKEN_PIPE
+        return _broken_pipe()
     except MemoryError:
         return _fail("out of memory: lower --dram-budget", OndeviceError.exit_code)
     except OSError as error:
         return _fail(str(error), OndeviceError.exit_code)
     return code if isinstance(code, int) else 0
+
+
+def _broken_pipe() -> int:
+    """The reader of stdout went away. Python would complain again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
 
 
 def _fail(message: str, code: int) -> int:
@@ -97,7 +101,17 @@ def _print_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps(value, ensure_ascii=False))
 
 
-@click.group(context_settings=HELP)
+class _Commands(click.Group):
+    """A group that ends quietly, with the shell's code, when the reader of stdout goes away."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError:
+            context.exit(_broken_pipe())
+
+
+@click.group(cls=_Commands, context_settings=HELP)
 @click.version_option(package_name="ondevice")
 @click.option("--verbose", "-v", is_flag=True, help="Log to stderr what the engine does.")
 @click.pass_context

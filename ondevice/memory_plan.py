@@ -35,7 +35,8 @@ DEFAULT_MAX_CONTEXT = 4096
 PROCESS_ALLOWANCE_BYTES = 8 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
 REPEAT_MARGIN_BYTES = 1 << 20
-"""Added to budgets that are recommended: the next process may measure itself a little larger."""
+"""How far below its minimum a budget may lie: the process measures itself a little differently each time,
+and a budget that one run named must do for the next. The allowance covers it."""
 AUTO_RESERVE_BYTES = 256 << 20
 LOGITS_BYTES = 8 << 20
 """Aim for the logits of one chunk where the logits of every token are wanted."""
@@ -140,24 +141,25 @@ class Plan:
     predictor_bytes: int = 0
     draft_bytes: int = 0
 
-    @property
+    @cached_property
     def full_bytes(self) -> int:
         """The budget at which everything is resident, with a full context: more changes nothing."""
-        return self._full_need + REPEAT_MARGIN_BYTES
+        segments = self.segment.total * self.segment.nbytes
+        return self._always_bytes + self.embedding_bytes + segments + self.kv_cache_bytes
 
-    @property
+    @cached_property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget to give: no feed-forward segment is left when the context is full."""
-        return self._least_need + REPEAT_MARGIN_BYTES
+        """The smallest budget that works: no feed-forward segment is left when the context is full."""
+        return min(self.full_bytes, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
 
     @property
     def fits(self) -> bool:
-        return self.budget_bytes >= self._least_need
+        return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
 
     @property
     def streams(self) -> bool:
         """Whether some feed-forward weights may have to come from flash."""
-        return self.budget_bytes < self._full_need
+        return self.budget_bytes < self.full_bytes
 
     @property
     def resident_weights_bytes(self) -> int:
@@ -236,15 +238,6 @@ class Plan:
             "segments_at_start": self.segments_for(self.kv_block_bytes),
             "segments_total": self.segment.total,
         }
-
-    @cached_property
-    def _full_need(self) -> int:
-        segments = self.segment.total * self.segment.nbytes
-        return self._always_bytes + self.embedding_bytes + segments + self.kv_cache_bytes
-
-    @cached_property
-    def _least_need(self) -> int:
-        return min(self._full_need, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
 
     @property
     def _always_bytes(self) -> int:

@@ -162,6 +162,17 @@ class _Jobs:
                 job = _Job(_nothing, _drop)  # Wakes the thread if it is idle.
             self._queue.put(job)
 
+    def run_next(self) -> bool:
+        """Run the next job; False at the end. Keeps no hold of it: its work may hold the model."""
+        job = self.next()
+        if job is None:
+            return False
+        self.run_urgent()
+        job.run(self.run_urgent)
+        with self._lock:
+            self._running = None
+        return True
+
     def run_urgent(self) -> None:
         """Run the urgent calls that have arrived."""
         while not self._urgent.empty():
@@ -212,9 +223,8 @@ def _drop(item: Any) -> None:
 
 
 def _run(jobs: _Jobs) -> None:
-    while (job := jobs.next()) is not None:
-        jobs.run_urgent()
-        job.run(jobs.run_urgent)
+    while jobs.run_next():
+        pass
 
 
 def _finish(jobs: _Jobs, thread: threading.Thread) -> None:

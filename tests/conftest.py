@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.bundles import convert_bundle, write_chat_checkpoint
+from tests.models import write_checkpoint
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
@@ -14,3 +17,26 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("../shared/data is absent: this test needs its models, tokenizers or text")
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A q4 bundle of random weights with a byte tokenizer and a chat template; see `tests/bundles.py`."""
+    folder = tmp_path_factory.mktemp("chat")
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint"), folder / "tiny-chat")
+
+
+@pytest.fixture(scope="session")
+def token_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An f16 bundle of random weights without a tokenizer."""
+    folder = tmp_path_factory.mktemp("tokens")
+    return convert_bundle(
+        write_checkpoint(folder / "checkpoint", num_hidden_layers=1), folder / "mute", "f16"
+    )
+
+
+@pytest.fixture(scope="session")
+def stories_bundle(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K as a q8 bundle."""
+    folder = tmp_path_factory.mktemp("stories")
+    return convert_bundle(shared_data / "models" / "stories260K", folder / "stories260K", "q8")
