@@ -49,47 +49,80 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return content(folder)
 
 
-@contextmanager
-def killed_at(step: int) -> Iterator[list[str]]:
-    """Ends the run at the `step`-th step, counted from 1; steps are a sync, before a rename and after one.
+class Machine:
+    """Counts the steps of a run (a sync, before a rename, after one) and ends it at one of them.
 
-    Nothing is really synced: a killed process loses nothing that it has written. Yields the steps taken.
+    `lose_power` then takes away what was written to each file after its last sync.
     """
-    steps: list[str] = []
-    rename = os.replace
 
-    def take(name: str) -> None:
-        steps.append(name)
-        if len(steps) == step:
+    def __init__(self, folder: Path, killed_at: int = 0) -> None:
+        self.steps = 0
+        self._folder = folder
+        self._killed_at = killed_at
+        self._durable: dict[int, bytes] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        rename = os.replace
+
+        def replace(source: Path, target: Path) -> None:
+            self._step()
+            rename(source, target)
+            self._step()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", self._sync)
+            patch.setattr(os, "replace", replace)
+            yield
+
+    def lose_power(self) -> None:
+        for path in self._folder.iterdir():
+            path.write_bytes(self._durable.get(path.stat().st_ino, b""))
+
+    def _sync(self, descriptor: int) -> None:
+        self._step()
+        synced = os.fstat(descriptor).st_ino
+        for path in self._folder.iterdir():
+            if path.stat().st_ino == synced:
+                self._durable[synced] = path.read_bytes()
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.steps == self._killed_at:
             raise Killed
 
-    def replace(source: Path, target: Path) -> None:
-        take("rename")
-        rename(source, target)
-        take("renamed")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: take("sync"))
-        patch.setattr(os, "replace", replace)
-        yield steps
-
-
-def test_kill_at_every_step_resumes_to_the_same_bytes(tmp_path: Path, whole: dict[str, bytes]) -> None:
-    with killed_at(0) as steps:
-        fill(open_writer(tmp_path / "counted"), RECIPE)
-    assert len(steps) > 60
-    for step in range(1, len(steps) + 1):
+@pytest.mark.parametrize("power_lost", [False, True])
+def test_kill_at_every_step_resumes_to_the_same_bytes(
+    power_lost: bool, tmp_path: Path, whole: dict[str, bytes]
+) -> None:
+    undisturbed = Machine(tmp_path / "undisturbed")
+    with undisturbed.running():
+        fill(open_writer(tmp_path / "undisturbed"), RECIPE)
+    assert undisturbed.steps > 60
+    for step in range(1, undisturbed.steps + 1):
         folder = tmp_path / str(step)
-        with killed_at(step), pytest.raises(Killed):
+        machine = Machine(folder, step)
+        with machine.running(), pytest.raises(Killed):
             fill(open_writer(folder), RECIPE)
+        if power_lost:
+            machine.lose_power()
         if (folder / "bundle.json").exists():
             verify(folder, crc32c)
         else:
             with pytest.raises(ModelNotFoundError):
                 Bundle.open(folder)
-        with killed_at(0):
+        with Machine(folder).running():
             fill(open_writer(folder), RECIPE)
         assert content(folder) == whole
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_claimed(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    with machine.running(), pytest.raises(ValueError, match="got 5 tensors"):
+        open_writer(tmp_path).write_resident(list(tensors(RECIPE))[:5])
+    machine.lose_power()
+    assert open_writer(tmp_path).resident_finished() >= 4
 
 
 def test_two_kills_in_the_resident_file(tmp_path: Path, whole: dict[str, bytes]) -> None:
@@ -155,6 +188,17 @@ def test_a_damaged_state_starts_again(damage: bytes, tmp_path: Path, whole: dict
     writer = open_writer(tmp_path)
     assert not (tmp_path / "bundle.json").exists()
     assert not writer.finished("neurons-00000.safetensors")
+    fill(writer, RECIPE)
+    assert content(tmp_path) == whole
+
+
+def test_what_follows_a_checkpoint_is_dropped(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    with pytest.raises(ValueError, match="got 5 tensors"):
+        open_writer(tmp_path).write_resident(list(tensors(RECIPE))[:5])
+    with (tmp_path / "resident.safetensors.tmp").open("ab") as file:
+        file.write(bytes(30_000))
+    writer = open_writer(tmp_path)
+    assert writer.resident_finished() >= 4
     fill(writer, RECIPE)
     assert content(tmp_path) == whole
 
