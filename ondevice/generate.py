@@ -16,9 +16,9 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, UsageError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.sampling import sample
+from ondevice.sampling import StopMatcher, sample
 from ondevice.stats import GenerationStats, per_second
-from ondevice.tokenizer import StopMatcher, StreamingDetokenizer, Tokenizer
+from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -118,7 +118,7 @@ class Generator:
         cancelled: Callable[[], bool] | None,
     ) -> Iterator[Event]:
         meter = _Meter(self.counters())
-        text = _Text(self.tokenizer, sampling.stop)
+        text = _Text(self.tokenizer, sampling.stop, history)
         prompt_tokens = len(history)
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
         reason: FinishReason = "length"
@@ -181,24 +181,25 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 class _Text:
     """Token ids in, printable text out, cut before the first stop string. Without a tokenizer: no text."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
-        self._detokenizer = None if tokenizer is None else StreamingDetokenizer(tokenizer)
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], prompt: Sequence[int]) -> None:
+        self._detokenizer = None
+        if tokenizer is not None:
+            # What continues a text keeps its leading space; a prompt of special tokens alone is no text.
+            opens_text = not any(tokenizer.token_bytes(token) for token in prompt)
+            self._detokenizer = StreamingDetokenizer(tokenizer, at_start=opens_text)
         self._matcher = StopMatcher(stops)
-        self._stopped = False
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that this token completed, and whether a stop string ended it."""
         if self._detokenizer is None:
             return "", False
-        piece, self._stopped = self._matcher.add(self._detokenizer.add(token))
-        return piece, self._stopped
+        return self._matcher.add(self._detokenizer.add(token)), self._matcher.stopped
 
     def finish(self) -> str:
         """What was held back for a continuation that didn't come."""
-        if self._detokenizer is None or self._stopped:
+        if self._detokenizer is None:
             return ""
-        piece, stopped = self._matcher.add(self._detokenizer.finish())
-        return piece if stopped else piece + self._matcher.finish()
+        return self._matcher.add(self._detokenizer.finish()) + self._matcher.finish()
 
 
 class _Meter:

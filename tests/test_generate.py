@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.transformer import Transformer
 from ondevice.stats import GenerationStats
+from ondevice.tokenizer import LeadingSpace
 from tests.sources import RandomWeights, tiny_config
 
 EOS = 256
@@ -23,20 +24,32 @@ CONFIG = tiny_config(hidden_size=257, vocab_size=257, num_layers=3)
 
 
 class ByteTokenizer:
-    """One token per byte; 256 ends the text."""
+    """One token per byte; 256 ends the text. An opening space is dropped, as sentencepiece does."""
 
     vocab_size = 257
     bos_id = None
     eos_ids = (EOS,)
+    add_bos = False
+    leading_space: LeadingSpace = "one"
 
-    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
         return list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+    def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
+        text = b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+        return text.removeprefix(" ") if at_start else text
 
     def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
+        return b"" if token == EOS else bytes([token])
+
+    def begins_word(self, token: int) -> bool:
+        return token == ord(" ")
+
+    def piece(self, token: int) -> str:
+        return repr(self.token_bytes(token))
+
+    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
+        return []
 
 
 def successor_model(after: dict[int, int]) -> Transformer:
@@ -132,6 +145,12 @@ def test_characters_of_several_bytes_are_whole() -> None:
     assert [event.text for event in events] == ["", "é", "!", ""]
     cut = list(generator(after).stream(list(b"a"), cache(), SamplingConfig(max_tokens=1)))
     assert "".join(event.text for event in cut) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_space_is_dropped_where_a_text_opens_and_kept_where_one_goes_on() -> None:
+    after = {ord("a"): ord(" "), EOS: ord(" "), ord(" "): ord("!")}
+    assert run(generator(after), "a", max_tokens=2)[0] == " !"
+    assert run(generator(after), [EOS], max_tokens=2)[0] == "!"
 
 
 def test_the_prompt_runs_in_fixed_chunks() -> None:

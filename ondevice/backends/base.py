@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -54,22 +55,22 @@ class KVLayout:
     config: ModelConfig
     kv_bits: Literal[32, 16, 8] = 16
 
-    @property
+    @cached_property
     def codes_bytes(self) -> int:
         """Bytes of one head's key (or value) codes in a block."""
         return BLOCK_TOKENS * self.config.head_dim * self.kv_bits // 8
 
-    @property
+    @cached_property
     def scales_bytes(self) -> int:
         """Bytes of one head's key (or value) scales in a block; 0 but at 8 bits."""
         return BLOCK_TOKENS * 4 if self.kv_bits == 8 else 0
 
-    @property
+    @cached_property
     def head_bytes(self) -> int:
         """Bytes of one (layer, kv head) in a block: keys, then values."""
         return 2 * (self.codes_bytes + self.scales_bytes)
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         return self.config.num_layers * self.config.num_kv_heads * self.head_bytes
 
