@@ -1,0 +1,387 @@
+// Every kernel on made-up inputs with tails, on each target and on 1 and 2 threads: the bytes must be equal.
+//
+//   kernel_vectors --write FILE     and keep them
+//   kernel_vectors --compare FILE   and compare with those another build (or another processor) kept
+//
+// Inputs come from integers by exact arithmetic, so that every build makes the same ones.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flash/crc32c.h"
+#include "kernels/dispatch.h"
+#include "kernels/layers.h"
+
+namespace {
+
+using ondevice::Activation;
+using ondevice::Engine;
+using ondevice::kGroup;
+using ondevice::kKvBlock;
+
+using Bytes = std::vector<uint8_t>;
+using Floats = std::vector<float>;
+using Halves = std::vector<uint16_t>;
+
+struct Vector {
+  std::string name;
+  Bytes bytes;
+};
+using Vectors = std::vector<Vector>;
+
+template <class T>
+void keep(Vectors* out, const std::string& name, const std::vector<T>& values) {
+  const auto* first = reinterpret_cast<const uint8_t*>(values.data());
+  out->push_back({name, Bytes(first, first + values.size() * sizeof(T))});
+}
+
+// xorshift64*; floats are sums of four 16-bit integers around 0, scaled by a power of two.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
+  uint64_t next() {
+    state_ ^= state_ >> 12;
+    state_ ^= state_ << 25;
+    state_ ^= state_ >> 27;
+    return state_ * 0x2545f4914f6cdd1dull;
+  }
+  float value() {
+    const uint64_t bits = next();
+    int sum = 0;
+    for (int shift = 0; shift < 64; shift += 16) sum += static_cast<int16_t>(bits >> shift);
+    return static_cast<float>(sum) * (1.0f / 32768.0f);
+  }
+  Floats values(int64_t count) {
+    Floats out(static_cast<size_t>(count));
+    for (float& x : out) x = value();
+    return out;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+int64_t groups_of(int64_t cols) {
+  return (cols + kGroup - 1) / kGroup;
+}
+
+// One row as it lies on disk: codes, scales, biases.
+struct Row {
+  Bytes codes;
+  Halves scales, biases;
+};
+
+Row quantize(Engine& engine, int bits, const float* x, int64_t cols) {
+  const auto groups = static_cast<size_t>(groups_of(cols));
+  Row row{Bytes(groups * kGroup * static_cast<size_t>(bits) / 8), Halves(groups), Halves(groups)};
+  if (bits == 16)
+    engine.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
+  else
+    engine.kernels().quantize_row(bits, x, cols, row.codes.data(), row.scales.data(), row.biases.data());
+  return row;
+}
+
+void append_row(const Row& row, int bits, Bytes* out) {
+  out->insert(out->end(), row.codes.begin(), row.codes.end());
+  if (bits == 16) return;
+  for (const Halves* values : {&row.scales, &row.biases}) {
+    const auto* first = reinterpret_cast<const uint8_t*>(values->data());
+    out->insert(out->end(), first, first + 2 * values->size());
+  }
+}
+
+void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) {
+  Random random(static_cast<uint64_t>(rows * 1000 + cols));
+  ondevice::Matrix matrix(rows, cols, bits);
+  Bytes quantized;
+  for (int64_t r = 0; r < rows; ++r) {
+    const Floats weights = random.values(cols);
+    const Row row = quantize(engine, bits, weights.data(), cols);
+    append_row(row, bits, &quantized);
+    matrix.load_rows(engine, r, 1,
+                     {row.codes.data(), reinterpret_cast<const uint8_t*>(row.scales.data()),
+                      reinterpret_cast<const uint8_t*>(row.biases.data()), 0, 0, 0});
+  }
+  const std::string name =
+      "linear bits=" + std::to_string(bits) + " " + std::to_string(rows) + "x" + std::to_string(cols);
+  keep(out, name + " rows", quantized);
+  const Floats bias = random.values(rows), x = random.values(19 * cols);
+  for (const int64_t tokens : {1, 2, 3, 5, 19}) {
+    Floats y(static_cast<size_t>(tokens * rows));
+    matrix.forward(engine, x.data(), cols, tokens, tokens % 2 ? bias.data() : nullptr, y.data());
+    keep(out, name + " tokens=" + std::to_string(tokens), y);
+  }
+}
+
+// `neurons` records of [gate][up | down] rows, a gap after the first part.
+struct Records {
+  ondevice::RecordShape shape;
+  Bytes bytes;
+};
+
+Records make_records(Engine& engine, int bits, int64_t hidden, int64_t neurons) {
+  Random random(static_cast<uint64_t>(hidden * 1000 + neurons));
+  Records records{};
+  for (int64_t n = 0; n < neurons; ++n) {
+    const Floats rows = random.values(3 * hidden);
+    const int64_t start = static_cast<int64_t>(records.bytes.size());
+    append_row(quantize(engine, bits, rows.data(), hidden), bits, &records.bytes);
+    records.bytes.resize(records.bytes.size() + 32);
+    records.shape.up = static_cast<int64_t>(records.bytes.size()) - start;
+    append_row(quantize(engine, bits, rows.data() + hidden, hidden), bits, &records.bytes);
+    records.shape.down = static_cast<int64_t>(records.bytes.size()) - start;
+    append_row(quantize(engine, bits, rows.data() + 2 * hidden, hidden), bits, &records.bytes);
+    records.shape.stride = static_cast<int64_t>(records.bytes.size()) - start;
+  }
+  return records;
+}
+
+// The same neurons in one segment, and in segments of one block: equal bytes are kept under equal names.
+void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
+  const Records records = make_records(engine, bits, hidden, neurons);
+  const ondevice::FeedForward layer(hidden, bits, records.shape);
+  const int64_t blocks = (neurons + kGroup - 1) / kGroup, step = split ? 1 : blocks;
+  std::vector<ondevice::Segment> segments;
+  for (int64_t block = 0; block < blocks; block += step) {
+    segments.emplace_back(layer.segment_bytes(step));
+    layer.shape(segments.back(), step);
+    const int64_t first = block * kGroup;
+    const int64_t count = neurons - first < step * kGroup ? neurons - first : step * kGroup;
+    layer.pack(engine, segments.back(), 0, records.bytes.data() + first * records.shape.stride, count);
+  }
+  std::vector<const ondevice::Segment*> order;
+  for (const ondevice::Segment& segment : segments) order.push_back(&segment);
+  const Floats x = Random(7).values(17 * hidden);
+  for (int act = 0; act < 5; ++act)
+    for (const int64_t tokens : {1, 2, 5, 17}) {
+      Floats y(static_cast<size_t>(tokens * hidden));
+      layer.begin(engine, x.data(), hidden, tokens);
+      layer.add(engine, order, tokens, static_cast<Activation>(act));
+      layer.finish(engine, tokens, y.data());
+      keep(out,
+           "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) + "x" +
+               std::to_string(neurons) + " act=" + std::to_string(act) + " tokens=" + std::to_string(tokens),
+           y);
+    }
+}
+
+void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
+               Vectors* out) {
+  constexpr int64_t kLength = 150;
+  Random random(static_cast<uint64_t>(bits * dim + window));
+  const int64_t head_bytes = 2 * kKvBlock * (dim * bits / 8 + (bits == 8 ? 4 : 0));
+  constexpr int64_t kBlocks = (kLength + kKvBlock - 1) / kKvBlock;
+  std::vector<ondevice::Buffer> memory;
+  std::vector<uint8_t*> blocks;
+  for (int64_t b = 0; b < kBlocks; ++b) {
+    memory.emplace_back(static_cast<size_t>(kv_heads * head_bytes));
+    blocks.push_back(memory.back().data());
+  }
+  const ondevice::KvView kv{blocks.data(), 0, head_bytes, kv_heads, dim, bits};
+  const std::string name = "attention bits=" + std::to_string(bits) + " heads=" + std::to_string(heads) +
+                           "/" + std::to_string(kv_heads) + " dim=" + std::to_string(dim) +
+                           " window=" + std::to_string(window);
+  int64_t position = 0;
+  for (const int64_t tokens : {1, 70, 9, 1, 69}) {
+    const Floats k = random.values(tokens * kv_heads * dim), v = random.values(tokens * kv_heads * dim);
+    for (int64_t t = 0; t < tokens; ++t)
+      engine.kernels().kv_write(kv, position + t, k.data() + t * kv_heads * dim,
+                                v.data() + t * kv_heads * dim);
+    const Floats q = random.values(tokens * heads * dim);
+    Floats y(static_cast<size_t>(tokens * heads * dim));
+    engine.attention({q.data(), heads * dim, heads, kv, position, window, y.data()}, tokens);
+    keep(out, name + " position=" + std::to_string(position), y);
+    position += tokens;
+  }
+  Bytes cache;
+  for (const ondevice::Buffer& block : memory)
+    cache.insert(cache.end(), block.data(), block.data() + block.size());
+  keep(out, name + " cache", cache);
+}
+
+void vector_ops(Engine& engine, Vectors* out) {
+  const ondevice::KernelTable& kernels = engine.kernels();
+  Random random(3);
+  for (const int64_t n : {1, 15, 16, 17, 100, 256}) {
+    const Floats x = random.values(n), weight = random.values(n);
+    Floats y(static_cast<size_t>(n));
+    kernels.rms_norm(x.data(), weight.data(), 1e-5f, n, y.data());
+    keep(out, "rms_norm " + std::to_string(n), y);
+  }
+  for (const int64_t dim : {2, 8, 10, 64, 80, 128}) {
+    Floats x = random.values(dim);
+    const Floats cos = random.values(dim / 2), sin = random.values(dim / 2);
+    kernels.rope(x.data(), cos.data(), sin.data(), dim);
+    keep(out, "rope " + std::to_string(dim), x);
+  }
+  for (int act = 0; act < 5; ++act) {
+    Floats gate, up = random.values(208), h(208);
+    for (int i = -104; i < 104; ++i) gate.push_back(static_cast<float>(i) * 0.875f);
+    kernels.activate(static_cast<Activation>(act), gate.data(), up.data(), h.data(), 208);
+    keep(out, "activate " + std::to_string(act), h);
+  }
+  for (const int bits : {4, 8}) {
+    const Floats x = random.values(200);
+    const Row row = quantize(engine, bits, x.data(), 200);
+    Floats y(256);
+    kernels.dequantize_row(bits, row.codes.data(), row.scales.data(), row.biases.data(), 4, y.data());
+    keep(out, "dequantize_row bits=" + std::to_string(bits), y);
+  }
+}
+
+// Every finite float16, and floats at, below and above the midpoints between neighbours.
+void halves(Engine& engine, Vectors* out) {
+  Halves all;
+  for (uint32_t h = 0; h < 0x10000; ++h)
+    if ((h & 0x7c00) != 0x7c00) all.push_back(static_cast<uint16_t>(h));
+  Floats wide(all.size());
+  engine.kernels().half_to_float(all.data(), wide.data(), static_cast<int64_t>(all.size()));
+  keep(out, "half_to_float", wide);
+  Floats between;
+  for (size_t i = 0; i + 1 < wide.size(); i += 7) {
+    const float middle = 0.5f * (wide[i] + wide[i + 1]);
+    for (const float scale : {1.0f, 1.0f - 1.0f / 65536, 1.0f + 1.0f / 65536})
+      between.push_back(middle * scale);
+  }
+  Halves narrow(between.size());
+  engine.kernels().float_to_half(between.data(), narrow.data(), static_cast<int64_t>(between.size()));
+  keep(out, "float_to_half", narrow);
+}
+
+void import_rows(Engine& engine, Vectors* out) {
+  constexpr int64_t kRows = 21, kCols = 130, kGroups = 3;
+  const Floats source = Random(11).values(kRows * kCols);
+  Halves half(source.size()), brain(source.size());
+  engine.kernels().float_to_half(source.data(), half.data(), kRows * kCols);
+  for (size_t i = 0; i < source.size(); ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &source[i], sizeof(bits));
+    brain[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  using ondevice::SourceType;
+  const std::pair<SourceType, const void*> types[] = {{SourceType::kFloat, source.data()},
+                                                      {SourceType::kHalf, half.data()},
+                                                      {SourceType::kBfloat, brain.data()}};
+  for (const auto& [type, data] : types)
+    for (const bool transposed : {false, true})
+      for (const int bits : {4, 8, 16}) {
+        const int64_t rows = transposed ? kCols : kRows, cols = transposed ? kRows : kCols;
+        const int64_t groups = transposed ? 1 : kGroups;
+        Bytes codes(static_cast<size_t>(rows * groups * kGroup * bits / 8));
+        Halves scales(static_cast<size_t>(rows * groups)), biases(scales.size());
+        const ondevice::SourceRows from{static_cast<const uint8_t*>(data), type, transposed ? 1 : kCols,
+                                        transposed ? kCols : 1};
+        ondevice::quantize_rows(engine, from, rows, cols, bits, codes.data(), scales.data(), biases.data());
+        const std::string name = "import type=" + std::to_string(static_cast<int>(type)) +
+                                 (transposed ? " transposed" : "") + " bits=" + std::to_string(bits);
+        keep(out, name + " codes", codes);
+        if (bits == 16) continue;
+        keep(out, name + " scales", scales);
+        keep(out, name + " biases", biases);
+      }
+}
+
+void checksums(bool hardware, Vectors* out) {
+  Bytes data;
+  Random random(5);
+  for (int i = 0; i < 100000; ++i) data.push_back(static_cast<uint8_t>(random.next() >> 56));
+  const auto target = hardware ? ondevice::Crc32cTarget::kHardware : ondevice::Crc32cTarget::kTable;
+  for (const std::vector<uint64_t>& units : {std::vector<uint64_t>{4096}, {2560, 4608}, {1}, {77, 3, 512}}) {
+    std::vector<uint32_t> crcs(ondevice::count_crc_units(data.size(), units, 0));
+    ondevice::crc32c_units(data.data(), data.size(), units, 0, crcs.data(), target);
+    keep(out, "crc32c " + std::to_string(units[0]) + "/" + std::to_string(units.size()), crcs);
+  }
+}
+
+Vectors run(const std::string& target, int threads, bool hardware_checksums) {
+  Engine engine(threads, target);
+  const bool split = threads > 1;
+  Vectors out;
+  for (const int bits : {4, 8, 16}) {
+    for (const auto& [rows, cols] :
+         std::vector<std::pair<int, int>>{{1, 1}, {16, 64}, {17, 65}, {37, 100}, {200, 320}})
+      linear(engine, bits, rows, cols, &out);
+    for (const auto& [hidden, neurons] : std::vector<std::pair<int, int>>{{64, 64}, {100, 130}, {192, 321}})
+      feed_forward(engine, bits, hidden, neurons, split, &out);
+  }
+  for (const int bits : {8, 16})
+    for (const int64_t window : {0, 1, 37})
+      for (const int64_t dim : {8, 20, 64}) {
+        attention(engine, bits, 4, 4, dim, window, &out);
+        attention(engine, bits, 6, 2, dim, window, &out);
+      }
+  vector_ops(engine, &out);
+  halves(engine, &out);
+  import_rows(engine, &out);
+  checksums(hardware_checksums, &out);
+  return out;
+}
+
+// The number of vectors that differ, each named with its first differing byte.
+int differences(const Vectors& a, const std::string& a_name, const Vectors& b, const std::string& b_name) {
+  if (a.size() != b.size()) {
+    std::fprintf(stderr, "%s has %zu vectors and %s has %zu\n", a_name.c_str(), a.size(), b_name.c_str(),
+                 b.size());
+    return 1;
+  }
+  int found = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i].name == b[i].name && a[i].bytes == b[i].bytes) continue;
+    size_t at = 0;
+    while (at < a[i].bytes.size() && at < b[i].bytes.size() && a[i].bytes[at] == b[i].bytes[at]) ++at;
+    std::fprintf(stderr, "%s: %s and %s differ from byte %zu on\n", a[i].name.c_str(), a_name.c_str(),
+                 b_name.c_str(), at);
+    ++found;
+  }
+  return found;
+}
+
+void write(const Vectors& vectors, const std::string& path) {
+  std::ofstream file(path, std::ios::binary);
+  for (const Vector& vector : vectors) {
+    file << vector.name << '\n' << vector.bytes.size() << '\n';
+    file.write(reinterpret_cast<const char*>(vector.bytes.data()),
+               static_cast<std::streamsize>(vector.bytes.size()));
+    file << '\n';
+  }
+}
+
+Vectors read(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  Vectors vectors;
+  for (std::string name, size; std::getline(file, name) && std::getline(file, size);) {
+    Bytes bytes(std::stoull(size));
+    file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+    file.ignore(1);
+    vectors.push_back({name, std::move(bytes)});
+  }
+  return vectors;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc == 3 ? argv[1] : "";
+  if (argc != 1 && mode != "--write" && mode != "--compare") {
+    std::fprintf(stderr, "usage: kernel_vectors [--write FILE | --compare FILE]\n");
+    return 2;
+  }
+  const Vectors oracle = run("scalar", 1, false);
+  int wrong = 0;
+  for (const std::string& target : ondevice::available_targets())
+    for (const int threads : {1, 2}) {
+      const Vectors vectors = run(target, threads, ondevice::has_crc32c_instruction());
+      wrong += differences(oracle, "scalar", vectors, target + " on " + std::to_string(threads) + " threads");
+      std::printf("%s, %d threads: %zu vectors\n", target.c_str(), threads, vectors.size());
+    }
+  if (mode == "--write") write(oracle, argv[2]);
+  if (mode == "--compare") wrong += differences(read(argv[2]), argv[2], oracle, "this build");
+  std::printf(wrong ? "%d vectors differ\n" : "all equal\n", wrong);
+  return wrong ? 1 : 0;
+}

@@ -1,0 +1,52 @@
+# The native test programs here, under an aarch64 emulator, and under sanitizers.
+
+NATIVE_BUILD = $(VENV)/bin/cmake -S tests/native -B $(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja \
+	-DCMAKE_BUILD_TYPE=Release $(2) > $(1).log 2>&1 && $(VENV)/bin/cmake --build $(1) >> $(1).log 2>&1 \
+	|| { tail -n 40 $(1).log; exit 1; }
+NEON_CXX ?= aarch64-linux-gnu-g++
+NEON_RUN ?= qemu-aarch64 -cpu max
+VECTORS := build/native/vectors.bin
+
+.PHONY: test-native test-neon test-sanitize test-tsan
+
+$(STAMPS)/native: $(STAMPS)/venv
+	@$(PIP) cmake ninja
+	@touch $@
+
+test-native: $(STAMPS)/native
+	@mkdir -p build/native
+	@$(call NATIVE_BUILD,build/native/plain,)
+	@build/native/plain/kernel_vectors --write $(VECTORS)
+	@build/native/plain/stream_stress build/native
+
+# Bit for bit: the emulated NEON build against the vectors that this machine's build wrote.
+test-neon: test-native
+	@command -v $(firstword $(NEON_CXX)) >/dev/null && command -v $(firstword $(NEON_RUN)) >/dev/null || { \
+		echo "test-neon needs $(firstword $(NEON_CXX)) and $(firstword $(NEON_RUN))" \
+		"(Debian packages g++-aarch64-linux-gnu and qemu-user)." >&2; exit 1; }
+	@$(call NATIVE_BUILD,build/native/neon,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=$(NEON_CXX) -DCMAKE_EXE_LINKER_FLAGS=-static)
+	@$(NEON_RUN) build/native/neon/kernel_vectors --compare $(VECTORS)
+
+test-tsan: $(STAMPS)/native
+	@mkdir -p build/native
+	@$(call NATIVE_BUILD,build/native/tsan,-DONDEVICE_SANITIZE=thread)
+	@export TSAN_OPTIONS=halt_on_error=1; build/native/tsan/kernel_vectors; build/native/tsan/stream_stress build/native
+
+# The native tests, and the Python tests of kernels and flash over an extension built with both sanitizers.
+# -S keeps the editable install's import hook out, so that the instrumented build is what gets imported.
+SANITIZED := build/sanitize
+SANITIZED_TESTS := $(wildcard tests/test_kernels.py tests/test_cpu_backend.py tests/test_flash*.py)
+test-sanitize: $(STAMPS)/native $(STAMPS)/test
+	@mkdir -p build/native $(SANITIZED)/site
+	@$(call NATIVE_BUILD,build/native/asan,-DONDEVICE_SANITIZE=address$(comma)undefined)
+	@export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1; \
+		build/native/asan/kernel_vectors; build/native/asan/stream_stress build/native
+	@$(PIP) --no-build-isolation --no-deps --upgrade --target $(SANITIZED)/site \
+		-C build-dir=$(SANITIZED)/cmake -C cmake.build-type=RelWithDebInfo \
+		-C cmake.define.ONDEVICE_SANITIZE=address,undefined . > $(SANITIZED)/pip.log 2>&1 \
+		|| { tail -n 40 $(SANITIZED)/pip.log; exit 1; }
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+		PYTHONPATH="$(SANITIZED)/site:$(CURDIR):$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		$(PY) -S -m pytest -q -p no:cacheprovider $(SANITIZED_TESTS)
