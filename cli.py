@@ -32,23 +32,13 @@ from ondevice.settings import (
 )
 
 if TYPE_CHECKING:
-    from ondevice.api import Model
-    from ondevice.converters.progress import Progress
+    from ondevice.api import ConversionProgress, Model
     from ondevice.generate import Event
-    from ondevice.session import Session
 
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS = 128, 64, 3
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
-CHAT_HELP = """\
-/help           this list
-/reset          forget the conversation
-/save FILE      write the conversation to a file
-/load FILE      go on with one from a file
-/stats          figures of the last reply, and the memory plan
-/budget SIZE    another DRAM budget from now on
-Ctrl-C stops a reply, Ctrl-D quits."""
 
 
 def main() -> NoReturn:
@@ -164,7 +154,7 @@ def convert(
         raise UsageError("--text is for calibration, which this version doesn't do; leave it out")
     with _progress() as show:
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: ConversionProgress) -> None:
             show(progress.fraction, f"{progress.step}, {report.duration(progress.remaining_seconds)} left")
 
         path = api.convert(
@@ -201,6 +191,8 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
+    from ondevice.chat_commands import chat_command
+
     default = click.core.ParameterSource.DEFAULT
     chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
     with _loaded(model, values) as loaded:
@@ -215,7 +207,7 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
         for line in _turns():
             try:
                 if line.startswith("/"):
-                    _chat_command(loaded, session, line)
+                    _say(chat_command(loaded, session, line))
                 else:
                     _stream(session.stream_response(line, sampling=sampling))
             except KeyboardInterrupt:
@@ -358,32 +350,6 @@ def _turns() -> Iterator[str]:
             return
         if line:
             yield line
-
-
-def _chat_command(model: Model, session: Session, line: str) -> None:
-    """`/save FILE` and its like. What is wrong with one is said, and the chat goes on."""
-    from ondevice import report
-
-    command, _, argument = line.partition(" ")
-    argument = argument.strip()
-    try:
-        if command == "/help":
-            _say(CHAT_HELP)
-        elif command == "/reset":
-            session.reset()
-        elif command == "/save" and argument:
-            session.save(argument)
-        elif command == "/load" and argument:
-            session.load(argument)
-        elif command == "/stats":
-            _say_figures(model)
-            _say(report.plan_summary(model.plan))
-        elif command == "/budget" and argument:
-            _say(report.plan_summary(model.set_dram_budget(argument)))
-        else:
-            _say(f"{line!r} is not a command; /help lists them")
-    except (OndeviceError, OSError) as error:
-        _say(f"error: {error}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,27 @@ from ondevice.tokenizer import Tokenizer
 Name = str | os.PathLike[str]
 
 
+class ConversionProgress(Protocol):
+    """How far a conversion is; bytes are bytes of the checkpoint."""
+
+    @property
+    def step(self) -> str:
+        """The file being made."""
+
+    @property
+    def done_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def fraction(self) -> float: ...
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None while nothing is known."""
+
+
 def load(model: Name | None = None, **options: Any) -> Model:
     """Load a model by path, name or alias; without one, the model that ships.
 
@@ -60,14 +81,14 @@ def convert(
     output: Name,
     quant: str = QuantConfig().name,
     *,
-    on_progress: Callable[[Any], None] | None = None,
+    on_progress: Callable[[ConversionProgress], None] | None = None,
     resume: bool = False,
     force: bool = False,
     offline: bool = False,
 ) -> Path:
     """Turn a checkpoint (a folder, a llama2.c file, a repository id or alias) into a bundle at `output`.
 
-    on_progress gets a `converters.progress.Progress` now and then. resume continues what was interrupted;
+    resume continues what was interrupted;
     force replaces an existing output; offline forbids downloads. Returns the bundle's path.
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError and OSError.
     """

@@ -121,7 +121,7 @@ class QuantConfig:
     def parse(name: str) -> QuantConfig:
         """`q4`, `q8` or `f16`. Raises UsageError on anything else."""
         for bits in (4, 8, 16):
-            config = QuantConfig(bits)  # type: ignore[arg-type]
+            config = QuantConfig(bits)
             if config.name == name:
                 return config
         raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16")
