@@ -144,7 +144,9 @@ def test_two_kills_in_the_resident_file(tmp_path: Path, whole: dict[str, bytes])
     assert content(tmp_path) == whole
 
 
-def test_finished_files_are_not_asked_for_again(tmp_path: Path, whole: dict[str, bytes]) -> None:
+def test_finished_files_are_not_asked_for_again(
+    tmp_path: Path, whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
     writer = open_writer(tmp_path)
     writer.write_neurons(0, records(RECIPE, 0))
     writer.write_resident(tensors(RECIPE))
@@ -160,11 +162,12 @@ def test_finished_files_are_not_asked_for_again(tmp_path: Path, whole: dict[str,
     writer.write_resident(never())
     fill(writer, RECIPE)
     assert content(tmp_path) == whole
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "gone"])
 def test_a_finished_file_that_changed_is_made_again(
-    change: str, tmp_path: Path, whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
+    change: str, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
     open_writer(tmp_path).write_neurons(0, records(RECIPE, 0))
     path = tmp_path / "neurons-00000.safetensors"
