@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
-from ondevice.errors import CheckpointError
+from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
+from ondevice.tokenizer import load_tokenizer
+from ondevice.tokenizer.base import LibraryErrors
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -34,29 +37,61 @@ def read_tokenizer(
     settings = folder.optional_json("tokenizer_config.json")
     kind = _kind(folder)
     blobs: dict[str, bytes] = {}
-    lookup: TokenLookup = lambda text: None  # noqa: E731
-    adds_bos = False
+    vocabulary = _Vocabulary()
     if kind is not None:
         file = TOKENIZER_FILES[kind]
         blobs[file] = folder.read(file, MAX_TOKENIZER_BYTES)
-        inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
-        last, lookup, adds_bos = inspect(blobs[file], file)
-        _check_size(last + 1, vocab_size, file)
+        vocabulary = _inspected(
+            _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece, blobs[file]
+        )
+        _check_size(vocabulary.size, vocab_size, file)
     template = _chat_template(folder, settings)
     if template is not None:
         blobs[CHAT_TEMPLATE] = template
-    bos_id = _bos_id(settings, config, lookup, vocab_size)
+    bos_id = _bos_id(settings, config, vocabulary.lookup, vocab_size)
     explicit = settings.get("add_bos_token")
-    if isinstance(explicit, bool):
-        adds_bos = explicit
+    adds_bos = explicit if isinstance(explicit, bool) else vocabulary.adds_bos
     info = TokenizerInfo(
         kind=kind,
         bos_id=bos_id,
-        eos_ids=_eos_ids(settings, config, generation, lookup, vocab_size),
+        eos_ids=_eos_ids(settings, config, generation, vocabulary.lookup, vocab_size),
         add_bos=adds_bos and bos_id is not None,
         chat_template=None if template is None else CHAT_TEMPLATE,
     )
+    if kind is not None:
+        _check_loads(info, kind, blobs[TOKENIZER_FILES[kind]], vocab_size)
     return TokenizerFiles(info, blobs)
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """What a tokenizer file tells: ids are below `size`; `adds_bos`: a text gets a first token of its own."""
+
+    size: int = 0
+    lookup: TokenLookup = field(default=lambda text: None)
+    adds_bos: bool = False
+
+
+def _inspected(inspect: Callable[[bytes], _Vocabulary], data: bytes) -> _Vocabulary:
+    """The vocabulary of a file, whatever its library makes of damage."""
+    try:
+        with LibraryErrors("the tokenizer file"):
+            return inspect(data)
+    except BundleError as error:
+        raise CheckpointError(f"{error}; download it again") from error
+
+
+def _check_loads(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int) -> None:
+    """The runtime must be able to use what the bundle will carry."""
+    file = TOKENIZER_FILES[kind]
+    try:
+        load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
+    except BundleError as error:
+        raise CheckpointError(f"{file}: {error}; download it again") from error
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{file}: {error}; without that file the model converts for use with token ids"
+        ) from error
 
 
 def _kind(folder: SourceFolder) -> TokenizerKind | None:
@@ -81,38 +116,29 @@ def _check_size(size: int, vocab_size: int, file: str) -> None:
         logger.warning("%s has %d tokens for a vocabulary of %d; is it this model's?", file, size, vocab_size)
 
 
-def _inspect_tokenizers(data: bytes, file: str) -> tuple[int, TokenLookup, bool]:
-    """Highest token id, token text to id, and whether it puts its own first token before a text."""
+def _inspect_tokenizers(data: bytes) -> _Vocabulary:
     from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged ({error}); download it again") from error
+    tokenizer = Tokenizer.from_buffer(data)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
-    if not ids:
-        raise CheckpointError(f"{file} has no tokens")
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     framed = tokenizer.encode("a", add_special_tokens=True).ids
-    return max(ids), tokenizer.token_to_id, len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
+    adds_bos = len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
+    return _Vocabulary(max(ids, default=-1) + 1, tokenizer.token_to_id, adds_bos)
 
 
-def _inspect_sentencepiece(data: bytes, file: str) -> tuple[int, TokenLookup, bool]:
-    """As `_inspect_tokenizers`; what has only a sentencepiece model is framed as Llama is, with a BOS."""
+def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
+    """What has only a sentencepiece model is framed as Llama is, with a BOS."""
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
-    try:
-        processor.LoadFromSerializedProto(data)
-    except RuntimeError as error:
-        raise CheckpointError(f"{file} is damaged ({error}); download it again") from error
-    size = processor.GetPieceSize()
+    processor.LoadFromSerializedProto(data)
 
     def lookup(text: str) -> int | None:
         token = processor.PieceToId(text)
         return token if processor.IdToPiece(token) == text else None
 
-    return size - 1, lookup, processor.bos_id() >= 0
+    return _Vocabulary(processor.GetPieceSize(), lookup, processor.bos_id() >= 0)
 
 
 def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
