@@ -317,12 +317,15 @@ def _loaded(model: str | None, values: dict[str, Any]) -> Iterator[Model]:
 
 def _stream(events: Iterator[Event]) -> None:
     """Write a text as it comes; what was interrupted still ends its line."""
+    begun = False
     try:
         for event in events:
+            begun = True
             _write(event.text)
     finally:
         events.close()  # type: ignore[attr-defined]
-        _write("\n")
+        if begun:
+            _write("\n")
 
 
 def _say_figures(model: Model) -> None:
