@@ -144,8 +144,9 @@ def close_while_reads_stall(folder: Path) -> None:
     from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
     from ondevice.flash.reader import FlashReader
 
-    records = write_records(folder / "records.flash", 1600)
-    extents = [Extent(0, HEADER_BYTES + 16 * STRIDE * i, 16 * STRIDE) for i in range(100)]
+    # Extents of four pieces: when the end comes, most of what the consumer waits for hasn't been asked for.
+    records = write_records(folder / "records.flash", 4000)
+    extents = [Extent(0, HEADER_BYTES + first * STRIDE, 2000 * STRIDE) for first in (0, 2000)]
     (folder / "off").touch()
     reader = FlashReader([records.checked], threads=2)
     (folder / "off").unlink()
@@ -160,13 +161,13 @@ def close_while_reads_stall(folder: Path) -> None:
             outcomes.append(str(error))
 
     for end in ("stream", "reader"):
-        stream = ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 50, True)
+        stream = ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 20, True)
         consumer = threading.Thread(target=consume, args=(stream,))
         consumer.start()
-        time.sleep(0.6)
+        time.sleep(0.25)
         start = time.monotonic()
         stream.close() if end == "stream" else reader.close()
-        # One stalled read of 0.5 s per thread, not the 25 s of the slots still to be filled.
+        # One stalled read of 0.5 s per thread, not the 20 s of the slots still to be filled.
         assert time.monotonic() - start < 5
         consumer.join()
         stream.close()

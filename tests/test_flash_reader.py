@@ -222,6 +222,7 @@ def test_staging_is_bounded_and_stats_add_up(records: RecordFile) -> None:
     with FlashReader([records.checked], threads=2) as reader:
         assert reader.staging_bytes == 0
         reader.read(0, HEADER_BYTES, RECORDS * STRIDE, np.empty(RECORDS * STRIDE, np.uint8))
+        reader.read_records(0, range(RECORDS), np.empty((RECORDS, STRIDE), np.uint8))
         # One buffer of 256 KiB and its pages' edges for each thread and the caller.
         assert 0 < reader.staging_bytes <= 3 * ((1 << 18) + 2 * 4096)
         stats = reader.stats

@@ -72,6 +72,11 @@ ssize_t pread_with(const char* symbol, int fd, void* out, size_t nbytes, off_t o
     errno = EINVAL;
     return -1;
   }
+  // As a device with blocks of 4096 bytes has it.
+  if (direct[fd] && (offset % 4096 || nbytes % 4096 || reinterpret_cast<uintptr_t>(out) % 4096)) {
+    errno = EINVAL;
+    return -1;
+  }
   if (fault_is("eintr") && hit()) {
     errno = EINTR;
     return -1;
