@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -71,8 +71,9 @@ class Tokenizer(Spelling, Protocol):
     def piece(self, token: int) -> str:
         """The token's name in the vocabulary, special ones included; empty if there is none."""
 
-    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """(start, end, id) of the special tokens that `encode(text, special=True)` finds, in order."""
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Names of special tokens, and their ids."""
 
 
 class StreamingDetokenizer:
@@ -106,7 +107,8 @@ class StreamingDetokenizer:
 class Vocabulary(ABC):
     """What both kinds share: ids at the ends of a text, limits, decoding."""
 
-    leading_space: LeadingSpace = "keep"
+    leading_space: LeadingSpace
+    special_tokens: Mapping[str, int]
     vocab_size: int
 
     def __init__(self, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:

@@ -39,21 +39,17 @@ class SentencePieceTokenizer(Vocabulary):
             user = {i for i in marks if library.get_score(i) == 0.0 and not self._is_byte_or_unknown(i)}
             self._silent = frozenset(control | user) | self._ends
             self.leading_space = self._probe_leading_space()
-        self._special_ids = {self._pieces[i]: i for i in self._silent if i < self.vocab_size}
-        names = sorted(self._special_ids, key=len, reverse=True)
+        self.special_tokens = {self._pieces[i]: i for i in self._silent if i < self.vocab_size}
+        names = sorted(self.special_tokens, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
         ids: list[int] = []
         start = 0
-        for begin, end, token in self.special_spans(text) if special else ():
-            ids += [*self._encode_plain(text[start:begin]), token]
-            start = end
+        for match in self._special_pattern.finditer(text) if special else ():
+            ids += [*self._encode_plain(text[start : match.start()]), self.special_tokens[match[0]]]
+            start = match.end()
         return self._finished(ids + self._encode_plain(text[start:]), add_bos)
-
-    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        found = self._special_pattern.finditer(text)
-        return [(match.start(), match.end(), self._special_ids[match[0]]) for match in found]
 
     def piece(self, token: int) -> str:
         return self._pieces[token] if 0 <= token < self.vocab_size else ""

@@ -45,17 +45,18 @@ class HuggingFaceTokenizer(Vocabulary):
             _check_normalizer(_state(library.normalizer))
             self._byte_level, self.leading_space = _decoding_rules(_state(library.decoder))
         self._silent = self._ends | {i for i, token in added.items() if token.special}
+        self.special_tokens = {name: i for i in self._silent if (name := self.piece(i))}
         self._added = {i: token.content.encode() for i, token in added.items()}
         self._alphabet = _byte_level_alphabet()
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
-        return self._finished(self._encoding(text, special).ids, add_bos)
-
-    def special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        encoding = self._encoding(text, special=True)
-        found = zip(encoding.ids, encoding.offsets, strict=True)
-        return [(start, end, token) for token, (start, end) in found if token in self._silent]
+        text = valid_unicode(text)
+        # Whether names of special tokens count is a switch of the shared object, hence the lock.
+        with self._lock, LibraryErrors("tokenizer.json"):
+            self._library.encode_special_tokens = not special
+            ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        return self._finished(ids, add_bos)
 
     def piece(self, token: int) -> str:
         name = self._library.id_to_token(token) if token >= 0 else None
@@ -76,13 +77,6 @@ class HuggingFaceTokenizer(Vocabulary):
 
     def begins_word(self, token: int) -> bool:
         return self.token_bytes(token).startswith(b" ")
-
-    def _encoding(self, text: str, special: bool) -> Any:
-        text = valid_unicode(text)
-        # Whether names of special tokens count is a switch of the shared object, hence the lock.
-        with self._lock, LibraryErrors("tokenizer.json"):
-            self._library.encode_special_tokens = not special
-            return self._library.encode(text, add_special_tokens=False)
 
     def _check_model(self, library: Any) -> None:
         model = library.model

@@ -1,0 +1,195 @@
+"""Chat messages to the text, and the token ids, that a model was tuned on.
+
+A bundle's template is Jinja source from whoever made the model. It runs in `sandbox`, with the conventions of
+Hugging Face `transformers` (its variables, `raise_exception`, `tojson`, loop controls, trimmed blocks) and
+without a clock, so that the same messages always give the same text.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+
+from ondevice.errors import BundleError, UsageError
+from ondevice.tokenizer import Tokenizer
+
+MAX_TEMPLATE_CHARS = 128 * 1024
+MAX_SECONDS = 5.0
+_MAX_UNITS = 4_000_000
+_UNITS_PER_MESSAGE = 1000
+_UNITS_PER_CHAR = 64
+
+DEFAULT_TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == 'system' %}
+{{ message.content | trim }}
+
+{% else %}
+{{ message.role | capitalize }}: {{ message.content | trim }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+Assistant:
+{%- endif %}
+"""
+"""A plain transcript, for models without a template of their own."""
+
+# What Python raises for operations that a template got wrong.
+_FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    NameError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+_ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
+# Noncharacters: no text has a use for them. The private area is for a text that holds all of them anyway.
+_MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
+
+Message = Mapping[str, str]
+"""`role` (a lower-case word such as system, user or assistant) and `content`."""
+
+
+class ChatTemplate:
+    """A compiled template. `stop` holds strings that end a reply besides the model's end-of-text tokens."""
+
+    def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
+        """source: Jinja text, or None for the plain transcript. Raises BundleError if it can't be used."""
+        self.is_default = source is None
+        self.stop = ("\nUser:",) if source is None else ()
+        source = DEFAULT_TEMPLATE if source is None else source
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise BundleError(
+                f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}"
+            )
+        self._names = {"bos_token": bos_token, "eos_token": eos_token}
+        self._lock = threading.Lock()
+        self._compile(source)
+
+    @staticmethod
+    def load(source: bytes | None, tokenizer: Tokenizer) -> ChatTemplate:
+        """The template in a bundle's file (None: it has none), with the tokenizer's names for the ends."""
+        try:
+            text = None if source is None else source.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"the chat template is not UTF-8: {error}") from error
+        bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
+        eos = tokenizer.piece(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
+        return ChatTemplate(text, bos_token=bos, eos_token=eos)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The prompt's text.
+
+        Raises UsageError for messages that are malformed or that the template refuses, BundleError if the
+        template fails, tries to escape, or exceeds a limit on its work, output or time.
+        """
+        checked = [_checked(message) for message in messages]
+        return self._render(checked, add_generation_prompt)
+
+    def encode(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The prompt's token ids. Special tokens come from the template alone, never from a message.
+
+        Where a message spells out a special token's name, the name is encoded as the plain text it is.
+        Raises as `render` does.
+        """
+        checked = [_checked(message) for message in messages]
+        if self.is_default:
+            return tokenizer.encode(self._render(checked, add_generation_prompt))
+        names = tokenizer.special_tokens
+        pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+        marker = _absent_character(checked)
+        marked = [
+            message | {"content": _mark(message["content"], pattern, names, marker)} for message in checked
+        ]
+        text = self._render(marked, add_generation_prompt)
+        found = list(pattern.finditer(text))
+        if marker not in text:
+            ids = tokenizer.encode(text, add_bos=False, special=True)
+            # Unless the tokenizer recognised something else than the names the template wrote.
+            if sum(token in names.values() for token in ids) == len(found):
+                return ids
+        ids, start = [], 0
+        for match in found:
+            ids += tokenizer.encode(text[start : match.start()].replace(marker, ""), add_bos=False)
+            ids.append(names[match[0]])
+            start = match.end()
+        return ids + tokenizer.encode(text[start:].replace(marker, ""), add_bos=False)
+
+    def _compile(self, source: str) -> None:
+        import jinja2
+
+        from ondevice.chat_template.meter import Meter
+        from ondevice.chat_template.sandbox import MeteredEnvironment
+
+        self._environment = MeteredEnvironment()
+        self._environment.meter = Meter(_MAX_UNITS, MAX_SECONDS)
+        try:
+            self._template = self._environment.compile_guarded(source)
+        except (jinja2.TemplateError, *_FAILURES) as error:
+            raise BundleError(f"the chat template can't be used: {_reason(error)}") from error
+
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        from ondevice.chat_template.meter import MessagesRefused, Meter
+
+        variables = self._names | {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        given = sum(len(message["content"]) for message in messages)
+        units = _MAX_UNITS + _UNITS_PER_MESSAGE * len(messages) + _UNITS_PER_CHAR * given
+        with self._lock:
+            self._environment.meter = Meter(units, MAX_SECONDS)
+            try:
+                return self._template.render(variables)
+            except MessagesRefused as error:
+                raise UsageError(f"the chat template refuses these messages: {error}") from error
+            except (jinja2.TemplateError, *_FAILURES) as error:
+                raise BundleError(f"the chat template failed: {_reason(error)}") from error
+
+
+def _checked(message: Message) -> dict[str, str]:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
+        raise UsageError(f"message role {role!r} is not a word such as system, user or assistant")
+    if not isinstance(content, str):
+        raise UsageError(f"the content of a {role} message is {type(content).__name__}; it must be a string")
+    return {"role": role, "content": content}
+
+
+def _absent_character(messages: list[dict[str, str]]) -> str:
+    used = set().union(*(message["content"] for message in messages))
+    marker = next((character for character in _MARKERS if character not in used), None)
+    if marker is None:
+        raise UsageError("the messages use every private and noncharacter code point; that isn't text")
+    return marker
+
+
+def _mark(content: str, pattern: re.Pattern[str], names: Mapping[str, int], marker: str) -> str:
+    """`content` with `marker` inside every special token's name, and inside the start of one at its end."""
+    content = pattern.sub(lambda match: match[0][0] + marker + match[0][1:], content)
+    body = content.rstrip()
+    starts = {
+        name[:length] for name in names for length in range(1, len(name)) if body.endswith(name[:length])
+    }
+    if not starts:
+        return content
+    at = len(body) - max(map(len, starts)) + 1
+    return content[:at] + marker + content[at:]
+
+
+def _reason(error: BaseException) -> str:
+    line = getattr(error, "lineno", None)
+    where = f" (line {line})" if line and f"line {line}" not in str(error) else ""
+    return f"{type(error).__name__}: {str(error)[:300]}{where}"

@@ -1,0 +1,90 @@
+"""What one rendering of a chat template may make, and how long it may take.
+
+The unit is one character or element made, or one loop iteration or call. Since all that a rendering makes is
+charged, the limit bounds its memory as well as its time.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import jinja2
+
+_MAX_ELEMENTS = 1 << 20
+
+
+class TemplateLimit(jinja2.TemplateError):
+    """A template asked for more than the meter allows, or for something templates may not do."""
+
+
+class MessagesRefused(jinja2.TemplateError):
+    """The template itself called `raise_exception`: it doesn't accept these messages."""
+
+
+class Meter:
+    """Units of work left, seconds left, and the unfolded size of containers made so far."""
+
+    def __init__(self, units: int, seconds: float) -> None:
+        self._units = self._left = units
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._sizes: dict[int, tuple[object, int]] = {}
+
+    def charge(self, units: int, what: str = "work") -> None:
+        """Raises TemplateLimit, naming `what`, when the units or the time are used up."""
+        self._left -= max(0, units)
+        if self._left < 0:
+            raise TemplateLimit(f"it makes too much {what}: the limit is {self._units} characters or steps")
+        if time.monotonic() > self._deadline:
+            raise TemplateLimit(f"it runs for more than {self._seconds:g} seconds")
+
+    def elements(self, value: object) -> int:
+        """Elements of a container with what they contain, shared parts counted each time they occur.
+
+        Remembered by identity, so a container of containers costs only its own length. Bounded, because
+        comparing or printing a value takes as long as this number.
+        """
+        if not isinstance(value, list | tuple | dict):
+            return 1
+        known = self._sizes.get(id(value))
+        if known is not None:
+            return known[1]
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        # 16 for the container itself, which stays remembered until the end.
+        self.charge(16 + len(inner), "list elements")
+        size = 1 + sum(map(self.elements, inner))
+        if size > _MAX_ELEMENTS:
+            raise TemplateLimit(f"it nests lists to {size} elements; the limit is {_MAX_ELEMENTS}")
+        self._sizes[id(value)] = (value, size)
+        return size
+
+    def text(self, value: object) -> str:
+        """`value` as printed. Only data prints; what has no length that is known beforehand doesn't."""
+        if value is None or isinstance(value, str | bool | int | float | jinja2.Undefined):
+            text = str(value)
+            self.charge(len(text), "text")
+            return text
+        if not isinstance(value, list | tuple | dict):
+            raise TemplateLimit(f"it prints a {type(value).__name__}")
+        self._charge_printed(value)
+        return str(value)
+
+    def json(self, value: object, indent: int | None = None, **options: Any) -> str:
+        """`tojson` as templates for language models know it: plain JSON, nothing escaped for HTML."""
+        if indent is not None and not 0 <= indent <= 16:
+            raise TemplateLimit(f"it indents JSON by {indent}; the limit is 16")
+        self._charge_printed(value, 16 * (indent or 0) + 4)
+        return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
+
+    def _charge_printed(self, value: object, each: int = 2) -> None:
+        self.elements(value)
+        pending = [value]
+        while pending:
+            item = pending.pop()
+            self.charge(each + (len(item) if isinstance(item, str) else 8), "text")
+            if isinstance(item, dict):
+                pending += [*item, *item.values()]
+            elif isinstance(item, list | tuple):
+                pending += item

@@ -1,0 +1,306 @@
+"""Jinja2's immutable sandbox with a meter: a template can compute, but not escape, hang or exhaust memory.
+
+The sandbox guards attributes. Beside that, a template is checked against a list of allowed constructs,
+filters and methods, and every operation that can make text or containers, or repeat, is charged to a meter
+before it happens.
+
+Imported when a template is compiled, because it imports jinja2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.ext import LoopControlExtension as LoopControls
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.utils import Namespace, pass_context
+from jinja2.visitor import NodeTransformer
+
+from ondevice.chat_template.meter import MessagesRefused, Meter, TemplateLimit
+
+_MAX_NODES = 20_000
+_MAX_INTEGER_BITS = 4096
+_MAX_MACRO_DEPTH = 50
+# A space keeps these filters apart from what templates write; reached through `map`, they do no harm.
+_TICK, _WEIGH, _CONCAT, _SLICE, _CONTAINER = "tick ", "weigh ", "concat ", "slice ", "container "
+
+_NODES = """Template Output TemplateData Const Name NSRef Getattr Getitem Slice Filter Test Compare Operand
+    And Or Not Neg Pos Add Sub Mul Div FloorDiv Mod Pow Concat CondExpr List Tuple Dict Pair Keyword Call
+    For If Assign AssignBlock Macro With Break Continue"""
+_ALLOWED_NODES = frozenset(_NODES.split())
+_HIDDEN_NAMES = {"self", "super", "varargs", "kwargs", "caller"}
+_STR_METHODS = """strip lstrip rstrip split rsplit splitlines partition rpartition startswith endswith
+    removeprefix removesuffix replace join upper lower title capitalize find rfind index rindex count isdigit
+    isalpha isalnum isspace isupper islower isnumeric isdecimal"""
+_LOOP = "index index0 revindex revindex0 first last length previtem nextitem cycle changed depth depth0"
+_ATTRIBUTES: dict[type, frozenset[str]] = {
+    str: frozenset(_STR_METHODS.split()),
+    dict: frozenset({"items", "keys", "values", "get"}),
+    list: frozenset({"index", "count"}),
+    tuple: frozenset({"index", "count"}),
+    LoopContext: frozenset(_LOOP.split()),
+}
+_TEXT_FILTERS = ("capitalize", "lower", "title", "trim", "upper")
+_FILTERS = """abs dictsort float int items list map max min reject rejectattr reverse select selectattr sort
+    unique"""
+_CONSTANT_TIME_FILTERS = ("count", "d", "default", "first", "last", "length")
+
+
+class _Guard(NodeTransformer):
+    """Refuses constructs that aren't on the list, and puts the meter into those that make something."""
+
+    _seen = 0
+
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        self._seen += 1
+        if self._seen > _MAX_NODES:
+            raise TemplateLimit(f"it has more than {_MAX_NODES} operations")
+        name = type(node).__name__
+        if name not in _ALLOWED_NODES:
+            raise TemplateLimit(f"line {node.lineno}: `{name}` isn't allowed in a chat template")
+        return super().generic_visit(node, *args, **kwargs)
+
+    def visit_Name(self, node: nodes.Name) -> nodes.Node:  # noqa: N802
+        if node.name.startswith("_") or node.name in _HIDDEN_NAMES:
+            raise TemplateLimit(
+                f"line {node.lineno}: the name `{node.name}` isn't allowed in a chat template"
+            )
+        return self._visited(node)  # type: ignore[no-any-return]
+
+    def visit_Call(self, node: nodes.Call) -> nodes.Node:  # noqa: N802
+        if node.dyn_args is not None or node.dyn_kwargs is not None:
+            raise TemplateLimit(f"line {node.lineno}: a call with * or ** isn't allowed in a chat template")
+        return self._visited(node)  # type: ignore[no-any-return]
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        if node.recursive:
+            raise TemplateLimit(f"line {node.lineno}: a recursive loop isn't allowed in a chat template")
+        return self._ticking(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:  # noqa: N802
+        return self._ticking(node)
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Node:  # noqa: N802
+        constant = sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
+        visited: Any = self._visited(node)
+        visited.nodes = [self._filter(nodes.Const(""), _TICK, constant), *visited.nodes]
+        return visited  # type: ignore[no-any-return]
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        visited: Any = self._visited(node)
+        return self._filter(nodes.List(visited.nodes), _CONCAT)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        visited: Any = self._visited(node)
+        if not isinstance(visited.arg, nodes.Slice):
+            return visited  # type: ignore[no-any-return]
+        bounds = (visited.arg.start, visited.arg.stop, visited.arg.step)
+        return self._filter(visited.node, _SLICE, *(nodes.Const(None) if b is None else b for b in bounds))
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        visited: Any = self._visited(node)
+        visited.expr = self._filter(visited.expr, _WEIGH)
+        for operand in visited.ops:
+            operand.expr = self._filter(operand.expr, _WEIGH)
+        return visited  # type: ignore[no-any-return]
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
+        return self._container(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        return self._container(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        return node if node.ctx == "store" else self._container(node)
+
+    def _container(self, node: Any) -> nodes.Node:
+        return self._filter(self._visited(node), _CONTAINER)
+
+    def _visited(self, node: nodes.Node) -> Any:
+        return self.generic_visit(node)
+
+    def _ticking(self, node: nodes.Node) -> nodes.Node:
+        visited: Any = self._visited(node)
+        visited.body = [nodes.ExprStmt(self._filter(nodes.Const(None), _TICK, 1)), *visited.body]
+        return visited  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _filter(value: Any, name: str, *args: Any) -> nodes.Filter:
+        arguments = [arg if isinstance(arg, nodes.Node) else nodes.Const(arg) for arg in args]
+        return nodes.Filter(value, name, arguments, [], None, None)
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what a model is trained on; for rendering it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class MeteredEnvironment(ImmutableSandboxedEnvironment):
+    """The environment of one chat template. `meter` must be set before compiling and rendering."""
+
+    meter: Meter
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            # Given the context, jinja2 can't print constants ahead of time, past the meter.
+            finalize=pass_context(lambda context, value: self.meter.text(value)),
+            extensions=[LoopControls, GenerationTag],
+        )
+        self._depth = 0
+        self.globals = {"range": safe_range, "namespace": Namespace, "raise_exception": _raise_exception}
+        builtin: dict[str, Any] = self.filters
+        tests: dict[str, Any] = self.tests
+        self.filters = {name: self._charged(builtin[name]) for name in _FILTERS.split()}
+        self.filters |= {name: builtin[name] for name in _CONSTANT_TIME_FILTERS}
+        self.filters |= {name: self._on_text(builtin[name]) for name in _TEXT_FILTERS}
+        self.filters |= {
+            "string": self._on_text(lambda text: text),
+            "safe": self._on_text(lambda text: text),
+            "tojson": lambda value, **options: self.meter.json(value, **options),
+            "join": self._join,
+            "replace": lambda value, old, new, count=-1: self._replace(
+                self.meter.text(value), old, new, count
+            ),
+            "indent": self._indent,
+            _TICK: pass_context(lambda context, value, units: self._tick(value, units)),
+            _WEIGH: self._weigh,
+            _CONCAT: lambda values: "".join([self.meter.text(value) for value in values]),
+            _SLICE: self._slice,
+            _CONTAINER: self._container,
+        }
+        self.tests = {name: self._charged(test) for name, test in tests.items()}
+
+    def compile_guarded(self, source: str) -> jinja2.Template:
+        """The checked and metered template. Raises jinja2.TemplateError."""
+        tree: Any = _Guard().visit(self.parse(source))
+        tree.set_environment(self)
+        return jinja2.Template.from_code(self, self.compile(tree), dict(self.globals))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if not super().is_safe_attribute(obj, attr, value):
+            return False
+        if isinstance(obj, Namespace | Undefined):
+            return True
+        return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES.items())
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """jinja2 would let `str.format` through, guarded against escapes but not against widths."""
+        if super().wrap_str_format(value) is not None:
+            raise SecurityError("str.format isn't allowed in a chat template")
+        return None
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        raise SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is out of bounds")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%" and isinstance(left, str):
+            raise SecurityError("formatting with % isn't allowed in a chat template")
+        if operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+            self.meter.charge(len(left) + len(right), "text")
+        elif operator == "*" and isinstance(left, str | list | tuple) and isinstance(right, int):
+            self.meter.charge(len(left) * max(0, right), "text")
+        elif operator == "*" and isinstance(right, str | list | tuple) and isinstance(left, int):
+            self.meter.charge(len(right) * max(0, left), "text")
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MAX_INTEGER_BITS:
+                raise TemplateLimit(
+                    f"it computes an integer of {bits} bits; the limit is {_MAX_INTEGER_BITS}"
+                )
+        return self._container(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        self = __self
+        self.meter.charge(1, "calls")
+        # What jinja2 passes for itself; str methods wouldn't know it.
+        own = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name == "replace":
+            return self._replace(owner, *args, **own)
+        if isinstance(owner, str) and name == "join":
+            args = ([self.meter.text(part) for part in args[0]], *args[1:])
+            self.meter.charge(len(owner) * len(args[0]), "text")
+        elif isinstance(owner, str):
+            self.meter.charge(len(owner), "text")
+        if not isinstance(__obj, Macro):
+            return self._container(super().call(__context, __obj, *args, **kwargs))
+        if self._depth == _MAX_MACRO_DEPTH:
+            raise TemplateLimit(f"macro `{__obj.name}` calls itself more than {_MAX_MACRO_DEPTH} deep")
+        self._depth += 1
+        try:
+            return super().call(__context, __obj, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _charged(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with the sizes of its arguments charged before, and of its result after."""
+
+        @wraps(function)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            for value in args:
+                self._weigh(value)
+            return self._container(function(*args, **kwargs))
+
+        return charged
+
+    def _on_text(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def charged(value: Any, *args: Any, **kwargs: Any) -> Any:
+            return function(self.meter.text(value), *args, **kwargs)
+
+        return charged
+
+    def _tick(self, value: Any, units: int) -> Any:
+        self.meter.charge(units)
+        return value
+
+    def _weigh(self, value: Any) -> Any:
+        """`value`, charged for being looked through once."""
+        length = len(value) if isinstance(value, str | range) else self.meter.elements(value)
+        self.meter.charge(1 + length // 16)
+        return value
+
+    def _container(self, value: Any) -> Any:
+        self.meter.elements(value)
+        return value
+
+    def _slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        part = slice(start, stop, step)
+        if isinstance(value, str | list | tuple):
+            self.meter.charge(len(range(*part.indices(len(value)))), "text")
+        return self._container(value[part])
+
+    def _join(self, values: Sequence[Any], separator: str = "") -> str:
+        texts = [self.meter.text(value) for value in values]
+        self.meter.charge(len(separator) * len(texts), "text")
+        return separator.join(texts)
+
+    def _replace(self, text: str, old: str, new: str, count: int = -1) -> str:
+        found = text.count(old) if count is None or count < 0 else min(count, text.count(old))
+        self.meter.charge(len(text) + found * len(new), "text")
+        return text.replace(old, new, -1 if count is None else count)
+
+    def _indent(self, value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+        text, margin = self.meter.text(value), len(width) if isinstance(width, str) else width
+        self.meter.charge(max(0, margin) * (text.count("\n") + 1), "text")
+        return str(jinja2.filters.do_indent(text, width, first, blank))
+
+
+def _raise_exception(message: object) -> None:
+    raise MessagesRefused(str(message)[:500])
