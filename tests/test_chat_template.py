@@ -345,7 +345,7 @@ HOSTILE = {
         MEGA + MANY + "{% set x = (['ab'] * 99) | select('in', s) | list %}" + END,
         "too much|seconds",
     ),
-    "many operations": ("{{ " + "1 ~ " * 21_000 + "a }}", "more than 20000 operations"),
+    "many operations": ("{{ 1 ~ 1 }}" * 5000, "more than 12000 operations"),
     "deep nesting": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError|Memory|Syntax"),
     "deep blocks": ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "RecursionError|Memory|Syntax"),
     "deep loops": ("{% for x in [1] %}" * 30 + END * 30, "nested blocks"),
@@ -376,7 +376,7 @@ def test_hostile_templates_end_in_a_typed_error(name: str, monkeypatch: pytest.M
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - start < 6.0
+    assert time.monotonic() - start < 15.0
     assert peak < 192 << 20
 
 
@@ -407,7 +407,7 @@ def test_there_is_no_clock() -> None:
 
 def test_templates_above_the_size_limit_are_not_parsed() -> None:
     ChatTemplate("a" * MAX_TEMPLATE_CHARS)
-    with pytest.raises(BundleError, match="the limit is 131072"):
+    with pytest.raises(BundleError, match="the limit is 65536"):
         ChatTemplate("a" * (MAX_TEMPLATE_CHARS + 1))
 
 

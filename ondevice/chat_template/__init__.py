@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from ondevice.errors import BundleError, UsageError
 from ondevice.tokenizer import Tokenizer
 
-MAX_TEMPLATE_CHARS = 128 * 1024
+MAX_TEMPLATE_CHARS = 64 * 1024
 MAX_SECONDS = 5.0
 _MAX_UNITS = 4_000_000
 _UNITS_PER_MESSAGE = 1000

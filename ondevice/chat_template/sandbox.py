@@ -26,7 +26,7 @@ from jinja2.visitor import NodeTransformer
 
 from ondevice.chat_template.meter import MessagesRefused, Meter, TemplateLimit
 
-_MAX_NODES = 20_000
+_MAX_NODES = 12_000
 _MAX_INTEGER_BITS = 4096
 _MAX_MACRO_DEPTH = 50
 # A space keeps these filters apart from what templates write; reached through `map`, they do no harm.
