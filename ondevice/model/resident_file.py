@@ -1,0 +1,118 @@
+"""The resident file read in the order of use, each CRC block once, a few pieces ahead of their consumer."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ondevice.backends.base import Bytes, Float32, RowChunk
+from ondevice.bundle.layout import CRC_BLOCK_BYTES, RESIDENT
+from ondevice.bundle.reader import Bundle
+from ondevice.errors import BundleError
+from ondevice.flash.reader import FlashReader
+
+RESIDENT_FILE = 0
+"""Index of the resident file in the flash reader."""
+READ_AHEAD = 4
+"""Pieces being read, or read and waiting, while the engine packs one."""
+KEPT_BLOCKS = 16
+"""CRC blocks remembered: those in which the pieces being read end and the next ones begin."""
+
+
+class ReadAhead:
+    """The results of `tasks`, in order, worked on by a few threads before they are asked for."""
+
+    def __init__(self, tasks: Iterator[Callable[[], Any]]) -> None:
+        self._tasks = tasks
+        self._pool = ThreadPoolExecutor(READ_AHEAD, thread_name_prefix="ondevice-load")
+        self._pending: deque[Future[Any]] = deque()
+
+    def next(self) -> Any:
+        """The next task's result. Raises what the task raised."""
+        while len(self._pending) <= READ_AHEAD and (task := next(self._tasks, None)) is not None:
+            self._pending.append(self._pool.submit(task))
+        return self._pending.popleft().result()
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class ResidentFile:
+    """Tensors of the resident file, through remembered blocks at the edges. Any thread may call it."""
+
+    def __init__(self, bundle: Bundle, reader: FlashReader) -> None:
+        self._bundle = bundle
+        self._reader = reader
+        self._nbytes = bundle.file(RESIDENT).nbytes
+        self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def vector(self, name: str) -> Float32:
+        """The one-dimensional float32 tensor `name`. Raises BundleError if a value isn't finite."""
+        span = self._bundle.tensor_span(name)
+        values: Float32 = self.read(span.offset, span.nbytes).view(np.float32)
+        if not np.isfinite(values).all():
+            raise BundleError(f"{RESIDENT}: {name} holds values that are not finite; convert the model again")
+        return values
+
+    def rows(self, name: str, row0: int, count: int) -> RowChunk:
+        """Rows row0 .. row0 + count of the stored matrix `name`."""
+        codes, *affine = (
+            self._tensor_rows(f"{name}.{part}", row0, count)
+            for part in (("codes",) if self._bundle.quant.bits == 16 else ("codes", "scales", "biases"))
+        )
+        scales, biases = affine or (codes[:, :0], codes[:, :0])
+        return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
+
+    def read(self, offset: int, nbytes: int) -> Bytes:
+        """(nbytes,) bytes of the file from `offset`."""
+        out = np.empty(nbytes, dtype=np.uint8)
+        at, end = offset, offset + nbytes
+        while at < end:
+            whole_end = end - end % CRC_BLOCK_BYTES
+            if at % CRC_BLOCK_BYTES == 0 and at < whole_end:
+                self._reader.read(RESIDENT_FILE, at, whole_end - at, out[at - offset : whole_end - offset])
+                at = whole_end
+            else:
+                index, skip = divmod(at, CRC_BLOCK_BYTES)
+                piece = self._block(index)[skip : skip + end - at]
+                out[at - offset : at - offset + len(piece)] = piece
+                at += len(piece)
+        return out
+
+    def _tensor_rows(self, name: str, row0: int, count: int) -> Bytes:
+        span = self._bundle.tensor_span(name)
+        width = span.nbytes // span.shape[0]
+        return self.read(span.offset + row0 * width, count * width).reshape(count, width)
+
+    def _block(self, index: int) -> Bytes:
+        with self._lock:
+            block = self._blocks.setdefault(index, _Block())
+            self._blocks.move_to_end(index)
+            if len(self._blocks) > KEPT_BLOCKS:
+                self._blocks.popitem(last=False)
+        with block.lock:
+            if block.data is None:
+                start = index * CRC_BLOCK_BYTES
+                count = min(CRC_BLOCK_BYTES, self._nbytes - start)
+                block.data = self._reader.read(RESIDENT_FILE, start, count)
+            return block.data
+
+
+class _Block:
+    """One remembered CRC block; its lock is held while it is being read."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.data: Bytes | None = None
