@@ -25,7 +25,14 @@ from ondevice.bundle.layout import (
     neuron_file_name,
     resident_tensors,
 )
-from ondevice.bundle.manifest import Provenance, bundle_files
+from ondevice.bundle.manifest import (
+    FileEntry,
+    Manifest,
+    Provenance,
+    bundle_files,
+    manifest_text,
+    parse_manifest,
+)
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
@@ -40,7 +47,7 @@ from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
-from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError
+from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
@@ -76,6 +83,7 @@ def convert(
         origin = f"{CONVERTER_VERSION} {checkpoint.name} {fingerprint(checkpoint)}"
         if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
             return folder.output
+        _check_manifest(checkpoint, quant_config, origin)
         folder.check(resume, force)
         folder.claim(resume)
         folder.check_space(_bundle_bytes(checkpoint, quant_config))
@@ -197,6 +205,18 @@ def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, orig
         return False
     same_model = (bundle.config, bundle.quant) == (checkpoint.config, quant)
     return same_model and bundle.manifest.provenance.fingerprint == origin
+
+
+def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> None:
+    """Raises CheckpointError for what no manifest may hold: better now than after the weights."""
+    entry = FileEntry(0, "0" * 64, None)
+    files = dict.fromkeys(bundle_files(checkpoint.config, checkpoint.tokenizer.info), entry)
+    provenance = Provenance(checkpoint.name, checkpoint.source_format, CONVERTER_VERSION, fingerprint=origin)
+    info, generation = checkpoint.tokenizer.info, checkpoint.generation
+    try:
+        parse_manifest(manifest_text(Manifest(checkpoint.config, quant, info, generation, provenance, files)))
+    except BundleError as error:
+        raise CheckpointError(f"{checkpoint.name} can't be described in a bundle: {error}") from error
 
 
 def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:

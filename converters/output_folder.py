@@ -38,7 +38,7 @@ class OutputFolder:
                 raise UsageError(f"{self.output} exists; choose another --output, or replace it with --force")
             if not (self.output / MANIFEST).is_file():
                 raise UsageError(f"{self.output} exists and isn't a bundle, so --force won't replace it")
-        if self.partial.exists() and not (resume or force):
+        if not (resume or force) and self.partial.is_dir() and any(self.partial.iterdir()):
             raise UsageError(
                 f"{self.partial} holds an unfinished conversion; continue it with --resume, or start again "
                 "with --force"
@@ -78,6 +78,8 @@ class OutputFolder:
         needed = max(0, bundle_bytes - present)
         free = shutil.disk_usage(self.partial).free
         if needed > free:
+            if not present:
+                self.partial.rmdir()
             raise OndeviceError(
                 f"the bundle needs {_size(needed)} more, but {self.partial.parent} has {_size(free)} free; "
                 "make room, or choose an --output on another disk"

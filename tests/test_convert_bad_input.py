@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from models import random_tensors, save_safetensors, tiny_config, write_checkpoint
 
+from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import (
     CheckpointError,
@@ -282,7 +283,7 @@ def test_no_room_is_said_before_anything_is_written(source: Path, monkeypatch: p
     refused(
         source, OndeviceError, r"needs 1\.\d+ MB \(\d+ bytes\) more, but .* has 1\.00 MB .* free; make room"
     )
-    assert list((source.parent / "output.partial").iterdir()) == []
+    assert not (source.parent / "output.partial").exists()
 
 
 def test_a_disk_that_fills_up(source: Path) -> None:
@@ -327,12 +328,29 @@ def test_a_full_disk(source: Path, small_disk: Path, monkeypatch: pytest.MonkeyP
         convert(source, small_disk / "bundle")
     real = shutil.disk_usage(source)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real)
-    shutil.rmtree(small_disk / "bundle.partial")
     with pytest.raises(OndeviceError, match=r"No space left on device; make room .* --resume"):
         convert(source, small_disk / "bundle", "f16")
     assert not (small_disk / "bundle").exists()
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
     convert(source, small_disk / "bundle", "f16", resume=True)
+
+
+def test_a_file_where_the_unfinished_bundle_should_be(source: Path) -> None:
+    (source.parent / "output.partial").write_text("mine")
+    refused(source, OndeviceError, "can't be made: File exists")
+    assert (source.parent / "output.partial").read_text() == "mine"
+
+
+def test_what_no_bundle_can_say_is_refused_at_once(source: Path) -> None:
+    edit_config(source, rope_scaling={"rope_type": "linear", "factor": 1e9})
+    refused(source, CheckpointError, "can't be described in a bundle: .*factor")
+    assert not (source.parent / "output.partial").exists()
+
+
+def test_names_that_cannot_be_printed(source: Path) -> None:
+    odd = source.rename(source.parent / "a\nb\x1b[31m")
+    bundle = Bundle.open(convert(odd, source.parent / "output"))
+    assert bundle.manifest.provenance.source == "a?b?[31m"
 
 
 def test_an_output_below_a_file(source: Path) -> None:

@@ -139,6 +139,11 @@ class SourceTensor:
         return out
 
 
+def printable(name: str) -> str:
+    """A file's or folder's name as a manifest can hold it."""
+    return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
+
+
 @dataclass(frozen=True)
 class TokenizerFiles:
     """What a bundle says of the tokenizer, and the files that go with it, by their names there."""

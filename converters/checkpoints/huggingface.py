@@ -11,7 +11,7 @@ from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import ModelConfig
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
 from ondevice.converters.checkpoints.safetensors_file import read_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import read_tokenizer
@@ -34,7 +34,7 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     tensors = _select(_all_tensors(folder), config)
     generation = folder.optional_json("generation_config.json")
     return Checkpoint(
-        name=folder.name,
+        name=printable(folder.name),
         source_format="huggingface",
         config=config,
         tensors=tensors,

@@ -15,7 +15,13 @@ from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.config import ModelConfig
 from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM, HEAD, LayerNames
 from ondevice.converters.checkpoints import sentencepiece_model as proto
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, TokenizerFiles
+from ondevice.converters.checkpoints.base import (
+    Checkpoint,
+    SourceFile,
+    SourceTensor,
+    TokenizerFiles,
+    printable,
+)
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, OndeviceError
 
@@ -52,7 +58,7 @@ def open_llama2c(path: Path) -> Checkpoint:
             "not llama2.c's legacy format"
         )
     return Checkpoint(
-        name=path.stem,
+        name=printable(path.stem),
         source_format="llama2.c",
         config=config,
         tensors=_tensors(file, config, tied),

@@ -34,7 +34,7 @@ class SourceFolder:
         repository = self._real.parent.parent.name
         if self._real.parent.name == "snapshots" and repository.startswith("models--"):
             return f"{repository.removeprefix('models--').replace('--', '/')}@{self._real.name[:8]}"
-        return self._real.name or "checkpoint"
+        return self._real.name
 
     def has(self, name: str) -> bool:
         """Whether there is an entry of that name, whatever it is."""

@@ -20,6 +20,7 @@ from ondevice.tokenizer import load_tokenizer
 from ondevice.tokenizer.base import LibraryErrors
 
 MAX_TEMPLATE_BYTES = 1 << 20
+MAX_ENDS = 32
 
 logger = logging.getLogger(__name__)
 
@@ -200,6 +201,6 @@ def _token_text(value: object) -> str | None:
 
 def _token_ids(value: object, where: str, vocab_size: int) -> list[int]:
     ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids) or len(ids) > 64:
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids) or len(ids) > MAX_ENDS:
         raise CheckpointError(f"{where} is {str(value)[:60]}; it must be ids below vocab_size {vocab_size}")
     return ids
