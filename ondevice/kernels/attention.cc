@@ -38,7 +38,7 @@ void quantize_head(const float* x, int64_t n, int8_t* codes, int64_t stride, flo
   F magnitude = zero();
   for (int64_t i = 0; i < n; i += 16) magnitude = max(magnitude, abs(load_partial(x + i, n - i)));
   const float m = reduce_max(magnitude);
-  const float inverse = m > 0.0f ? 127.0f / m : 0.0f;
+  const float inverse = int8_inverse(m);
   for (int64_t i = 0; i < n; i += 16) {
     int8_t lanes[16];
     store_int8(lanes, mul(load_partial(x + i, n - i), set1(inverse)));

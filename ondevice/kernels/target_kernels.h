@@ -28,10 +28,15 @@ bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 
+// 127 / magnitude, what int8 codes are rounded from; 0 where that could overflow (below 2^-120).
+static inline float int8_inverse(float magnitude) {
+  return magnitude >= 0x1p-120f ? 127.0f / magnitude : 0.0f;
+}
+
 // 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum.
 static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes, float* scale,
                                   int32_t* sum) {
-  const F inverse = set1(magnitude > 0.0f ? 127.0f / magnitude : 0.0f);
+  const F inverse = set1(int8_inverse(magnitude));
   *sum = store_codes(codes, mul(v[0], inverse), mul(v[1], inverse), mul(v[2], inverse), mul(v[3], inverse),
                      nibble_order);
   *scale = magnitude / 127.0f;

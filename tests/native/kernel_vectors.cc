@@ -117,6 +117,11 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
     matrix.forward(engine, x.data(), cols, tokens, tokens % 2 ? bias.data() : nullptr, y.data());
     keep(out, name + " tokens=" + std::to_string(tokens), y);
   }
+  // Activations whose scale is subnormal.
+  Floats tiny = random.values(cols), y(static_cast<size_t>(rows));
+  for (float& value : tiny) value *= 0x1p-130f;
+  matrix.forward(engine, tiny.data(), cols, 1, nullptr, y.data());
+  keep(out, name + " tiny", y);
 }
 
 // `neurons` records of [gate][up | down] rows, a gap after the first part.
