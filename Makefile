@@ -4,6 +4,7 @@
 #   make test         set up, then every fast test
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
+#   make format       ruff format and clang-format, in place
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 60 GB of disk)
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
@@ -32,7 +33,7 @@ STORIES := $(SHARED)/data/models/stories260K
 STORIES_BUNDLE := build/models/stories260K
 SHIPPED := $(wildcard weights/*/bundle.json)
 
-.PHONY: help build chat test test-slow check check-python check-types check-native bench clean
+.PHONY: help build chat test test-slow check check-python check-types check-native format bench clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -101,7 +102,7 @@ $(STORIES_BUNDLE)/bundle.json: | $(STAMPS)/installed
 		echo "FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer) or a llama2.c .bin file."; \
 		} >&2; exit 1; fi
 	@mkdir -p $(dir $(STORIES_BUNDLE))
-	@$(VENV)/bin/ondevice convert $(STORIES) --output $(STORIES_BUNDLE) --quant q8 --force </dev/null >&2
+	@$(VENV)/bin/ondevice convert $(STORIES)/stories260K.bin --output $(STORIES_BUNDLE) --quant q8 --force </dev/null >&2
 
 # --- tests and checks -----------------------------------------------------------------------------------
 
@@ -127,13 +128,17 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 check-native: $(STAMPS)/check
 	@$(VENV)/bin/clang-format --dry-run -Werror $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
 
+format: $(STAMPS)/check
+	@$(PY) -m ruff format .
+	@$(VENV)/bin/clang-format -i $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
+
 include tests/native/native.mk
 
 # --- comparisons ----------------------------------------------------------------------------------------
 
 bench: $(STAMPS)/bench
 	@mkdir -p $(BENCH_DIR)
-	@status=0; for script in versus_llama_cpp ceiling convert_versus_cp; do \
+	@status=0; for script in versus_llama_cpp flash_versus_fio ceiling convert_versus_cp; do \
 		echo "== $$script"; \
 		$(PY) tests/benchmarks/$$script.py --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
 	done; exit $$status

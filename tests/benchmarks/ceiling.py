@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import HERE, Result, machine, note, require_rig, run_engine
-from ondevice_bundle import bundle_folder
+from ondevice_bundle import ONDEVICE, bundle_folder
 from random_model import LLAMA_7B, SMALL, Shape, huggingface_folder, random_tokens
 
 CONTEXT = 1500
@@ -27,7 +27,7 @@ SHAPES = {shape.name: shape for shape in (SMALL, LLAMA_7B)}
 
 def inspect(bundle: Path, budget: int, threads: int) -> dict[str, Any]:
     """`ondevice inspect --json`: the plan, before anything is loaded."""
-    command = [sys.executable, "-m", "ondevice.cli", "inspect", "--model", str(bundle), "--json"]
+    command = [ONDEVICE, "inspect", "--model", str(bundle), "--json"]
     command += ["--dram-budget", str(budget), "--max-context", str(CONTEXT), "--kv-bits", "8"]
     command += ["--threads", str(threads)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

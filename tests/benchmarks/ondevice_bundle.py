@@ -6,12 +6,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-CONVERT = (sys.executable, "-m", "ondevice.cli", "convert")
+ONDEVICE = str(Path(sys.executable).with_name("ondevice"))
 
 
 def convert_command(source: Path, output: Path, *options: str) -> list[str]:
     """The command line that converts `source` to a q4 bundle without calibration."""
-    return [*CONVERT, str(source), "--output", str(output), "--quant", "q4", "--no-calibrate", *options]
+    return [
+        ONDEVICE,
+        "convert",
+        str(source),
+        "--output",
+        str(output),
+        "--quant",
+        "q4",
+        "--no-calibrate",
+        *options,
+    ]
 
 
 def bundle_folder(source: Path, workdir: Path) -> Path:
