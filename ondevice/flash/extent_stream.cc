@@ -7,7 +7,8 @@
 namespace ondevice {
 namespace {
 
-// Chosen by tests/benchmarks/flash_versus_fio.py --sweep.
+// 8 threads and 16 MiB of slots, busy 2-core machine: 1.66 to 1.88 GB/s from 256 KiB to 4 MiB, but 0.12 CPU
+// seconds per GB at 256 KiB and 0.08 to 0.1 from 512 KiB on.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 }  // namespace

@@ -7,7 +7,7 @@
 namespace ondevice {
 namespace {
 
-// Pieces read into their final place: one system call each; 1 MiB is where this grows no faster.
+// Pieces read into their final place, one system call each; as large as ExtentStream's.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
 // Pieces that go through a staging buffer, of which every thread may hold one.
 constexpr int64_t kStagedBytes = int64_t{1} << 18;
