@@ -6,6 +6,7 @@ canonical arithmetic); numpy only copies, indexes and adds. An op's result is va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -200,7 +201,7 @@ class CpuBackend:
 
     def _buffer(self, op: str, shape: tuple[int, ...]) -> Float32:
         """An op's own output array, re-used: fresh pages for every call would cost more than many ops."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         if op not in self._buffers or self._buffers[op].size < size:
             self._buffers[op] = np.empty(size, dtype=np.float32)
         return self._buffers[op][:size].reshape(shape)

@@ -79,7 +79,7 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
 }
 
 void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
-                     const StoredRows& source, uint8_t* tiles) {
+                     const StoredRows& source, uint8_t* tiles, int64_t tile_stride) {
   const int64_t words = kGroup * bits / 32, block = tile_group_bytes(bits);
   const int64_t first = row0 / kTile, last = (row0 + count - 1) / kTile;
   pool.parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end, int) {
@@ -88,7 +88,7 @@ void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, i
       const int64_t high = (tile + 1) * kTile > row0 + count ? row0 + count - tile * kTile : kTile;
       const int64_t base = tile * kTile - row0;
       for (int64_t g = 0; g < groups; ++g) {
-        uint8_t* out = tiles + (tile * groups + g) * block;
+        uint8_t* out = tiles + tile * tile_stride + g * block;
         uint8_t* scales = out + kTile * kGroup * bits / 8;
         const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
         const bool whole = low == 0 && high == kTile;
@@ -117,7 +117,8 @@ Matrix::Matrix(int64_t rows, int64_t cols, int bits)
 
 void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source) {
   if (bits_ != 16) {
-    interleave_rows(engine.pool(), bits_, groups_, row0, count, source, memory_.data());
+    interleave_rows(engine.pool(), bits_, groups_, row0, count, source, memory_.data(),
+                    groups_ * tile_group_bytes(bits_));
     return;
   }
   const int64_t bytes = groups_ * kGroup * 2;

@@ -128,8 +128,8 @@ struct SourceRows {
 bool quantize_rows(Engine& engine, const SourceRows& source, int64_t rows, int64_t cols, int bits,
                    uint8_t* codes, uint16_t* scales, uint16_t* biases);
 
-// Rows -> 16-row interleaved blocks at `tiles` (whose tile has `groups` groups), for rows row0 and up.
+// Rows -> 16-row interleaved tiles of `groups` groups, `tile_stride` bytes apart, for rows row0 and up.
 void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
-                     const StoredRows& source, uint8_t* tiles);
+                     const StoredRows& source, uint8_t* tiles, int64_t tile_stride);
 
 }  // namespace ondevice

@@ -48,37 +48,35 @@ FeedForward::FeedForward(int64_t hidden, int bits, RecordShape record)
       record_(record),
       row_bytes_(groups_ * kGroup * bits / 8 + (bits == 16 ? 0 : groups_ * 4)) {}
 
+// A segment: for each 16 neurons their gate tile and their up tile, read as one stream; then the down rows.
 void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records,
                        int64_t count) const {
-  const int64_t rows = segment.blocks_ * kGroup, blocks = (count + kGroup - 1) / kGroup;
-  uint8_t* gate = segment.memory_.data();
-  uint8_t* up = gate + rows * row_bytes_;
-  uint8_t* down = up + rows * row_bytes_;
-  const int64_t row0 = block0 * kGroup, padding = blocks * kGroup - count;
+  const int64_t blocks = (count + kGroup - 1) / kGroup, row0 = block0 * kGroup;
+  const int64_t padding = blocks * kGroup - count, tile_bytes = kTile * row_bytes_;
+  uint8_t* tiles = segment.memory_.data();
+  uint8_t* down = tiles + 2 * segment.blocks_ * kGroup * row_bytes_;
+  if (padding) {
+    const int64_t first = (row0 + count) / kTile, end = (block0 + blocks) * kTilesPerBlock;
+    std::memset(tiles + 2 * first * tile_bytes, 0, static_cast<size_t>(2 * (end - first) * tile_bytes));
+  }
   if (bits_ == 16) {
-    uint8_t* const parts[3] = {gate, up, down};
-    const int64_t offsets[3] = {record_.gate, record_.up, record_.down};
-    for (int part = 0; part < 3; ++part) {
-      for (int64_t n = 0; n < count; ++n)
-        std::memcpy(parts[part] + (row0 + n) * row_bytes_, records + n * record_.stride + offsets[part],
-                    static_cast<size_t>(row_bytes_));
-      std::memset(parts[part] + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t* record = records + n * record_.stride;
+      uint8_t* gate = tiles + (row0 + n) / kTile * 2 * tile_bytes + (row0 + n) % kTile * row_bytes_;
+      std::memcpy(gate, record + record_.gate, static_cast<size_t>(row_bytes_));
+      std::memcpy(gate + tile_bytes, record + record_.up, static_cast<size_t>(row_bytes_));
+      std::memcpy(down + (row0 + n) * row_bytes_, record + record_.down, static_cast<size_t>(row_bytes_));
     }
+    std::memset(down + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
     return;
   }
   const int64_t codes = groups_ * kGroup * bits_ / 8;
-  if (padding) {
-    const int64_t tile_bytes = groups_ * tile_group_bytes(bits_), last = (row0 + count) / kTile;
-    const int64_t end = (block0 + blocks) * kTilesPerBlock;
-    std::memset(gate + last * tile_bytes, 0, static_cast<size_t>((end - last) * tile_bytes));
-    std::memset(up + last * tile_bytes, 0, static_cast<size_t>((end - last) * tile_bytes));
-  }
-  for (const auto& [tiles, offset] : {std::pair{gate, record_.gate}, std::pair{up, record_.up}}) {
-    const uint8_t* base = records + offset;
+  for (int64_t part = 0; part < 2; ++part) {
+    const uint8_t* base = records + (part ? record_.up : record_.gate);
     interleave_rows(engine.pool(), bits_, groups_, row0, count,
                     {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride,
                      record_.stride},
-                    tiles);
+                    tiles + part * tile_bytes, 2 * tile_bytes);
   }
   const std::vector<uint8_t> zeros(padding ? static_cast<size_t>(row_bytes_) : 0);
   engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
@@ -126,8 +124,8 @@ void FeedForward::add(Engine& engine, const std::vector<const Segment*>& segment
 void FeedForward::gate_up(Engine& engine, const Segment& segment, int64_t tile, int64_t tokens,
                           Activation activation, float* h, int64_t h_stride, int thread) const {
   const KernelTable& kernels = engine.kernels();
-  const uint8_t* gate = segment.memory_.data() + tile * kTile * row_bytes_;
-  const uint8_t* up = gate + segment.blocks_ * kGroup * row_bytes_;
+  const uint8_t* gate = segment.memory_.data() + 2 * tile * kTile * row_bytes_;
+  const uint8_t* up = gate + kTile * row_bytes_;
   const QuantizedRows x{engine.x_codes_.as<int8_t>(), engine.x_scales_.as<float>(),
                         engine.x_sums_.as<float>(), engine.x_int_sums_.as<int32_t>(), groups_};
   float* g = engine.tile_.as<float>() + thread * 2 * tokens * kTile;
