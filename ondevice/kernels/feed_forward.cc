@@ -55,7 +55,7 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
   constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   // Quantising is a chain of dependent steps: with few tokens, several blocks go through it side by side.
-  constexpr int64_t kAhead = TT >= 4 ? 1 : 8;
+  constexpr int64_t kAhead = TT >= 4 ? 1 : 2;
   F bias_sum[TT];
   for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);
   for (int64_t first = 0; first < blocks; first += kAhead) {
