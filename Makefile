@@ -123,7 +123,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@rm -rf build/typing && mkdir -p build/typing/ondevice
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
-	@$(PY) -m mypy --strict tests/benchmarks tests/test_architecture.py tests/test_readme.py
+	@MYPYPATH=build/typing:tests/benchmarks $(PY) -m mypy --strict tests/benchmarks
 
 check-native: $(STAMPS)/check
 	@$(VENV)/bin/clang-format --dry-run -Werror $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))

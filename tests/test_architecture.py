@@ -151,9 +151,12 @@ def foreign_violations(name: str, source: str) -> list[str]:
     banned = {"torch", "transformers", "pickle", "shelve", "marshal", "psutil", "llama_cpp", "gguf"}
     found = []
     for node in ast.walk(ast.parse(source)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
             names = [node.module or ""]
+        else:
+            continue
         found += [f"{name}:{node.lineno} imports {item}" for item in names if item.split(".")[0] in banned]
     return found
 

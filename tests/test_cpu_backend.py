@@ -109,7 +109,9 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
                 results.append(np.concatenate(alone))
     assert len({result.tobytes() for result in results}) == 1
     exact = ArrayFeedForward(
-        *(quantise_rows(matrix, bits)[3] for matrix in (gate, up, down)), 16, neuron_layout(config, QuantConfig(16))
+        *(quantise_rows(matrix, bits)[3] for matrix in (gate, up, down)),
+        16,
+        neuron_layout(config, QuantConfig(16)),
     )
     reference = ReferenceBackend()
     expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation)

@@ -187,7 +187,8 @@ def test_quantised_rows_read_back_within_half_a_step(bits: int) -> None:
     out = on_every_target(run)[:, :130]
     groups = [weight[:, g : g + 64] for g in (0, 64, 128)]
     steps = [(g.max(axis=1) - g.min(axis=1)) / (2**bits - 1) for g in groups]
-    step = np.concatenate([np.repeat(s[:, None], g.shape[1], 1) for s, g in zip(steps, groups, strict=True)], 1)
+    widened = [np.repeat(s[:, None], g.shape[1], 1) for s, g in zip(steps, groups, strict=True)]
+    step = np.concatenate(widened, 1)
     # Making zero exact may stretch a step by half a code's share of the range.
     assert (np.abs(out - weight) <= 0.75 * step * (1 + 8 / 2**bits) + 2e-3 * np.abs(weight) + 1e-6).all()
     assert (out[0] == 0).all()
@@ -235,8 +236,8 @@ def test_arguments_are_checked_before_any_byte_is_touched() -> None:
         matrix.load_rows(engine, 1, codes, halves, halves)
     with pytest.raises(ValueError, match=r"out is \(T, rows\)"):
         matrix.forward(engine, np.zeros((1, 64), np.float32), None, np.zeros((1, 15), np.float32))
+    heads = np.zeros((1, 1, 8), dtype=np.float32)
     with pytest.raises(ValueError, match="past the last KV block"):
-        heads = np.zeros((1, 1, 8), dtype=np.float32)
         _native.kv_write(engine, np.zeros(0, dtype=np.uint64), 0, 8, 0, heads, heads)
     with pytest.raises(ValueError, match="can't run on this machine"):
         _native.Engine(1, "sse9")

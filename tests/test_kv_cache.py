@@ -44,7 +44,9 @@ def test_blocks_are_aligned_and_grow_by_64_tokens() -> None:
     for tokens, blocks in ((1, 1), (64, 1), (65, 2), (10, 2)):
         cache.reserve(tokens)
         assert len(cache.blocks) == blocks
-    assert all(block.ctypes.data % 64 == 0 and block.nbytes == cache.layout.block_bytes for block in cache.blocks)
+    assert all(
+        block.ctypes.data % 64 == 0 and block.nbytes == cache.layout.block_bytes for block in cache.blocks
+    )
     assert cache.nbytes == 2 * cache.layout.block_bytes
 
 

@@ -84,9 +84,7 @@ IoMode parse_io(const std::string& io) {
 
 using Times = std::tuple<uint64_t, double, double>;
 
-Times times(const ReadStats& stats) {
-  return {stats.bytes_read, stats.read_seconds, stats.cpu_seconds};
-}
+Times times(const ReadStats& stats) { return {stats.bytes_read, stats.read_seconds, stats.cpu_seconds}; }
 
 std::vector<Extent> make_extents(const std::vector<std::tuple<size_t, int64_t, int64_t>>& tuples) {
   std::vector<Extent> extents;

@@ -72,9 +72,7 @@ void ExtentStream::complete(const Piece& piece, const std::string& error) {
   if (--slot.pending == 0) arrived_.notify_all();
 }
 
-void ExtentStream::pool_stopped() {
-  arrived_.notify_all();
-}
+void ExtentStream::pool_stopped() { arrived_.notify_all(); }
 
 void ExtentStream::require_open() const {
   if (closed_) throw std::invalid_argument("the stream is closed");

@@ -15,12 +15,8 @@ namespace ondevice {
 // Direct reads begin, end and land on multiples of this, whatever the device's own block is.
 constexpr int64_t kPage = 4096;
 
-inline int64_t page_down(int64_t n) {
-  return n / kPage * kPage;
-}
-inline int64_t page_up(int64_t n) {
-  return (n + kPage - 1) / kPage * kPage;
-}
+inline int64_t page_down(int64_t n) { return n / kPage * kPage; }
+inline int64_t page_up(int64_t n) { return (n + kPage - 1) / kPage * kPage; }
 
 // A read that failed, came short, or whose bytes don't match their checksum.
 struct FlashError : std::runtime_error {

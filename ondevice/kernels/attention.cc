@@ -1,7 +1,7 @@
+#include <math.h>
+
 #include "simd.h"
 #include "target_kernels.h"
-
-#include <math.h>
 
 namespace ondevice {
 namespace ONDEVICE_NS {
@@ -110,7 +110,8 @@ float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t
   return reduce_add(sum);
 }
 
-// acc[d] gains weight * value for positions [low, high] of one block, ascending. load_at(p, d) gives 16 values.
+// acc[d] gains weight * value for positions [low, high] of one block, ascending. load_at(p, d) gives 16
+// values.
 template <class Load>
 void weigh_values(const Load& load_at, int64_t width, const float* weights, int64_t low, int64_t high,
                   float* acc) {
@@ -166,7 +167,8 @@ void kv_write(const KvView& kv, int64_t position, const float* k, const float* v
       half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + slot, kKvBlock);
       half_head(value, kv.head_dim, reinterpret_cast<uint16_t*>(at.values) + slot * kv.head_dim, 1);
     } else {
-      quantize_head(key, kv.head_dim, reinterpret_cast<int8_t*>(at.keys) + slot, kKvBlock, at.key_scales + slot);
+      quantize_head(key, kv.head_dim, reinterpret_cast<int8_t*>(at.keys) + slot, kKvBlock,
+                    at.key_scales + slot);
       quantize_head(value, kv.head_dim, reinterpret_cast<int8_t*>(at.values) + slot * kv.head_dim, 1,
                     at.value_scales + slot);
     }
@@ -180,10 +182,10 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   const int64_t last = args.position + q_end - 1;
   const int64_t first = args.window ? max_of(0, args.position + q_begin - args.window + 1) : 0;
   const int64_t base = first / kKvBlock * kKvBlock, end = (last / kKvBlock + 1) * kKvBlock, span = end - base;
-  float* q = scratch;                   // (rows, dim)
-  float* scores = q + rows * dim;       // (rows, span)
-  float* acc = scores + rows * span;    // (rows, width)
-  float* block = acc + rows * width;    // (64, width)
+  float* q = scratch;                 // (rows, dim)
+  float* scores = q + rows * dim;     // (rows, span)
+  float* acc = scores + rows * span;  // (rows, width)
+  float* block = acc + rows * width;  // (64, width)
   float* sums = block + kKvBlock * width;
   for (int64_t r = 0; r < rows; ++r)
     memcpy(q + r * dim, args.q + (q_begin + r / shared) * args.q_stride + (head * shared + r % shared) * dim,

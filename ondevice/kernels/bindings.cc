@@ -9,7 +9,8 @@
 namespace ondevice {
 namespace {
 
-using FloatRows = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;  // (T, heads, dim), heads contiguous
+using FloatRows =
+    nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;  // (T, heads, dim), heads contiguous
 
 KvView kv_view(const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks, int64_t layer,
                int64_t kv_heads, int64_t head_dim, int bits, int64_t end) {
@@ -17,8 +18,12 @@ KvView kv_view(const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blo
   require(layer >= 0 && kv_heads > 0 && head_dim > 0, "layer, kv_heads and head_dim must be positive");
   require(end <= static_cast<int64_t>(blocks.shape(0)) * kKvBlock, "position is past the last KV block");
   const int64_t head_bytes = 2 * kKvBlock * (head_dim * bits / 8 + (bits == 8 ? 4 : 0));
-  return {reinterpret_cast<uint8_t* const*>(blocks.data()), layer * kv_heads * head_bytes, head_bytes, kv_heads,
-          head_dim, bits};
+  return {reinterpret_cast<uint8_t* const*>(blocks.data()),
+          layer * kv_heads * head_bytes,
+          head_bytes,
+          kv_heads,
+          head_dim,
+          bits};
 }
 
 void check_heads(const FloatRows& x) {
@@ -91,16 +96,17 @@ void bind_ops(nb::module_& m) {
     require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
             "out is (T, heads * head_dim)");
     require(position >= 0 && window >= 0, "position and window must not be negative");
-    const AttentionArgs args{q.data(),   q.stride(0), heads,
-                             kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
-                             position,   window,      out.data()};
+    const AttentionArgs args{
+        q.data(), q.stride(0), heads,     kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+        position, window,      out.data()};
     nb::gil_scoped_release release;
     engine.attention(args, tokens);
   });
   m.def("activate", [](Engine& engine, int activation, const CArray<const float, 1>& gate,
                        const CArray<const float, 1>& up, const CArray<float, 1>& out) {
     require(activation >= 0 && activation <= 4, "activation must be 0 to 4");
-    require(gate.shape(0) == up.shape(0) && gate.shape(0) == out.shape(0), "gate, up and out have one length");
+    require(gate.shape(0) == up.shape(0) && gate.shape(0) == out.shape(0),
+            "gate, up and out have one length");
     engine.kernels().activate(static_cast<Activation>(activation), gate.data(), up.data(), out.data(),
                               static_cast<int64_t>(gate.shape(0)));
   });
@@ -111,7 +117,8 @@ using Source = nb::ndarray<nb::ndim<2>, nb::device::cpu>;  // float32, float16, 
 SourceRows source_rows(const Source& x) {
   const SourceRows rows{static_cast<const uint8_t*>(x.data()), SourceType::kFloat, x.stride(0), x.stride(1)};
   if (x.dtype() == nb::dtype<float>()) return rows;
-  if (x.dtype() == nb::dtype<uint16_t>()) return {rows.data, SourceType::kBfloat, rows.row_stride, rows.col_stride};
+  if (x.dtype() == nb::dtype<uint16_t>())
+    return {rows.data, SourceType::kBfloat, rows.row_stride, rows.col_stride};
   const nb::dlpack::dtype half{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
   require(x.dtype() == half, "x is float32, float16, or bfloat16 as uint16");
   return {rows.data, SourceType::kHalf, rows.row_stride, rows.col_stride};
@@ -149,7 +156,8 @@ void bind_quantisation(nb::module_& m) {
         engine.kernels().half_to_float(reinterpret_cast<const uint16_t*>(row), to, groups * kGroup);
       else
         engine.kernels().dequantize_row(bits, row, reinterpret_cast<const uint16_t*>(row + codes),
-                                        reinterpret_cast<const uint16_t*>(row + codes + 2 * groups), groups, to);
+                                        reinterpret_cast<const uint16_t*>(row + codes + 2 * groups), groups,
+                                        to);
     }
   });
 }

@@ -12,7 +12,8 @@ using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 
 int64_t rows_of(const Rows& x, int64_t cols) {
-  require(static_cast<int64_t>(x.shape(1)) == cols && (x.stride(1) == 1 || cols == 1), "x is (T, cols) floats");
+  require(static_cast<int64_t>(x.shape(1)) == cols && (x.stride(1) == 1 || cols == 1),
+          "x is (T, cols) floats");
   require(x.shape(0) > 0, "x has no rows");
   return static_cast<int64_t>(x.shape(0));
 }
@@ -28,8 +29,8 @@ void load_rows(Matrix& matrix, Engine& engine, int64_t row0, const Bytes2& codes
           "codes are (n, padded_cols * bits / 8)");
   if (groups)
     for (const Halves2* values : {&scales, &biases})
-      require(static_cast<int64_t>(values->shape(0)) == n && static_cast<int64_t>(values->shape(1)) == groups &&
-                  (values->stride(1) == 1 || groups == 1),
+      require(static_cast<int64_t>(values->shape(0)) == n &&
+                  static_cast<int64_t>(values->shape(1)) == groups && (values->stride(1) == 1 || groups == 1),
               "scales and biases are (n, G)");
   const StoredRows rows{codes.data(),
                         reinterpret_cast<const uint8_t*>(scales.data()),

@@ -39,7 +39,8 @@ std::vector<Target> targets() {
       __builtin_cpu_supports("avx512vnni"))
     found.push_back({"avx512", &avx512::kTable});
   // Every AVX2 processor with FMA has F16C as well; the compilers name no test for it.
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back({"avx2", &avx2::kTable});
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    found.push_back({"avx2", &avx2::kTable});
 #elif defined(__aarch64__)
 #if defined(__linux__)
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back({"neon", &neon::kTable});

@@ -37,8 +37,8 @@ void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, i
   for (int64_t c = 0; c < cols; ++c)
     for (int64_t r = 0; r < count; r += step) {
       float values[kRows];
-      widen(kernels, source.type, source.data + ((row + r) * source.row_stride + c * source.col_stride) * bytes,
-            step, values);
+      widen(kernels, source.type,
+            source.data + ((row + r) * source.row_stride + c * source.col_stride) * bytes, step, values);
       for (int64_t k = 0; k < step; ++k) out[(r + k) * cols + c] = values[k];
     }
 }

@@ -45,7 +45,8 @@ inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t
   const Bytes16 ab_low = ONDEVICE_ZIP_LOW(a, b), ab_high = ONDEVICE_ZIP_HIGH(a, b);
   const Bytes16 cd_low = ONDEVICE_ZIP_LOW(c, d), cd_high = ONDEVICE_ZIP_HIGH(c, d);
   const Bytes16 quads[4] = {ONDEVICE_ZIP_PAIRS_LOW(ab_low, cd_low), ONDEVICE_ZIP_PAIRS_HIGH(ab_low, cd_low),
-                            ONDEVICE_ZIP_PAIRS_LOW(ab_high, cd_high), ONDEVICE_ZIP_PAIRS_HIGH(ab_high, cd_high)};
+                            ONDEVICE_ZIP_PAIRS_LOW(ab_high, cd_high),
+                            ONDEVICE_ZIP_PAIRS_HIGH(ab_high, cd_high)};
 #undef ONDEVICE_ZIP_LOW
 #undef ONDEVICE_ZIP_HIGH
 #undef ONDEVICE_ZIP_PAIRS_LOW
@@ -61,8 +62,8 @@ inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
   std::memcpy(&b, second, 8);
   typedef uint64_t Halves __attribute__((vector_size(16)));
   const Halves even = {(a & kLow) | ((b & kLow) << 4), 0}, odd = {((a >> 4) & kLow) | (b & ~kLow), 0};
-  return __builtin_shufflevector((Bytes16)even, (Bytes16)odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7,
-                                 23);
+  return __builtin_shufflevector((Bytes16)even, (Bytes16)odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22,
+                                 7, 23);
 }
 
 }  // namespace ondevice

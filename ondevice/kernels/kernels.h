@@ -8,9 +8,9 @@
 
 namespace ondevice {
 
-constexpr int64_t kGroup = 64;   // columns that share one scale and bias
-constexpr int64_t kTile = 16;    // output rows that are stored interleaved
-constexpr int64_t kKvBlock = 64; // positions of a KV block
+constexpr int64_t kGroup = 64;    // columns that share one scale and bias
+constexpr int64_t kTile = 16;     // output rows that are stored interleaved
+constexpr int64_t kKvBlock = 64;  // positions of a KV block
 
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
 

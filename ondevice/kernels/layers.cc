@@ -29,8 +29,8 @@ Engine::Engine(int threads, const std::string& target)
 
 size_t Engine::scratch_bytes() const {
   size_t total = 0;
-  for (const Buffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &attention_, &h_, &y_,
-                               &lanes_, &tile_})
+  for (const Buffer* buffer :
+       {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &attention_, &h_, &y_, &lanes_, &tile_})
     total += buffer->size();
   return total;
 }
@@ -51,7 +51,8 @@ QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens,
   return rows;
 }
 
-const float* Engine::pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols) {
+const float* Engine::pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
+                         int64_t padded_cols) {
   x_padded_.grow(static_cast<size_t>(tokens * padded_cols) * sizeof(float));
   float* out = x_padded_.as<float>();
   for (int64_t t = 0; t < tokens; ++t) {
@@ -65,9 +66,8 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
   const int64_t shared = args.heads / args.kv.heads;
   const int64_t queries = shared >= kQueryRows ? 1 : kQueryRows / shared;
   const int64_t pieces = (tokens + queries - 1) / queries;
-  const int64_t floats =
-      attention_scratch_floats(args.position + tokens, (tokens < queries ? tokens : queries) * shared,
-                               args.kv.head_dim);
+  const int64_t floats = attention_scratch_floats(
+      args.position + tokens, (tokens < queries ? tokens : queries) * shared, args.kv.head_dim);
   attention_.grow(static_cast<size_t>(floats * pool_.threads()) * sizeof(float));
   pool_.parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; ++i) {
@@ -95,12 +95,14 @@ void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, i
         if (whole)
           for (int64_t r = 0; r < kTile; r += 4)
             for (int64_t w = 0; w < words; w += 4)
-              transpose_words(codes + r * source.codes_stride + w * 4, source.codes_stride, out + w * 64 + r * 4);
+              transpose_words(codes + r * source.codes_stride + w * 4, source.codes_stride,
+                              out + w * 64 + r * 4);
         for (int64_t r = low; r < high; ++r) {
           for (int64_t w = 0; w < words && !whole; ++w)
             std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);
           std::memcpy(scales + r * 2, source.scales + (base + r) * source.scales_stride + g * 2, 2);
-          std::memcpy(scales + 2 * kTile + r * 2, source.biases + (base + r) * source.biases_stride + g * 2, 2);
+          std::memcpy(scales + 2 * kTile + r * 2, source.biases + (base + r) * source.biases_stride + g * 2,
+                      2);
         }
       }
     }
@@ -112,8 +114,9 @@ Matrix::Matrix(int64_t rows, int64_t cols, int bits)
       cols_(cols),
       groups_(groups_of(cols)),
       bits_(bits),
-      memory_(static_cast<size_t>(bits == 16 ? rows * groups_ * kGroup * 2
-                                             : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(bits))) {}
+      memory_(static_cast<size_t>(bits == 16
+                                      ? rows * groups_ * kGroup * 2
+                                      : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(bits))) {}
 
 void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source) {
   if (bits_ != 16) {

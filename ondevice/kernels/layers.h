@@ -29,7 +29,8 @@ class Engine {
   ThreadPool& pool() { return pool_; }
   size_t scratch_bytes() const;
 
-  // Activations (tokens, cols), rows x_stride floats apart, quantised into scratch; valid until the next call.
+  // Activations (tokens, cols), rows x_stride floats apart, quantised into scratch; valid until the next
+  // call.
   QuantizedRows quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, bool nibble_order);
   // The same rows as floats, zero-padded to padded_cols.
   const float* pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols);

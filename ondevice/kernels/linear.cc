@@ -61,8 +61,8 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
 
 // Four rows at a time, each with 16 lanes over the columns.
 template <int RR>
-void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens, const float* bias,
-               float* out, int64_t out_stride, int64_t row) {
+void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
+               const float* bias, float* out, int64_t out_stride, int64_t row) {
   for (int64_t t = 0; t < tokens; ++t) {
     F acc[RR];
     for (int r = 0; r < RR; ++r) acc[r] = zero();
@@ -79,16 +79,17 @@ void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int
 
 }  // namespace
 
-void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
-                      float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
+void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+                      const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                      int64_t end) {
   if (bits == 4)
     tiles_tokens<4>(tiles, x, tokens, bias, out, out_stride, rows, begin, end);
   else
     tiles_tokens<8>(tiles, x, tokens, bias, out, out_stride, rows, begin, end);
 }
 
-void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens, const float* bias,
-                 float* out, int64_t out_stride, int64_t begin, int64_t end) {
+void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
+                 const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end) {
   int64_t row = begin;
   for (; row + 4 <= end; row += 4) half_rows<4>(weights, padded_cols, x, tokens, bias, out, out_stride, row);
   for (; row < end; ++row) half_rows<1>(weights, padded_cols, x, tokens, bias, out, out_stride, row);

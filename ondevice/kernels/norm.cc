@@ -1,7 +1,7 @@
+#include <math.h>
+
 #include "simd.h"
 #include "target_kernels.h"
-
-#include <math.h>
 
 namespace ondevice {
 namespace ONDEVICE_NS {

@@ -1,7 +1,7 @@
+#include <math.h>
+
 #include "simd.h"
 #include "target_kernels.h"
-
-#include <math.h>
 
 namespace ondevice {
 namespace ONDEVICE_NS {
@@ -26,7 +26,8 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
 
 // Group-affine, MLX's form: one end of the range is the bias, and zero has a code of its own.
 // The scale and bias are rounded to float16 before the codes are chosen with them.
-bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales,
+                  uint16_t* biases) {
   const float top = bits == 4 ? 15.0f : 255.0f;
   const int64_t groups = (cols + kGroup - 1) / kGroup;
   bool finite = true;
@@ -67,8 +68,7 @@ bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16
     if (bits == 8) {
       memcpy(codes + g * kGroup, q, kGroup);
     } else {
-      for (int k = 0; k < 32; ++k)
-        codes[g * 32 + k] = static_cast<uint8_t>(q[2 * k] | (q[2 * k + 1] << 4));
+      for (int k = 0; k < 32; ++k) codes[g * 32 + k] = static_cast<uint8_t>(q[2 * k] | (q[2 * k + 1] << 4));
     }
   }
   return finite;

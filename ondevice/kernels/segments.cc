@@ -73,10 +73,10 @@ void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const u
   const int64_t codes = groups_ * kGroup * bits_ / 8;
   for (int64_t part = 0; part < 2; ++part) {
     const uint8_t* base = records + (part ? record_.up : record_.gate);
-    interleave_rows(engine.pool(), bits_, groups_, row0, count,
-                    {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride,
-                     record_.stride},
-                    tiles + part * tile_bytes, 2 * tile_bytes);
+    interleave_rows(
+        engine.pool(), bits_, groups_, row0, count,
+        {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride, record_.stride},
+        tiles + part * tile_bytes, 2 * tile_bytes);
   }
   const std::vector<uint8_t> zeros(padding ? static_cast<size_t>(row_bytes_) : 0);
   engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
@@ -188,7 +188,8 @@ void FeedForward::finish(Engine& engine, int64_t tokens, float* out) const {
   const int64_t width = groups_ * kGroup;
   for (int64_t t = 0; t < tokens; ++t)
     engine.kernels().add_bias_lanes(engine.y_.as<float>() + t * width,
-                                    engine.lanes_.as<float>() + t * groups_ * kTile, out + t * hidden_, hidden_);
+                                    engine.lanes_.as<float>() + t * groups_ * kTile, out + t * hidden_,
+                                    hidden_);
 }
 
 }  // namespace ondevice

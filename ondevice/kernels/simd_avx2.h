@@ -67,8 +67,8 @@ static inline F load_uint8(const uint8_t* p) {
           _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 static inline void store_int8(int8_t* p, F x) {
-  const __m256i words = _mm256_permute4x64_epi64(
-      _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
+  const __m256i words =
+      _mm256_permute4x64_epi64(_mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)), 0xd8);
   const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
@@ -137,9 +137,8 @@ static inline int32_t store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble
     __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
     sum += sum_bytes(bytes);
     if (nibble_order)
-      bytes = _mm256_shuffle_epi8(
-          bytes, _mm256_broadcastsi128_si256(
-                     _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
+      bytes = _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(_mm_setr_epi8(
+                                             0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i), bytes);
   }
   return sum;

@@ -18,23 +18,44 @@ struct B {
   uint8x16_t v[4];
 };
 
-#define ONDEVICE_EACH(expression)        \
-  for (int i = 0; i < 4; ++i) {          \
-    r.v[i] = expression;                 \
-  }                                      \
+#define ONDEVICE_EACH(expression) \
+  for (int i = 0; i < 4; ++i) {   \
+    r.v[i] = expression;          \
+  }                               \
   return r
 
-static inline F load(const float* p) { F r; ONDEVICE_EACH(vld1q_f32(p + 4 * i)); }
+static inline F load(const float* p) {
+  F r;
+  ONDEVICE_EACH(vld1q_f32(p + 4 * i));
+}
 static inline void store(float* p, F a) {
   for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
 }
-static inline F set1(float x) { F r; ONDEVICE_EACH(vdupq_n_f32(x)); }
+static inline F set1(float x) {
+  F r;
+  ONDEVICE_EACH(vdupq_n_f32(x));
+}
 static inline F zero() { return set1(0.0f); }
-static inline F add(F a, F b) { F r; ONDEVICE_EACH(vaddq_f32(a.v[i], b.v[i])); }
-static inline F sub(F a, F b) { F r; ONDEVICE_EACH(vsubq_f32(a.v[i], b.v[i])); }
-static inline F mul(F a, F b) { F r; ONDEVICE_EACH(vmulq_f32(a.v[i], b.v[i])); }
-static inline F div(F a, F b) { F r; ONDEVICE_EACH(vdivq_f32(a.v[i], b.v[i])); }
-static inline F fma(F a, F b, F c) { F r; ONDEVICE_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i])); }
+static inline F add(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vaddq_f32(a.v[i], b.v[i]));
+}
+static inline F sub(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vsubq_f32(a.v[i], b.v[i]));
+}
+static inline F mul(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vmulq_f32(a.v[i], b.v[i]));
+}
+static inline F div(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vdivq_f32(a.v[i], b.v[i]));
+}
+static inline F fma(F a, F b, F c) {
+  F r;
+  ONDEVICE_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i]));
+}
 // Comparisons and selects, so that the second operand wins on ties as on x86.
 static inline F max(F a, F b) {
   F r;
@@ -44,8 +65,14 @@ static inline F min(F a, F b) {
   F r;
   ONDEVICE_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]));
 }
-static inline F abs(F a) { F r; ONDEVICE_EACH(vabsq_f32(a.v[i])); }
-static inline F round_even(F a) { F r; ONDEVICE_EACH(vrndnq_f32(a.v[i])); }
+static inline F abs(F a) {
+  F r;
+  ONDEVICE_EACH(vabsq_f32(a.v[i]));
+}
+static inline F round_even(F a) {
+  F r;
+  ONDEVICE_EACH(vrndnq_f32(a.v[i]));
+}
 static inline F scale_by_pow2(F a, F n) {
   F r;
   ONDEVICE_EACH(vmulq_f32(
@@ -76,12 +103,30 @@ static inline void store_int8(int8_t* p, F a) {
   vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
 }
 
-static inline I int_zero() { I r; ONDEVICE_EACH(vdupq_n_s32(0)); }
-static inline I add_int(I a, I b) { I r; ONDEVICE_EACH(vaddq_s32(a.v[i], b.v[i])); }
-static inline F to_float(I a) { F r; ONDEVICE_EACH(vcvtq_f32_s32(a.v[i])); }
-static inline B load_bytes(const uint8_t* p) { B r; ONDEVICE_EACH(vld1q_u8(p + 16 * i)); }
-static inline B low_nibbles(B a) { B r; ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(0x0f))); }
-static inline B high_nibbles(B a) { B r; ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4)); }
+static inline I int_zero() {
+  I r;
+  ONDEVICE_EACH(vdupq_n_s32(0));
+}
+static inline I add_int(I a, I b) {
+  I r;
+  ONDEVICE_EACH(vaddq_s32(a.v[i], b.v[i]));
+}
+static inline F to_float(I a) {
+  F r;
+  ONDEVICE_EACH(vcvtq_f32_s32(a.v[i]));
+}
+static inline B load_bytes(const uint8_t* p) {
+  B r;
+  ONDEVICE_EACH(vld1q_u8(p + 16 * i));
+}
+static inline B low_nibbles(B a) {
+  B r;
+  ONDEVICE_EACH(vandq_u8(a.v[i], vdupq_n_u8(0x0f)));
+}
+static inline B high_nibbles(B a) {
+  B r;
+  ONDEVICE_EACH(vshrq_n_u8(a.v[i], 4));
+}
 static inline int8x16_t broadcast_quad(const int8_t* quad) {
   int32_t word;
   memcpy(&word, quad, sizeof(word));

@@ -18,32 +18,68 @@ struct B {
   uint8_t v[64];
 };
 
-#define ONDEVICE_EACH(expression)   \
-  for (int i = 0; i < 16; ++i) {    \
-    r.v[i] = expression;            \
-  }                                 \
+#define ONDEVICE_EACH(expression) \
+  for (int i = 0; i < 16; ++i) {  \
+    r.v[i] = expression;          \
+  }                               \
   return r
 
-static inline F load(const float* p) { F r; ONDEVICE_EACH(p[i]); }
+static inline F load(const float* p) {
+  F r;
+  ONDEVICE_EACH(p[i]);
+}
 static inline void store(float* p, F a) { memcpy(p, a.v, sizeof(a.v)); }
-static inline F set1(float x) { F r; ONDEVICE_EACH(x); }
+static inline F set1(float x) {
+  F r;
+  ONDEVICE_EACH(x);
+}
 static inline F zero() { return set1(0.0f); }
-static inline F add(F a, F b) { F r; ONDEVICE_EACH(a.v[i] + b.v[i]); }
-static inline F sub(F a, F b) { F r; ONDEVICE_EACH(a.v[i] - b.v[i]); }
-static inline F mul(F a, F b) { F r; ONDEVICE_EACH(a.v[i] * b.v[i]); }
-static inline F div(F a, F b) { F r; ONDEVICE_EACH(a.v[i] / b.v[i]); }
-static inline F fma(F a, F b, F c) { F r; ONDEVICE_EACH(fmaf(a.v[i], b.v[i], c.v[i])); }
-static inline F max(F a, F b) { F r; ONDEVICE_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-static inline F min(F a, F b) { F r; ONDEVICE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-static inline F abs(F a) { F r; ONDEVICE_EACH(fabsf(a.v[i])); }
-static inline F round_even(F a) { F r; ONDEVICE_EACH(rintf(a.v[i])); }
+static inline F add(F a, F b) {
+  F r;
+  ONDEVICE_EACH(a.v[i] + b.v[i]);
+}
+static inline F sub(F a, F b) {
+  F r;
+  ONDEVICE_EACH(a.v[i] - b.v[i]);
+}
+static inline F mul(F a, F b) {
+  F r;
+  ONDEVICE_EACH(a.v[i] * b.v[i]);
+}
+static inline F div(F a, F b) {
+  F r;
+  ONDEVICE_EACH(a.v[i] / b.v[i]);
+}
+static inline F fma(F a, F b, F c) {
+  F r;
+  ONDEVICE_EACH(fmaf(a.v[i], b.v[i], c.v[i]));
+}
+static inline F max(F a, F b) {
+  F r;
+  ONDEVICE_EACH(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
+}
+static inline F min(F a, F b) {
+  F r;
+  ONDEVICE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+}
+static inline F abs(F a) {
+  F r;
+  ONDEVICE_EACH(fabsf(a.v[i]));
+}
+static inline F round_even(F a) {
+  F r;
+  ONDEVICE_EACH(rintf(a.v[i]));
+}
 static inline float pow2(float n) {
   const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
   float f;
   memcpy(&f, &bits, sizeof(f));
   return f;
 }
-static inline F scale_by_pow2(F a, F n) { F r; ONDEVICE_EACH(a.v[i] * pow2(n.v[i])); }
+static inline F scale_by_pow2(F a, F n) {
+  F r;
+  ONDEVICE_EACH(a.v[i] * pow2(n.v[i]));
+}
 
 static inline float half_to_float(uint16_t h) {
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, magnitude = h & 0x7fffu;
@@ -77,19 +113,37 @@ static inline uint16_t float_to_half(float f) {
   const uint32_t rounded = bits + 0xfffu + ((bits >> 13) & 1u);
   return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
-static inline F load_half(const uint16_t* p) { F r; ONDEVICE_EACH(half_to_float(p[i])); }
+static inline F load_half(const uint16_t* p) {
+  F r;
+  ONDEVICE_EACH(half_to_float(p[i]));
+}
 static inline void store_half(uint16_t* p, F a) {
   for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i]);
 }
-static inline F load_int8(const int8_t* p) { F r; ONDEVICE_EACH(static_cast<float>(p[i])); }
-static inline F load_uint8(const uint8_t* p) { F r; ONDEVICE_EACH(static_cast<float>(p[i])); }
+static inline F load_int8(const int8_t* p) {
+  F r;
+  ONDEVICE_EACH(static_cast<float>(p[i]));
+}
+static inline F load_uint8(const uint8_t* p) {
+  F r;
+  ONDEVICE_EACH(static_cast<float>(p[i]));
+}
 static inline void store_int8(int8_t* p, F a) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(rintf(a.v[i]));
 }
 
-static inline I int_zero() { I r; ONDEVICE_EACH(0); }
-static inline I add_int(I a, I b) { I r; ONDEVICE_EACH(a.v[i] + b.v[i]); }
-static inline F to_float(I a) { F r; ONDEVICE_EACH(static_cast<float>(a.v[i])); }
+static inline I int_zero() {
+  I r;
+  ONDEVICE_EACH(0);
+}
+static inline I add_int(I a, I b) {
+  I r;
+  ONDEVICE_EACH(a.v[i] + b.v[i]);
+}
+static inline F to_float(I a) {
+  F r;
+  ONDEVICE_EACH(static_cast<float>(a.v[i]));
+}
 static inline B load_bytes(const uint8_t* p) {
   B r;
   memcpy(r.v, p, 64);

@@ -7,11 +7,13 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out, int64_t t);
-void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
-                      float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end);
-void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens, const float* bias,
-                 float* out, int64_t out_stride, int64_t begin, int64_t end);
+void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
+                          int64_t t);
+void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
+                      const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                      int64_t end);
+void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
+                 const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end);
 void activate(Activation act, const float* gate, const float* up, float* h, int64_t n);
 void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
@@ -34,8 +36,8 @@ static inline float int8_inverse(float magnitude) {
 }
 
 // 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum.
-static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes, float* scale,
-                                  int32_t* sum) {
+static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes,
+                                  float* scale, int32_t* sum) {
   const F inverse = set1(int8_inverse(magnitude));
   *sum = store_codes(codes, mul(v[0], inverse), mul(v[1], inverse), mul(v[2], inverse), mul(v[3], inverse),
                      nibble_order);

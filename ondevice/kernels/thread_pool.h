@@ -29,9 +29,12 @@ class ThreadPool {
       body(0, count, 0);
       return;
     }
-    run(count, grain, [](const void* context, int64_t begin, int64_t end, int thread) {
-      (*static_cast<const Body*>(context))(begin, end, thread);
-    }, &body);
+    run(
+        count, grain,
+        [](const void* context, int64_t begin, int64_t end, int thread) {
+          (*static_cast<const Body*>(context))(begin, end, thread);
+        },
+        &body);
   }
 
  private:

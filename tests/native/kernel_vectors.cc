@@ -67,9 +67,7 @@ class Random {
   uint64_t state_;
 };
 
-int64_t groups_of(int64_t cols) {
-  return (cols + kGroup - 1) / kGroup;
-}
+int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
 
 // One row as it lies on disk: codes, scales, biases.
 struct Row {
