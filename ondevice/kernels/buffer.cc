@@ -3,12 +3,26 @@
 #include <sys/mman.h>
 
 #include <new>
+#include <thread>
 #include <utility>
 
 namespace ondevice {
 namespace {
 
 constexpr size_t kPage = 4096, kHugePage = size_t{2} << 20;
+
+// Fresh pages, all at once. Where the host of a virtual machine hands them out one by one, page faults are
+// slower than flash: two sweeps gave 1.8 GB/s, one 0.9, faults while packing 0.5. Refusal is harmless.
+void populate(uint8_t* base, size_t bytes) {
+#if defined(MADV_POPULATE_WRITE)
+  const size_t half = bytes / 2 / kHugePage * kHugePage;
+  std::thread other([=] { madvise(base, half, MADV_POPULATE_WRITE); });
+  madvise(base + half, bytes - half, MADV_POPULATE_WRITE);
+  other.join();
+#else
+  (void)base, (void)bytes;
+#endif
+}
 
 }  // namespace
 
@@ -28,6 +42,7 @@ Buffer::Buffer(size_t bytes) {
 #if defined(MADV_HUGEPAGE)
     madvise(base, mapped_, MADV_HUGEPAGE);
 #endif
+    populate(base, mapped_);
   }
   data_ = base;
   size_ = bytes;
