@@ -7,7 +7,8 @@ they are; they are opened here only to see that they belong to the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import load_tokenizer
-from ondevice.tokenizer.base import LibraryErrors
+from ondevice.tokenizer.base import LibraryErrors, valid_unicode
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_ENDS = 32
@@ -33,7 +34,8 @@ def read_tokenizer(
     """The tokenizer of a folder; without tokenizer files, a warning and token ids only.
 
     config, generation: the parsed `config.json` and `generation_config.json`.
-    Raises CheckpointError if a file is damaged, or has tokens that a model of `vocab_size` can't have.
+    Raises CheckpointError if a file is damaged, or has tokens that a model of `vocab_size` can't have;
+    UnsupportedModelError if the runtime can't use that kind of tokenizer.
     """
     settings = folder.optional_json("tokenizer_config.json")
     kind = _kind(folder)
@@ -41,10 +43,10 @@ def read_tokenizer(
     vocabulary = _Vocabulary()
     if kind is not None:
         file = TOKENIZER_FILES[kind]
+        inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
         blobs[file] = folder.read(file, MAX_TOKENIZER_BYTES)
-        vocabulary = _inspected(
-            _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece, blobs[file]
-        )
+        with _damage():
+            vocabulary = inspect(blobs[file])
         _check_size(vocabulary.size, vocab_size, file)
     template = _chat_template(folder, settings)
     if template is not None:
@@ -73,11 +75,12 @@ class _Vocabulary:
     adds_bos: bool = False
 
 
-def _inspected(inspect: Callable[[bytes], _Vocabulary], data: bytes) -> _Vocabulary:
-    """The vocabulary of a file, whatever its library makes of damage."""
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Turns whatever a tokenizer library makes of a damaged file into CheckpointError."""
     try:
         with LibraryErrors("the tokenizer file"):
-            return inspect(data)
+            yield
     except BundleError as error:
         raise CheckpointError(f"{error}; download it again") from error
 
@@ -136,8 +139,9 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
     processor.LoadFromSerializedProto(data)
 
     def lookup(text: str) -> int | None:
-        token = processor.PieceToId(text)
-        return token if processor.IdToPiece(token) == text else None
+        with _damage():
+            token = processor.PieceToId(text)
+            return None if processor.IsUnknown(token) else token
 
     return _Vocabulary(processor.GetPieceSize(), lookup, processor.bos_id() >= 0)
 
@@ -149,8 +153,8 @@ def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | No
     else:
         template = settings.get("chat_template")
         if isinstance(template, list):
-            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-            template = named.get("default")
+            entries = (item for item in template if isinstance(item, dict))
+            template = next((item.get("template") for item in entries if item.get("name") == "default"), None)
         if not isinstance(template, str):
             return None
         data = template.encode("utf-8", "surrogatepass")
@@ -196,7 +200,7 @@ def _token_text(value: object) -> str | None:
     """A special token is spelt as its text, or as an object with its text in `content`."""
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
+    return valid_unicode(value) if isinstance(value, str) else None
 
 
 def _token_ids(value: object, where: str, vocab_size: int) -> list[int]:
