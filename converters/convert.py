@@ -69,9 +69,11 @@ def convert(
 ) -> Path:
     """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that.
 
-    quant: q4, q8 or f16. resume: go on with what an interrupted run left; its result has the same bytes.
-    force: replace an existing bundle, or start again over an unfinished one. on_progress is called from this
-    thread, several times a second; what it raises stops the conversion, which can then be resumed.
+    quant: q4, q8, f16, or a QuantConfig.
+    resume: go on with what an interrupted run left; the result has the bytes of an uninterrupted one.
+    force: replace an existing bundle, or start again over an unfinished one.
+    on_progress: called from this thread, several times a second; what it raises stops the conversion, which
+    can then be resumed.
 
     Raises UsageError where `output` may not be written, ModelNotFoundError, UnsupportedModelError or
     CheckpointError for the source, OndeviceError where the disk is full or refuses.
