@@ -6,6 +6,7 @@ reading a weight is `Prepared`; the plan in it is the one that the engine alloca
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import queue
@@ -177,7 +178,7 @@ class Engine:
         plan = self.plan.with_budget(budget_bytes)
         plan.require_fit(self._bundle.name)
         self.plan = plan
-        if plan.streams and self._cpu is not None:
+        if not plan.embedding_resident and self._cpu is not None:
             self._cpu.release_embedding()
         self._drop_idle(plan.kv_limit_bytes)
         self._lend(plan.segments_for(self._kv_bytes))
@@ -201,7 +202,7 @@ class Engine:
                 make_engine(runtime.threads, runtime.kernel_target),
                 segment_neurons=plan.segment.neurons,
                 stream_neurons=plan.stream.neurons,
-                resident_embedding=not plan.streams,
+                resident_embedding=plan.embedding_resident,
             )
         transformer = Transformer(config, backend, load_weights(self._bundle, self._reader, backend))
         if self._cpu is not None:
@@ -214,6 +215,8 @@ class Engine:
                 slots=plan.stream.slots,
             )
             self._lend(plan.segments_for(plan.kv_block_bytes))
+        self._reader.trim()
+        _trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
         return Generator(
             transformer,
@@ -247,7 +250,8 @@ class Engine:
         target = self.plan.segments_for(self._kv_bytes + nbytes)
         if target < self._segments:
             self._lend(target)
-        block = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        private = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = np.frombuffer(private, dtype=np.uint8)
         self._kv_bytes += nbytes
         return block
 
@@ -300,3 +304,10 @@ class Engine:
             neuron_cache_lookups=self._lookups,
             peak_memory_bytes=process_memory().peak_bytes,
         )
+
+
+def _trim_heap() -> None:
+    """Give back what loading freed: glibc keeps it, and it would count against the budget for ever."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -32,7 +32,7 @@ STREAM_SLOT_BYTES = 2 << 20
 """Aim for one read of streamed records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
 DEFAULT_MAX_CONTEXT = 4096
-PROCESS_ALLOWANCE_BYTES = 8 << 20
+PROCESS_ALLOWANCE_BYTES = 10 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
 REPEAT_MARGIN_BYTES = 1 << 20
 """How far below its minimum a budget may lie: the process measures itself a little differently each time,
@@ -144,13 +144,12 @@ class Plan:
     @cached_property
     def full_bytes(self) -> int:
         """The budget at which everything is resident, with a full context: more changes nothing."""
-        segments = self.segment.total * self.segment.nbytes
-        return self._always_bytes + self.embedding_bytes + segments + self.kv_cache_bytes
+        return self._unstreamed_bytes + self.embedding_bytes
 
     @cached_property
     def minimum_budget_bytes(self) -> int:
         """The smallest budget that works: no feed-forward segment is left when the context is full."""
-        return min(self.full_bytes, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
+        return min(self._unstreamed_bytes, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
 
     @property
     def fits(self) -> bool:
@@ -159,15 +158,20 @@ class Plan:
     @property
     def streams(self) -> bool:
         """Whether some feed-forward weights may have to come from flash."""
-        return self.budget_bytes < self.full_bytes
+        return self.budget_bytes < self._unstreamed_bytes
+
+    @property
+    def embedding_resident(self) -> bool:
+        """Whether the embedding table is held in memory."""
+        return self.budget_bytes >= self.full_bytes
 
     @property
     def resident_weights_bytes(self) -> int:
-        return self.weights_bytes + (0 if self.streams else self.embedding_bytes)
+        return self.weights_bytes + (self.embedding_bytes if self.embedding_resident else 0)
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of what streams; nothing where everything fits."""
+        """Buffers of what streams; nothing where every feed-forward weight fits."""
         return self.stream.nbytes if self.streams else 0
 
     @property
@@ -239,6 +243,11 @@ class Plan:
             "segments_total": self.segment.total,
         }
 
+    @cached_property
+    def _unstreamed_bytes(self) -> int:
+        """All feed-forward weights resident beside a full context."""
+        return self._always_bytes + self.segment.total * self.segment.nbytes + self.kv_cache_bytes
+
     @property
     def _always_bytes(self) -> int:
         return (
@@ -281,7 +290,8 @@ def plan_memory(
         kv_cache_bytes=kv.blocks(max_context) * kv.block_bytes,
         segment=segment_shape(config, quant),
         stream=stream_shape(config, quant),
-        activation_bytes=_activation_bytes(config, quant, runtime, threads),
+        # The allocator keeps about a quarter more than is in use.
+        activation_bytes=_activation_bytes(config, quant, runtime, threads) * 5 // 4,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
     if runtime.backend != "reference":
@@ -353,8 +363,8 @@ def _activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeC
     chunk = min(runtime.prefill_chunk, context)
     hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
     widest = padded(max(config.hidden_size, config.query_size), GROUP_SIZE)
-    # Residual, norm, feed-forward in and out and its bias lanes; projections, attention; rotary tables.
-    floats = 6 * hidden + hidden // 4 + max(config.qkv_size, hidden) + config.query_size
+    # Embedding rows, residual, norm, feed-forward twice and its lanes; projections, attention, rotary tables.
+    floats = 5 * hidden + hidden // 4 + max(config.qkv_size, hidden) + config.query_size
     per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * threads
     # The matrix input: floats at 16 bits, else int8 codes with two sums and a scale per group.
     per_token += 4 * widest if quant.bits == 16 else widest + widest // GROUP_SIZE * 12
@@ -362,9 +372,9 @@ def _activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeC
     scores = threads * 4 * rows * (padded(context, GROUP_SIZE) + 2 * padded(config.head_dim, 16))
     neurons = min(segment_shape(config, quant).neurons, padded(config.intermediate_size, GROUP_SIZE))
     hidden_values = max(HIDDEN_BYTES, 4 * chunk * neurons)
-    logits = 2 * 4 * vocab * scoring_tokens(config, runtime)
     sampling = 8 * 8 * vocab
-    return chunk * per_token + scores + hidden_values + logits + sampling
+    scoring = scoring_tokens(config, runtime) * (per_token + 2 * 4 * vocab)
+    return max(chunk * per_token + sampling, scoring) + scores + hidden_values
 
 
 def _reference_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:

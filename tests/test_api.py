@@ -537,3 +537,8 @@ def test_loading_logs_and_does_not_configure_logging(
         pass
     assert any("tiny-chat" in record.getMessage() for record in caplog.records)
     assert logging.getLogger().handlers == handlers
+
+
+def test_loading_keeps_no_buffers(chat_bundle: Path) -> None:
+    with load(chat_bundle) as model:
+        assert model._engine._reader.staging_bytes == 0

@@ -134,16 +134,20 @@ def test_segments_are_lent_evenly() -> None:
     assert shape.lent(-1) == (0,) * 32
 
 
-def test_where_everything_fits_nothing_is_staged_and_the_embedding_is_resident() -> None:
+def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:
     full = plan_for(LLAMA_7B, Q4, 1 << 40).full_bytes
-    at_full, below = plan_for(LLAMA_7B, Q4, full), plan_for(LLAMA_7B, Q4, full - 1)
+    at_full = plan_for(LLAMA_7B, Q4, full)
     assert (at_full.streams, at_full.staging_bytes, at_full.total_bytes) == (False, 0, full)
     assert at_full.resident_weights_bytes == at_full.weights_bytes + at_full.embedding_bytes
-    assert at_full.segments_for(at_full.kv_cache_bytes) == at_full.segment.total
-    assert below.streams
-    assert below.staging_bytes == below.stream.nbytes
+    below = plan_for(LLAMA_7B, Q4, full - 1)
+    assert (below.streams, below.staging_bytes) == (False, 0)
     assert below.resident_weights_bytes == below.weights_bytes
-    assert below.total_bytes <= full - 1
+    assert below.segments_for(below.kv_cache_bytes) == below.segment.total
+    streaming = plan_for(LLAMA_7B, Q4, below.total_bytes - 1)
+    assert streaming.streams
+    assert streaming.staging_bytes == streaming.stream.nbytes
+    assert streaming.segments_for(streaming.kv_cache_bytes) < streaming.segment.total
+    assert streaming.total_bytes < below.total_bytes
 
 
 def test_a_budget_below_the_minimum_names_the_one_that_works() -> None:

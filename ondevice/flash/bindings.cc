@@ -154,6 +154,8 @@ void bind_reader(nb::module_& m) {
       .def(
           "stats", [](FlashReader& self) { return times(self.pool().stats()); }, Release())
       .def_prop_ro("staging_bytes", [](FlashReader& self) { return self.pool().staging_bytes(); })
+      .def(
+          "trim", [](FlashReader& self) { self.pool().trim(); }, Release())
       .def_prop_ro("direct", &FlashReader::direct)
       .def_prop_ro("fallback_reason", &FlashReader::fallback_reason);
 }

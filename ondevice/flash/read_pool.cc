@@ -187,4 +187,11 @@ size_t ReadPool::staging_bytes() {
   return staging_bytes_;
 }
 
+void ReadPool::trim() {
+  std::vector<Buffer> unused;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Buffer& buffer : staging_) staging_bytes_ -= buffer.size();
+  unused.swap(staging_);
+}
+
 }  // namespace ondevice

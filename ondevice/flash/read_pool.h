@@ -90,6 +90,8 @@ class ReadPool {
   ReadStats stats();
   // Bytes of staging buffers held now.
   size_t staging_bytes();
+  // Gives the staging buffers back that aren't in use.
+  void trim();
 
  private:
   void work();

@@ -88,6 +88,10 @@ class FlashReader:
         """Memory held for reads that end in the caller's array; it grows to one buffer per busy thread."""
         return self.native.staging_bytes
 
+    def trim(self) -> None:
+        """Gives that memory back, after loading: what is read later takes what it needs, which is less."""
+        self.native.trim()
+
     def read(self, file_index: int, offset: int, nbytes: int, out: Bytes | None = None) -> Bytes:
         """Bytes `offset` to `offset + nbytes` of a file: (nbytes,) uint8, `out` itself if that is given.
 
