@@ -53,6 +53,7 @@ static inline void dot_block(const uint8_t* block, const int8_t* const* x, const
   if (BITS == 4) {
     for (int v = 0; v < 8; ++v) {
       const B raw = load_bytes(block + 64 * v);
+      if (TT <= 2) prefetch(block + 64 * v + 4096);
       const B low = low_nibbles(raw), high = high_nibbles(raw);
       for (int t = 0; t < TT; ++t) {
         a[t] = dot_q4(a[t], low, x[t] + 8 * v);
