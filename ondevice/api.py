@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -132,11 +133,8 @@ class Model:
         self._tokenizer = prepared.tokenizer
         self._keys = itertools.count()
         self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
-        try:
-            self._engine: Engine = self._owner.call(lambda: Engine(prepared))
-        finally:
-            if not hasattr(self, "_engine"):
-                self._owner.close()
+        self._engine: Engine = self._owner.call(lambda: Engine(prepared))
+        self._finalizer = weakref.finalize(self, self._owner.close, self._engine.close)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -221,8 +219,18 @@ class Model:
 
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
-        pieces = self._owner.stream(lambda cancelled: self._engine.logits(list(tokens), cancelled))
-        return np.concatenate([np.empty((0, self.config.vocab_size), np.float32), *pieces])
+        out = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
+
+        def fill(cancelled: IsCancelled) -> Iterator[int]:
+            done = 0
+            for piece in self._engine.logits(list(tokens), cancelled):
+                out[done : done + len(piece)] = piece
+                done += len(piece)
+                yield done
+
+        for _ in self._owner.stream(fill):
+            pass
+        return out
 
     def score(
         self,
@@ -241,12 +249,9 @@ class Model:
             ids = ids[1:]
         tally = Tally()
         for piece in windows(ids, self.plan.max_context, bos_id):
-            targets = iter(piece[1:])
-            work = self._score_work(piece[:-1])
-            for logits in self._owner.stream(work) if len(piece) > 1 else ():
-                tally.add(logits, list(itertools.islice(targets, len(logits))))
+            for done in self._owner.stream(self._score_work(piece, tally)):
                 if on_progress is not None:
-                    on_progress(tally.tokens, len(ids))
+                    on_progress(done, len(ids))
         return tally.score()
 
     def measure(self, prompt_tokens: int, max_tokens: int) -> GenerationStats:
@@ -267,7 +272,7 @@ class Model:
 
     def close(self) -> None:
         """Cancel what runs, refuse what waits, free everything. Idempotent."""
-        self._owner.close(self._engine.close)
+        self._finalizer()
 
     def __enter__(self) -> Model:
         return self
@@ -322,8 +327,17 @@ class Model:
     ) -> Callable[[IsCancelled], Iterator[Event]]:
         return lambda cancelled: self._engine.generate(key, ids, sampling, cancelled)
 
-    def _score_work(self, ids: list[int]) -> Callable[[IsCancelled], Iterator[Float32]]:
-        return lambda cancelled: self._engine.logits(ids, cancelled)
+    def _score_work(self, ids: list[int], tally: Tally) -> Callable[[IsCancelled], Iterator[int]]:
+        """Adds every token of ids but the first to the tally; yields how many it has."""
+
+        def work(cancelled: IsCancelled) -> Iterator[int]:
+            # Summed where they are computed: nobody's queue fills with logits.
+            targets = iter(ids[1:])
+            for logits in self._engine.logits(ids[:-1], cancelled):
+                tally.add(logits, list(itertools.islice(targets, len(logits))))
+                yield tally.tokens
+
+        return work
 
     def _note(self, event: Event) -> None:
         if event.stats is not None:

@@ -117,6 +117,7 @@ class Engine:
         self._at_work: tuple[KVCache, ...] = ()
         self._kv_bytes = 0
         self._segments = 0
+        """Feed-forward segments that are lent; passes fill them."""
         self._hits = self._lookups = 0
         self._pool: SegmentPool | None = None
         self._cpu: CpuBackend | None = None
@@ -281,12 +282,9 @@ class Engine:
             self._lend(target)
 
     def _lend(self, segments: int) -> None:
-        if self._pool is None or segments == self._segments:
-            return
-        # Should filling fail, what is lent is unknown; the next call then lends again.
-        self._segments = -1
-        self._pool.resize(self.plan.segment.lent(segments))
-        self._segments = segments
+        if self._pool is not None:
+            self._pool.resize(self.plan.segment.lent(segments))
+            self._segments = segments
 
     def _count_residency(self) -> None:
         """One pass selects every neuron of every layer; those in segments were in DRAM already."""

@@ -7,7 +7,6 @@ nothing of models.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import weakref
@@ -105,6 +104,8 @@ class OwnerThread(Generic[T]):
 
     async def astream(self, work: Callable[[Cancelled], Iterator[T]]) -> AsyncIterator[T]:
         """`stream` for asyncio; cancelling the task that iterates cancels the job."""
+        import asyncio  # Whoever gets here has it already; others needn't wait for it.
+
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Any] = asyncio.Queue()
 

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from ondevice.errors import (
 from tests.bundles import CONTEXT, EOS, VOCAB_SIZE
 
 PROMPT = "Once upon a time"
+LAST_LAYER = "neurons-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +228,9 @@ def test_close_ends_everything_and_is_idempotent(chat_bundle: Path) -> None:
 def test_a_forgotten_model_frees_its_thread(chat_bundle: Path) -> None:
     before = threading.active_count()
     load(chat_bundle).generate(PROMPT, max_tokens=2)
-    gc.collect()
     deadline = time.monotonic() + 5.0
     while threading.active_count() > before and time.monotonic() < deadline:
+        gc.collect()
         time.sleep(0.01)
     assert threading.active_count() == before
 
@@ -518,15 +520,33 @@ def test_a_dropped_session_gives_its_cache_back(chat_bundle: Path) -> None:
 
 
 def test_damage_found_while_running_is_a_typed_error(chat_bundle: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = shutil.copytree(chat_bundle, tmp_path / "damaged")
     target = copy / "neurons-00001.safetensors"
     data = bytearray(target.read_bytes())
     data[4096 + 600] ^= 1
     target.write_bytes(data)
-    with pytest.raises(ondevice.FlashReadError, match="neurons-00001"):
-        load(copy)
+    with load(copy) as model, pytest.raises(ondevice.FlashReadError, match="neurons-00001"):
+        model.generate(PROMPT, max_tokens=1)
+
+
+def test_damage_found_while_generating_is_a_typed_error_and_passes(chat_bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(chat_bundle, tmp_path / "damaged")
+    plan = ondevice.inspect(copy)
+    bias = {EOS: -math.inf}
+    with load(copy, dram_budget=plan.minimum_budget_bytes) as model, open(copy / LAST_LAYER, "r+b") as file:
+        expected = model.generate(PROMPT, max_tokens=200, logit_bias=bias).tokens
+        assert model.stats.neuron_cache_hit_rate < 1.0
+        file.seek(-700, 2)
+        good = file.read(1)
+        for byte in (bytes([good[0] ^ 255]), good):
+            file.seek(-700, 2)
+            file.write(byte)
+            file.flush()
+            if byte != good:
+                with pytest.raises(ondevice.FlashReadError, match=LAST_LAYER):
+                    model.generate(PROMPT, max_tokens=200, logit_bias=bias)
+                assert model._engine._kv_bytes == 0
+        assert model.generate(PROMPT, max_tokens=200, logit_bias=bias).tokens == expected
 
 
 def test_loading_logs_and_does_not_configure_logging(
