@@ -149,7 +149,7 @@ class Plan:
     @cached_property
     def minimum_budget_bytes(self) -> int:
         """The smallest budget that works: no feed-forward segment is left when the context is full."""
-        return min(self._unstreamed_bytes, self._always_bytes + self.stream.nbytes + self.kv_cache_bytes)
+        return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes
 
     @property
     def fits(self) -> bool:
@@ -171,8 +171,8 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of what streams; nothing where every feed-forward weight fits."""
-        return self.stream.nbytes if self.streams else 0
+        """Buffers of what streams; where every feed-forward weight fits, while the first passes fetch them."""
+        return self.stream.nbytes
 
     @property
     def neuron_cache_bytes(self) -> int:
@@ -246,7 +246,7 @@ class Plan:
     @cached_property
     def _unstreamed_bytes(self) -> int:
         """All feed-forward weights resident beside a full context."""
-        return self._always_bytes + self.segment.total * self.segment.nbytes + self.kv_cache_bytes
+        return self.minimum_budget_bytes + self.segment.total * self.segment.nbytes
 
     @property
     def _always_bytes(self) -> int:

@@ -60,7 +60,7 @@ class CpuFeedForward:
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[_native.Segment] = []
-        self.streamed: Callable[[], Iterator[Bytes]] = lambda: iter(())
+        self.streamed: Callable[[], Iterator[Bytes | _native.Segment]] = lambda: iter(())
         self.native = _native.FeedForward(
             source.hidden_size, source.bits, source.layout.stride, gate, up, up + row.nbytes
         )
@@ -70,6 +70,11 @@ class CpuFeedForward:
     def resident_neurons(self) -> int:
         """Neurons 0 .. resident_neurons - 1 are held in segments."""
         return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that hold all neurons."""
+        return -(-self.source.num_neurons // self.segment_neurons)
 
     def segment_range(self, index: int) -> range:
         """The neurons that segment `index` of this layer holds."""
@@ -179,10 +184,12 @@ class CpuBackend:
         native.begin(self.engine, x)
         if weight.segments:
             native.add(self.engine, weight.segments, tokens, act)
-        for records in weight.streamed():
-            staging = self._stage(native)
-            native.pack(self.engine, staging, -(-len(records) // BLOCK_NEURONS), 0, records)
-            native.add(self.engine, [staging], tokens, act)
+        for piece in weight.streamed():
+            if isinstance(piece, np.ndarray):
+                staging = self._stage(native)
+                native.pack(self.engine, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
+                piece = staging
+            native.add(self.engine, [piece], tokens, act)
         out = self._buffer("feed_forward", x.shape)
         native.finish(self.engine, out)
         return out

@@ -87,6 +87,7 @@ void bind_layers(nb::module_& m) {
       .def("__init__",
            [](Segment* self, int64_t nbytes) {
              require(nbytes > 0, "a segment needs bytes");
+             nb::gil_scoped_release release;
              new (self) Segment(nbytes);
            })
       .def_prop_ro("nbytes", &Segment::nbytes);

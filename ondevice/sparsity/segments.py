@@ -4,11 +4,17 @@ Each segment is a mapping of its own and holds a contiguous range of one layer's
 kernels want them; a layer's segments are a prefix of its neurons. What isn't resident is streamed from
 flash in stored order on every pass, read ahead of use. The memory plan decides how many segments there are;
 this is their one owner.
+
+Segments are filled by the passes themselves, from what streams by, as fast as a thread of the pool's own
+gets memory from the operating system: the first token waits for one pass over flash and no longer, and
+nothing is read twice to become resident.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ondevice.backends.base import Bytes
 from ondevice.backends.cpu import CpuFeedForward
@@ -16,6 +22,9 @@ from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+
+SEGMENTS_AHEAD = 4
+"""Segments that may be waiting, empty, for the neurons that will fill them."""
 
 
 class SegmentPool:
@@ -40,109 +49,136 @@ class SegmentPool:
         self._stream_neurons = stream_neurons
         self._slot_bytes = slot_bytes
         self._slots = slots
+        self._lent = [0] * len(layers)
+        self._allocator: ThreadPoolExecutor | None = None
+        self._empty: deque[Future[_native.Segment]] = deque()
         self._stream: ExtentStream | None = None
         self._position = 0
-        self._starts = [0] * len(layers)
-        self._lengths = [0] * len(layers)
+        self._pieces: list[list[tuple[int, int, Extent]]] = []
+        self._starts: list[int] = []
         for index, layer in enumerate(layers):
             layer.streamed = lambda index=index: self._streamed(index)  # type: ignore[misc]
-        self._schedule()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that are lent."""
-        return sum(len(layer.segments) for layer in self._layers) * self._segment_bytes
+        """Bytes of the segments that exist, filled or waiting to be."""
+        return (sum(len(layer.segments) for layer in self._layers) + len(self._empty)) * self._segment_bytes
 
     def resize(self, lent: Sequence[int]) -> None:
-        """Lend lent[i] segments to layer i: take back first, then fill new ones from flash.
-
-        Raises FlashReadError; the segments that were filled by then stay lent.
-        """
-        if [len(layer.segments) for layer in self._layers] == list(lent):
-            return
-        self.close()
+        """Lend lent[i] segments to layer i: those above it go back at once, those below fill as passes run."""
+        self._lent = list(lent)
+        missing = 0
         for layer, count in zip(self._layers, lent, strict=True):
-            del layer.segments[count:]
-        try:
-            self._fill(lent)
-        finally:
-            self._schedule()
+            if len(layer.segments) > count:
+                del layer.segments[count:]
+                self._stop_stream()
+            missing += count - len(layer.segments)
+        while len(self._empty) > missing:
+            self._drop_empty()
+        self._allocate(missing)
 
     def close(self) -> None:
-        """Stop reading ahead and give the stream's buffers back. The pool can be resized or read again."""
+        """Stop reading ahead and allocating, and give the buffers back. The pool can be used again."""
+        self._stop_stream()
+        while self._empty:
+            self._drop_empty()
+        if self._allocator is not None:
+            self._allocator.shutdown()
+            self._allocator = None
+
+    def _allocate(self, missing: int) -> None:
+        """Have up to SEGMENTS_AHEAD empty segments under way for `missing` ones."""
+        if missing and self._allocator is None:
+            self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
+        while self._allocator is not None and len(self._empty) < min(SEGMENTS_AHEAD, missing):
+            self._empty.append(self._allocator.submit(_native.Segment, self._segment_bytes))
+
+    def _drop_empty(self) -> None:
+        future = self._empty.pop()
+        if not future.cancel():
+            future.result()
+
+    def _stop_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-
-    def _extents(self, index: int, neurons: range) -> list[tuple[int, Extent]]:
-        """(first neuron, bytes) of the pieces that cover `neurons` of a layer."""
-        source = self._layers[index].source
-        stride = source.layout.stride
-        pieces = []
-        for first in range(neurons.start, neurons.stop, self._stream_neurons):
-            count = min(self._stream_neurons, neurons.stop - first)
-            pieces.append((first, Extent(source.file, DATA_OFFSET + first * stride, count * stride)))
-        return pieces
-
-    def _fill(self, lent: Sequence[int]) -> None:
-        wanted = [
-            (layer, segment, *piece)
-            for index, layer in enumerate(self._layers)
-            for segment in range(len(layer.segments), lent[index])
-            for piece in self._extents(index, layer.segment_range(segment))
-        ]
-        if not wanted:
-            return
-        stream = ExtentStream(
-            self._reader, [piece[3] for piece in wanted], self._slot_bytes, self._slots, cyclic=False
-        )
-        try:
-            for layer, index, first, _ in wanted:
-                neurons = layer.segment_range(index)
-                if first == neurons.start:
-                    segment = _native.Segment(self._segment_bytes)
-                records = stream.next().reshape(-1, layer.source.layout.stride)
-                layer.pack(segment, index, first, records)
-                stream.release()
-                if first + len(records) == neurons.stop:
-                    layer.segments.append(segment)
-        finally:
-            stream.close()
+            self._pieces = []
 
     def _schedule(self) -> None:
-        """Plan the reads of a pass over all layers; they start with the first pass that needs them."""
-        self.close()
-        self._extents_of_pass: list[Extent] = []
-        for index, layer in enumerate(self._layers):
-            pieces = self._extents(index, range(layer.resident_neurons, layer.source.num_neurons))
-            self._starts[index] = len(self._extents_of_pass)
-            self._lengths[index] = len(pieces)
-            self._extents_of_pass += [extent for _, extent in pieces]
+        """Plan the reads of a pass over all layers: (segment, first neuron, bytes), within segments."""
+        self._pieces = []
+        self._starts = []
+        for layer in self._layers:
+            self._starts.append(sum(len(pieces) for pieces in self._pieces))
+            stride, file = layer.source.layout.stride, layer.source.file
+            self._pieces.append(
+                [
+                    (segment, first, Extent(file, DATA_OFFSET + first * stride, count * stride))
+                    for segment in range(len(layer.segments), layer.num_segments)
+                    for neurons in (layer.segment_range(segment),)
+                    for first in range(neurons.start, neurons.stop, self._stream_neurons)
+                    for count in (min(self._stream_neurons, neurons.stop - first),)
+                ]
+            )
 
-    def _streamed(self, index: int) -> Iterator[Bytes]:
-        """Records (n, stride) of a layer's neurons that aren't resident, ascending; each until the next."""
-        if not self._lengths[index]:
+    def _streamed(self, index: int) -> Iterator[Bytes | _native.Segment]:
+        """A layer's neurons that aren't resident, ascending: records (n, stride), or a segment just filled.
+
+        Each is valid until the next. Layers come in order in a pass, from the first.
+        """
+        if index == 0:
+            self._drop_stale_schedule()
+        layer = self._layers[index]
+        if layer.resident_neurons == layer.source.num_neurons:
             return
-        stride = self._layers[index].source.layout.stride
-        stream = self._stream_at(self._starts[index])
-        for _ in range(self._lengths[index]):
+        stream = self._stream_at(index)
+        end = self._starts[index] + len(self._pieces[index])
+        filling: _native.Segment | None = None
+        for segment, first, _ in self._pieces[index]:
+            neurons = layer.segment_range(segment)
             # Until the piece is released the position is unknown: what is raised here restarts the stream.
             self._position = -1
-            records = stream.next().reshape(-1, stride)
-            yield records
+            records = stream.next().reshape(-1, layer.source.layout.stride)
+            if first == neurons.start:
+                filling = self._take_empty(index, segment)
+            if filling is None:
+                yield records
+            else:
+                layer.pack(filling, segment, first, records)
             stream.release()
-        self._position = (self._starts[index] + self._lengths[index]) % len(self._extents_of_pass)
+            if filling is not None and first + len(records) == neurons.stop:
+                layer.segments.append(filling)
+                yield filling
+        self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
-    def _stream_at(self, position: int) -> ExtentStream:
-        """The stream, about to give extent `position`."""
+    def _take_empty(self, index: int, segment: int) -> _native.Segment | None:
+        """An empty segment for the next range of a layer, if it is to have one and memory has arrived."""
+        if segment != len(self._layers[index].segments) or segment >= self._lent[index]:
+            return None
+        ready = bool(self._empty) and self._empty[0].done()
+        taken = self._empty.popleft().result() if ready else None
+        held = sum(len(layer.segments) for layer in self._layers) + ready
+        self._allocate(sum(self._lent) - held)
+        return taken
+
+    def _drop_stale_schedule(self) -> None:
+        """What became resident in the last pass leaves the schedule with the next."""
+        if any(
+            pieces and pieces[0][0] != len(layer.segments)
+            for pieces, layer in zip(self._pieces, self._layers, strict=False)
+        ):
+            self._stop_stream()
+
+    def _stream_at(self, index: int) -> ExtentStream:
+        """The stream, about to give a layer's first piece."""
         if self._stream is None:
-            self._stream = ExtentStream(
-                self._reader, self._extents_of_pass, self._slot_bytes, self._slots, cyclic=True
-            )
+            self._schedule()
+            extents = [extent for pieces in self._pieces for _, _, extent in pieces]
+            self._stream = ExtentStream(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)
             self._position = 0
-        if self._position != position:
+        if self._position != self._starts[index]:
             self._stream.rewind()
-            for _ in range(position):
+            for _ in range(self._starts[index]):
                 self._stream.next()
                 self._stream.release()
         return self._stream
