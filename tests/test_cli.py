@@ -363,7 +363,7 @@ class Terminal:
         os.close(worker)
         self.seen = ""
 
-    def until(self, text: str, seconds: float = 30.0) -> str:
+    def until(self, text: str, seconds: float = 120.0) -> str:
         """What was shown since the last call, up to and including `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.seen and time.monotonic() < deadline:
