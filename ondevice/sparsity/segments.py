@@ -6,8 +6,8 @@ flash in stored order on every pass, read ahead of use. The memory plan decides 
 this is their one owner.
 
 Segments are filled by the passes themselves, from what streams by, as fast as a thread of the pool's own
-gets memory from the operating system: the first token waits for one pass over flash and no longer, and
-nothing is read twice to become resident.
+gets memory from the operating system. That starts with the second pass: fresh pages can cost more time than
+flash (a virtual machine's host may give 0.7 GB/s), and the first token waits for one pass and no longer.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class SegmentPool:
         self._slot_bytes = slot_bytes
         self._slots = slots
         self._lent = [0] * len(layers)
+        self._passes = 0
         self._allocator: ThreadPoolExecutor | None = None
         self._empty: deque[Future[_native.Segment]] = deque()
         self._stream: ExtentStream | None = None
@@ -67,15 +68,12 @@ class SegmentPool:
     def resize(self, lent: Sequence[int]) -> None:
         """Lend lent[i] segments to layer i: those above it go back at once, those below fill as passes run."""
         self._lent = list(lent)
-        missing = 0
         for layer, count in zip(self._layers, lent, strict=True):
             if len(layer.segments) > count:
                 del layer.segments[count:]
                 self._stop_stream()
-            missing += count - len(layer.segments)
-        while len(self._empty) > missing:
+        while len(self._empty) > self._missing:
             self._drop_empty()
-        self._allocate(missing)
 
     def close(self) -> None:
         """Stop reading ahead and allocating, and give the buffers back. The pool can be used again."""
@@ -86,11 +84,16 @@ class SegmentPool:
             self._allocator.shutdown()
             self._allocator = None
 
+    @property
+    def _missing(self) -> int:
+        """Segments that are lent and don't hold neurons yet."""
+        return sum(self._lent) - sum(len(layer.segments) for layer in self._layers)
+
     def _allocate(self, missing: int) -> None:
         """Have up to SEGMENTS_AHEAD empty segments under way for `missing` ones."""
-        if missing and self._allocator is None:
-            self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
-        while self._allocator is not None and len(self._empty) < min(SEGMENTS_AHEAD, missing):
+        while len(self._empty) < min(SEGMENTS_AHEAD, missing):
+            if self._allocator is None:
+                self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             self._empty.append(self._allocator.submit(_native.Segment, self._segment_bytes))
 
     def _drop_empty(self) -> None:
@@ -127,7 +130,7 @@ class SegmentPool:
         Each is valid until the next. Layers come in order in a pass, from the first.
         """
         if index == 0:
-            self._drop_stale_schedule()
+            self._begin_pass()
         layer = self._layers[index]
         if layer.resident_neurons == layer.source.num_neurons:
             return
@@ -156,13 +159,17 @@ class SegmentPool:
         if segment != len(self._layers[index].segments) or segment >= self._lent[index]:
             return None
         ready = bool(self._empty) and self._empty[0].done()
-        taken = self._empty.popleft().result() if ready else None
-        held = sum(len(layer.segments) for layer in self._layers) + ready
-        self._allocate(sum(self._lent) - held)
+        if not ready:
+            return None
+        taken = self._empty.popleft().result()
+        self._allocate(self._missing - 1)
         return taken
 
-    def _drop_stale_schedule(self) -> None:
-        """What became resident in the last pass leaves the schedule with the next."""
+    def _begin_pass(self) -> None:
+        """What became resident in the last pass leaves the schedule; what is lent and empty gets memory."""
+        if self._passes:
+            self._allocate(self._missing)
+        self._passes += 1
         if any(
             pieces and pieces[0][0] != len(layer.segments)
             for pieces, layer in zip(self._pieces, self._layers, strict=False)
