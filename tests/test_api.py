@@ -277,6 +277,29 @@ def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Mo
             assert greedy(other, 100) == expected, budget
 
 
+def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: Path) -> None:
+    def tokens(**options: Any) -> tuple[int, ...]:
+        with load(stories_bundle, **options) as model:
+            return model.generate("Once upon a time", max_tokens=200).tokens
+
+    expected = tokens()
+    assert len(expected) == 200
+    ways: list[dict[str, Any]] = [{"prefill_chunk": chunk} for chunk in (1, 7, 64)]
+    ways += [{"threads": 1}, {"threads": 2}, {"io": "buffered"}]
+    plan = ondevice.inspect(stories_bundle)
+    span = plan.full_bytes - plan.minimum_budget_bytes
+    ways += [{"dram_budget": plan.minimum_budget_bytes + span * quarter // 4} for quarter in range(5)]
+    assert [way for way in ways if tokens(**way) != expected] == []
+    with load(stories_bundle) as model:
+        changed = []
+        for index, event in enumerate(model.stream("Once upon a time", max_tokens=200)):
+            changed.append(event.token)
+            if index % 50 == 25:
+                smallest = model.plan.minimum_budget_bytes
+                model.set_dram_budget("1GB" if model.plan.streams else smallest)
+        assert tuple(changed[:-1]) == expected
+
+
 def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     with load(chat_bundle, dram_budget=plan.minimum_budget_bytes) as model:
