@@ -171,7 +171,7 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of what streams; where every feed-forward weight fits, while the first passes fetch them."""
+        """Buffers of what streams; where all feed-forward weights fit, while the first passes fetch them."""
         return self.stream.nbytes
 
     @property

@@ -309,8 +309,11 @@ def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path)
         assert stats.io in ("direct", "buffered")
         model.set_dram_budget("8GB")
         assert not model.plan.streams
-        stats = model.generate(PROMPT, max_tokens=20, logit_bias={EOS: -math.inf}).stats
-        assert stats.neuron_cache_hit_rate == 1.0
+        deadline = time.monotonic() + 30.0
+        while model.stats.neuron_cache_hit_rate < 1.0 and time.monotonic() < deadline:
+            model.generate(PROMPT, max_tokens=20, logit_bias={EOS: -math.inf})
+        assert model.stats.neuron_cache_hit_rate == 1.0
+        assert model.generate(PROMPT, max_tokens=5).stats.flash_bytes_read < 100 * 8192
 
 
 def test_a_budget_that_cannot_be_met_names_the_one_that_can(chat_bundle: Path) -> None:
