@@ -47,6 +47,12 @@ def greedy(model: Model, count: int = 24, **options: Any) -> tuple[int, ...]:
     return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
 
 
+def budget_between(bundle: Path, quarters: int) -> int:
+    """A budget from the smallest (0) to everything resident (4), by what this process holds right now."""
+    plan = ondevice.inspect(bundle)
+    return plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters // 4
+
+
 def test_importing_the_package_imports_nothing_else_and_is_fast() -> None:
     program = (
         "import sys, time; before = set(sys.modules); start = time.perf_counter(); import ondevice\n"
@@ -270,11 +276,9 @@ def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Mo
         with load(chat_bundle, **options) as other:
             assert greedy(other, 100) == expected, options
             assert greedy(other, 40, temperature=0.9, seed=3) == sampled, options
-    plan = ondevice.inspect(chat_bundle, threads=1)
-    for fifth in range(5):
-        budget = plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * fifth // 4
-        with load(chat_bundle, dram_budget=budget, threads=1) as other:
-            assert greedy(other, 100) == expected, budget
+    for quarters in range(5):
+        with load(chat_bundle, dram_budget=budget_between(chat_bundle, quarters), threads=1) as other:
+            assert greedy(other, 100) == expected, quarters
 
 
 def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: Path) -> None:
@@ -286,10 +290,9 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
     assert len(expected) == 200
     ways: list[dict[str, Any]] = [{"prefill_chunk": chunk} for chunk in (1, 7, 64)]
     ways += [{"threads": 1}, {"threads": 2}, {"io": "buffered"}]
-    plan = ondevice.inspect(stories_bundle)
-    span = plan.full_bytes - plan.minimum_budget_bytes
-    ways += [{"dram_budget": plan.minimum_budget_bytes + span * quarter // 4} for quarter in range(5)]
     assert [way for way in ways if tokens(**way) != expected] == []
+    for quarters in range(5):
+        assert tokens(dram_budget=budget_between(stories_bundle, quarters)) == expected, quarters
     with load(stories_bundle) as model:
         changed = []
         for index, event in enumerate(model.stream("Once upon a time", max_tokens=200)):
