@@ -1,9 +1,10 @@
 """The budget is a ceiling: ten budgets from the minimum to the whole model, at a 1,500-token context.
 
 Each budget is run twice, from cold caches. Inside a memory cgroup of that size nothing may be killed, and
-once the first token is out the limit may not be hit again (`failcnt`: no stall in reclaim). Without a limit,
-the peak of resident memory (mapped files included) may not pass the budget, and the plan's total must agree
-with it within the larger of 5 % and 16 MB. Ends with one JSON line; exits 0 only if all of that holds.
+once residency has filled the limit may be hit at most once a token (`failcnt`): that is a page of library code
+coming back, where a stall in reclaim is thousands. Without a limit, the peak of resident memory (mapped files
+included) may not pass the budget, and the plan's total must agree with it within the larger of 5 % and 16 MB.
+Ends with one JSON line; exits 0 only if all of that holds.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 from measure import HERE, Result, machine, note, require_rig, run_engine
 from ondevice_bundle import ONDEVICE, bundle_folder
 from random_model import LLAMA_7B, SMALL, Shape, huggingface_folder, random_tokens
+from run_ondevice import STEADY_TOKENS
 
 CONTEXT = 1500
 BUDGETS = 10
-MAX_TOKENS = 9
+MAX_TOKENS = 12
 SHAPES = {shape.name: shape for shape in (SMALL, LLAMA_7B)}
 
 
@@ -72,8 +74,10 @@ def complaints(budget: int, limited: Result, free: Result) -> list[str]:
     wrong = []
     if not limited["survived"]:
         wrong.append(f"in a cgroup of the budget: {limited['reason']}")
-    elif limited["steady_failcnt"]:
-        wrong.append(f"the limit was hit {limited['steady_failcnt']} times after the first token")
+    elif limited["steady_failcnt"] > MAX_TOKENS - STEADY_TOKENS:
+        wrong.append(
+            f"the limit was hit {limited['steady_failcnt']} times in {MAX_TOKENS - STEADY_TOKENS} tokens"
+        )
     if not free["survived"]:
         return [*wrong, f"unlimited: {free['reason']}"]
     peak, plan = free["peak_memory_bytes"], free["plan_bytes"]
