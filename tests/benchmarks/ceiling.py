@@ -1,10 +1,10 @@
 """The budget is a ceiling: ten budgets from the minimum to the whole model, at a 1,500-token context.
 
 Each budget is run twice, from cold caches. Inside a memory cgroup of that size nothing may be killed, and
-once residency has filled the limit may be hit at most once a token (`failcnt`): that is a page of library code
-coming back, where a stall in reclaim is thousands. Without a limit, the peak of resident memory (mapped files
-included) may not pass the budget, and the plan's total must agree with it within the larger of 5 % and 16 MB.
-Ends with one JSON line; exits 0 only if all of that holds.
+once residency has filled the limit may be hit at most once a token (`failcnt`): that is a page of library
+code coming back, where a stall in reclaim is thousands. Without a limit, the peak of resident memory (mapped
+files included) may not pass the budget, and the plan's total must agree with it within the larger of 5 % and
+16 MB. Ends with one JSON line; exits 0 only if all of that holds.
 """
 
 from __future__ import annotations
