@@ -29,7 +29,8 @@ struct ScaledBlock {
 };
 
 template <int BITS, int TT>
-void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bias_sum, ScaledBlock<TT>* out) {
+void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bias_sum,
+                 ScaledBlock<TT>* out) {
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   F s[4], offset[4];
   for (int i = 0; i < 4; ++i) {
@@ -85,8 +86,8 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
 }
 
 template <int BITS>
-void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, int64_t tokens, float* y,
-              int64_t y_stride, float* lanes, int64_t lanes_stride) {
+void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, int64_t tokens,
+              float* y, int64_t y_stride, float* lanes, int64_t lanes_stride) {
   int64_t t = 0;
   for (; t + kTokenTile <= tokens; t += kTokenTile)
     down_tokens<BITS, kTokenTile>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,

@@ -66,7 +66,7 @@ class SegmentPool:
         return (sum(len(layer.segments) for layer in self._layers) + len(self._empty)) * self._segment_bytes
 
     def resize(self, lent: Sequence[int]) -> None:
-        """Lend lent[i] segments to layer i: those above it go back at once, those below fill as passes run."""
+        """Lend lent[i] segments to layer i: those above go back at once, those below fill in passes."""
         self._lent = list(lent)
         for layer, count in zip(self._layers, lent, strict=True):
             if len(layer.segments) > count:
