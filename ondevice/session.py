@@ -89,8 +89,7 @@ class Session:
         config = self._sampling(sampling, options)
         with self._turn(text) as (ids, said):
             for event in self._host.stream_ids(self._key, ids, config):
-                said.append(event.text)
-                yield event
+                yield _say(event, said)
 
     async def arespond(
         self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
@@ -105,8 +104,7 @@ class Session:
         config = self._sampling(sampling, options)
         with self._turn(text) as (ids, said):
             async for event in self._host.astream_ids(self._key, ids, config):
-                said.append(event.text)
-                yield event
+                yield _say(event, said)
 
     def fork(self) -> Session:
         """An independent conversation that continues from here."""
@@ -182,3 +180,11 @@ def _messages(content: Any, source: Path) -> list[Message]:
         ):
             raise UsageError(f"{source} holds what is not a message of a known role: {str(message)[:80]}")
     return messages
+
+
+def _say(event: Event, said: list[str]) -> Event:
+    """The event as it is shown and remembered: no reply begins with the space that ends its prompt."""
+    if not any(said):
+        event = replace(event, text=event.text.lstrip(" "))
+    said.append(event.text)
+    return event
