@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from measure import HERE, Result, machine, note, require_rig, run_engine
+from measure import HERE, STEADY_TOKENS, Result, machine, note, require_rig, run_engine
 from ondevice_bundle import ONDEVICE, bundle_folder
 from random_model import LLAMA_7B, SMALL, Shape, huggingface_folder, random_tokens
-from run_ondevice import STEADY_TOKENS
 
 CONTEXT = 1500
 BUDGETS = 10

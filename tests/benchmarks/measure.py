@@ -21,6 +21,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
 Result = dict[str, Any]
+# Decode rates leave out the first tokens of both engines, when memory still fills: ours with the neurons that
+# stay resident, a mapped file's with its pages.
+STEADY_TOKENS = 4
 
 
 def require_rig() -> None:
@@ -135,6 +138,12 @@ def peak_memory_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("no VmHWM in /proc/self/status")
+
+
+def decode_rate(times: Sequence[float]) -> float:
+    """Tokens per second from the moments at which tokens came, the first `STEADY_TOKENS` left out."""
+    steady = times[STEADY_TOKENS - 1 :]
+    return (len(steady) - 1) / (steady[-1] - steady[0]) if len(steady) > 1 else 0.0
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

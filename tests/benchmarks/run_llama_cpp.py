@@ -16,7 +16,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from measure import peak_memory_bytes
+from measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
 
 LOAD_MODES = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -80,20 +80,18 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
         engine.clear()
     begin = time.monotonic()
     token = engine.forward(prompt)
-    first = time.monotonic()
-    steady_failcnt = int(failcnt.read_text())
-    tokens = [token]
-    decode_begin = time.monotonic()
-    while len(tokens) < spec["max_tokens"]:
-        tokens.append(engine.forward(tokens[-1:]))
-    end = time.monotonic()
+    times = [time.monotonic()]
+    steady_failcnt = 0
+    while len(times) < spec["max_tokens"]:
+        token = engine.forward([token])
+        times.append(time.monotonic())
+        if len(times) == STEADY_TOKENS:
+            steady_failcnt = int(failcnt.read_text())
     return {
         "load_seconds": loaded - started,
-        "first_token_at": first,
-        "prefill_tokens_per_second": len(prompt) / (first - begin),
-        "decode_tokens_per_second": (len(tokens) - 1) / (end - decode_begin) if len(tokens) > 1 else 0.0,
-        "decode_seconds": end - decode_begin,
-        "decoded_tokens": len(tokens) - 1,
+        "first_token_at": times[0],
+        "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
+        "decode_tokens_per_second": decode_rate(times),
         "peak_memory_bytes": peak_memory_bytes(),
         "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
     }

@@ -13,13 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import peak_memory_bytes
+from measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
 
 import ondevice
 
 END_OF_TEXT = 2
-# Neurons become resident as they stream by, from the second pass on; by this token that is done.
-STEADY_TOKENS = 4
 
 
 def run(spec: dict[str, Any]) -> dict[str, object]:
@@ -55,16 +53,13 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             stats = event.stats or stats
         if stats is None or len(times) != spec["max_tokens"]:
             raise SystemExit(f"generated {len(times)} of {spec['max_tokens']} tokens")
-        decode_seconds = times[-1] - times[0]
         return {
             "load_seconds": loaded - started,
             "prompt_at": begin,
             "first_token_at": times[0],
             "last_token_at": times[-1],
             "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
-            "decode_tokens_per_second": (len(times) - 1) / decode_seconds if len(times) > 1 else 0.0,
-            "decode_seconds": decode_seconds,
-            "decoded_tokens": len(times) - 1,
+            "decode_tokens_per_second": decode_rate(times),
             "peak_memory_bytes": peak_memory_bytes(),
             "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
             "plan_bytes": model.plan.total_bytes,

@@ -45,7 +45,7 @@ class Case:
     aim: float
     figure: str = "decode_tokens_per_second"
     prompt_tokens: int = 32
-    max_tokens: int = 33
+    max_tokens: int = 36
     context: int = 512
     warm_up: bool = True
     share: float = 0.0
@@ -63,7 +63,7 @@ def _headline(tokens: int) -> Case:
         1.0,
         1.5,
         prompt_tokens=tokens,
-        max_tokens=17,
+        max_tokens=20,
         context=tokens + 32,
         warm_up=False,
         limit_bytes=HEADLINE_BYTES,
@@ -78,7 +78,7 @@ CASES = (
     Case(
         "cold-start", 1.5, 3.0, "start_to_first_token_seconds", prompt_tokens=16, max_tokens=1, warm_up=False
     ),
-    Case("streaming-50", 1.1, 1.3, max_tokens=9, warm_up=False, share=0.5, rival=(PLAIN_MMAP,)),
+    Case("streaming-50", 1.1, 1.3, max_tokens=12, warm_up=False, share=0.5, rival=(PLAIN_MMAP,)),
     _headline(128),
     _headline(512),
     _headline(2048),
@@ -111,7 +111,7 @@ class Rivals:
             return case.rival[0]
         best, best_rate = case.rival[-1], 0.0
         for setting in case.rival:
-            result = self.theirs(case, setting, max_tokens=5)
+            result = self.theirs(case, setting, max_tokens=8)
             rate = result["decode_tokens_per_second"] if result["survived"] else 0.0
             note(f"{case.name}: llama.cpp {setting}: {f'{rate:.2f} tokens/s' if rate else result['reason']}")
             if rate > best_rate:
