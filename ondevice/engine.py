@@ -91,9 +91,11 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
 
 
 def budget_bytes(budget: str | int, plan: Plan) -> int:
-    """The budget that `budget` means for the planned model. Raises UsageError if it isn't a size."""
+    """The budget that `budget` means for the planned model, loaded or not. Raises UsageError for no size."""
     if str(budget).strip().lower() == "auto":
-        return auto_budget(plan, memory_available())
+        # What a loaded model holds already is as good as free to it.
+        held = max(0, process_memory().current_bytes - plan.process_bytes)
+        return auto_budget(plan, memory_available() + held)
     return parse_size(budget)
 
 
@@ -118,7 +120,6 @@ class Engine:
         self._kv_bytes = 0
         self._segments = 0
         """Feed-forward segments that are lent; passes fill them."""
-        self._hits = self._lookups = 0
         self._pool: SegmentPool | None = None
         self._cpu: CpuBackend | None = None
         self._reader = FlashReader(bundle_files(self._bundle), self._runtime.io)
@@ -143,7 +144,6 @@ class Engine:
             kv.truncate(common_prefix(kv.tokens, prompt))
             self._lend_more(kv, len(prompt) + 1)
             for event in self._generator.stream(prompt, kv, sampling, cancelled):
-                self._count_residency()
                 yield event
         finally:
             self._at_work = ()
@@ -286,20 +286,13 @@ class Engine:
             self._pool.resize(self.plan.segment.lent(segments))
             self._segments = segments
 
-    def _count_residency(self) -> None:
-        """One pass selects every neuron of every layer; those in segments were in DRAM already."""
-        if self._cpu is None:
-            return
-        self._lookups += self._bundle.config.num_layers * self._bundle.config.intermediate_size
-        self._hits += sum(layer.resident_neurons for layer in self._cpu.feed_forwards)
-
     def _counters(self) -> Counters:
         flash = self._reader.stats
         return Counters(
             flash_bytes_read=flash.bytes_read,
             flash_read_seconds=flash.read_seconds,
-            neuron_cache_hits=self._hits,
-            neuron_cache_lookups=self._lookups,
+            neuron_cache_hits=0 if self._cpu is None else self._cpu.neuron_hits,
+            neuron_cache_lookups=0 if self._cpu is None else self._cpu.neuron_lookups,
             peak_memory_bytes=process_memory().peak_bytes,
         )
 

@@ -60,4 +60,6 @@ class BackendUnavailableError(OndeviceError):
 
 
 class FlashReadError(OndeviceError):
-    """A read from flash failed, came short, or its bytes don't match their checksum."""
+    """Flash doesn't give what the bundle promises: unreadable, cut short, or not matching its checksum."""
+
+    exit_code = 6

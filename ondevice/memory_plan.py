@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
 from ondevice.backends.base import KVLayout
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, embedding_layout, neuron_layout, padded
@@ -61,10 +60,15 @@ class SegmentShape:
         return self.per_layer * self.num_layers
 
     def lent(self, segments: int) -> tuple[int, ...]:
-        """How many of `segments` each layer has: as even as can be, the remainder spread over the depth."""
-        count = max(0, min(segments, self.total))
-        bounds = [layer * count // self.num_layers for layer in range(self.num_layers + 1)]
-        return tuple(after - before for before, after in pairwise(bounds))
+        """How many of `segments` each layer has: as even as can be, and fewer of them for no layer more.
+
+        The remainder goes to layers in one fixed order, spread over the depth, so that shrinking takes back
+        just what it must.
+        """
+        each, rest = divmod(max(0, min(segments, self.total)), self.num_layers)
+        order = sorted(range(self.num_layers), key=lambda layer: f"{layer:020b}"[::-1])
+        first = set(order[:rest])
+        return tuple(each + (layer in first) for layer in range(self.num_layers))
 
 
 @dataclass(frozen=True)

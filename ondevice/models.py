@@ -14,9 +14,15 @@ from importlib import import_module, util
 from pathlib import Path
 
 from ondevice.config import ModelConfig, RuntimeConfig
-from ondevice.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
+from ondevice.errors import (
+    BackendUnavailableError,
+    BundleError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 
 MANIFEST = "bundle.json"
+RESIDENT = "resident.safetensors"
 
 ALIASES = {
     "llama-7b": "huggyllama/llama-7b",
@@ -141,6 +147,8 @@ def _shipped_model() -> Path:
 def _checked_path(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
+    if path.is_dir() and (path / RESIDENT).is_file():
+        raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
     if path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.bin"))):
         line = _convert_line(str(path), model_home() / path.resolve().name)
         raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")

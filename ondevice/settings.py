@@ -16,6 +16,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import UsageError
 
+MAX_THREADS = 256
+"""More compute threads than this are a slip, and each takes memory of its own."""
+
 
 @dataclass(frozen=True)
 class Option:
@@ -114,7 +117,8 @@ def sampling_options(sampling: SamplingConfig | None, options: Mapping[str, Any]
     if isinstance(changed.get("logit_bias"), Mapping):
         changed["logit_bias"] = changed["logit_bias"].items()
     for name in {"stop", "logit_bias"} & changed.keys():
-        changed[name] = tuple(changed[name])
+        if isinstance(changed[name], Iterable):
+            changed[name] = tuple(tuple(item) if isinstance(item, list) else item for item in changed[name])
     return replace(sampling or SamplingConfig(), **changed)
 
 
@@ -133,10 +137,11 @@ def check_choices(config: RuntimeConfig) -> None:
         if get_origin(hint) is Literal and value not in get_args(hint):
             allowed = ", ".join(str(choice) for choice in get_args(hint))
             raise UsageError(f"{name} is {value!r}; it must be one of {allowed}")
-    for name, least in (("threads", 0), ("max_context", 0), ("prefill_chunk", 1)):
+    limits = (("threads", 0, MAX_THREADS), ("max_context", 0, 1 << 24), ("prefill_chunk", 1, 1 << 16))
+    for name, least, most in limits:
         value = getattr(config, name)
-        if type(value) is not int or value < least:
-            raise UsageError(f"{name} is {value!r}; it must be an integer of {least} or more")
+        if type(value) is not int or not least <= value <= most:
+            raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
 
 
 def with_model_defaults(
@@ -186,6 +191,10 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise UsageError(f"the settings file {path} has an unknown key {key!r}; known are {known}")
         if not isinstance(value, _allowed(name)) or (type(value) is bool and name != "offline"):
             raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
+        if name in options and options[name].multiple:
+            value = [value] if isinstance(value, str) else value
+            if not all(isinstance(item, str) for item in value):
+                raise UsageError(f"the settings file {path} has {key} = {value!r}; it takes strings only")
         settings[name] = str(value) if name in options and options[name].choices else value
     return settings
 

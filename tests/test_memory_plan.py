@@ -130,6 +130,8 @@ def test_segments_are_lent_evenly() -> None:
         lent = shape.lent(segments)
         assert sum(lent) == segments
         assert max(lent) - min(lent) <= 1
+        fewer = shape.lent(segments - 1)
+        assert all(less <= more for less, more in zip(fewer, lent, strict=True))
     assert shape.lent(shape.total + 5) == (shape.per_layer,) * 32
     assert shape.lent(-1) == (0,) * 32
 

@@ -12,7 +12,12 @@ import pytest
 
 from ondevice import models
 from ondevice.config import ModelConfig, RuntimeConfig
-from ondevice.errors import BackendUnavailableError, ModelNotFoundError, UnsupportedModelError
+from ondevice.errors import (
+    BackendUnavailableError,
+    BundleError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 
 
 @pytest.fixture
@@ -172,3 +177,10 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
             models.check_runtime(config, RuntimeConfig(speculation=speculation))
     with pytest.raises(BackendUnavailableError, match="mlx"):
         models.check_runtime(config, RuntimeConfig(backend="mlx"))
+
+
+def test_a_bundle_without_its_manifest_is_damaged_not_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("resident.safetensors", "checksums.bin"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(BundleError, match=r"bundle\.json is missing"):
+        models.find_model(str(tmp_path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
 from ondevice.memory_plan import stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
@@ -146,3 +149,33 @@ def test_a_damaged_record_is_a_typed_error_and_not_the_end(bundle: Path, tmp_pat
                     logits(model)
             victim.write_bytes(good)
             settle(model, pool, lent, expected)
+
+
+def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        settle(model, pool, [4, 4, 4], logits(model))
+        layers = model.backend.feed_forwards  # type: ignore[attr-defined]
+        watched = [weakref.ref(segment) for layer in layers for segment in layer.segments]
+        assert len(watched) == 12
+        gc.disable()
+        try:
+            pool.close()
+            assert pool.nbytes == 0
+            assert [segment() for segment in watched] == [None] * 12
+        finally:
+            gc.enable()
+
+
+def test_no_memory_for_residency_is_no_error(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> None:
+        raise MemoryError(f"{nbytes} bytes")
+
+    with pooled(bundle) as (model, pool, _):
+        expected = logits(model)
+        # Segments alone are refused: the staging segment exists by now.
+        monkeypatch.setattr(_native, "Segment", refuse)
+        pool.resize([4, 4, 4])
+        assert [logits(model) for _ in range(5)] == [expected] * 5
+        pool.resize([0, 0, 0])
+        pool.close()
+        assert pool.nbytes == 0

@@ -115,6 +115,10 @@ class CpuBackend:
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._blocks = np.zeros(0, dtype=np.uint64)
+        self.neuron_lookups = 0
+        """Neurons that passes have multiplied, counted once per pass and layer."""
+        self.neuron_hits = 0
+        """Those of them that were in memory when the pass came to their layer."""
 
     def load_vector(self, values: Float32) -> Float32:
         return np.array(values, dtype=np.float32)
@@ -181,6 +185,8 @@ class CpuBackend:
 
     def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
         native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
+        self.neuron_lookups += weight.source.num_neurons
+        self.neuron_hits += weight.resident_neurons
         native.begin(self.engine, x)
         if weight.segments:
             native.add(self.engine, weight.segments, tokens, act)

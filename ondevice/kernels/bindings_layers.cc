@@ -83,7 +83,7 @@ void bind_layers(nb::module_& m) {
           },
           nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"));
 
-  nb::class_<Segment>(m, "Segment")
+  nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
       .def("__init__",
            [](Segment* self, int64_t nbytes) {
              require(nbytes > 0, "a segment needs bytes");

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -16,9 +17,14 @@ constexpr size_t kPage = 4096, kHugePage = size_t{2} << 20;
 void populate(uint8_t* base, size_t bytes) {
 #if defined(MADV_POPULATE_WRITE)
   const size_t half = bytes / 2 / kHugePage * kHugePage;
-  std::thread other([=] { madvise(base, half, MADV_POPULATE_WRITE); });
+  std::thread other;
+  try {
+    other = std::thread([=] { madvise(base, half, MADV_POPULATE_WRITE); });
+  } catch (const std::system_error&) {
+    // No thread to be had: the pages come when they are touched.
+  }
   madvise(base + half, bytes - half, MADV_POPULATE_WRITE);
-  other.join();
+  if (other.joinable()) other.join();
 #else
   (void)base, (void)bytes;
 #endif

@@ -12,7 +12,7 @@ namespace ondevice {
 
 class ThreadPool {
  public:
-  // threads >= 1, the caller's included.
+  // threads >= 1, the caller's included. Throws std::system_error if the system has no more threads.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -40,6 +40,7 @@ class ThreadPool {
  private:
   using Call = void (*)(const void* context, int64_t begin, int64_t end, int thread);
 
+  void stop();
   void run(int64_t count, int64_t grain, Call call, const void* context);
   void take_pieces(int thread);
   void worker(int thread);

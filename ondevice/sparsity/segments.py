@@ -12,6 +12,7 @@ flash (a virtual machine's host may give 0.7 GB/s), and the first token waits fo
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+
+log = logging.getLogger(__name__)
 
 SEGMENTS_AHEAD = 4
 """Segments that may be waiting, empty, for the neurons that will fill them."""
@@ -76,13 +79,18 @@ class SegmentPool:
             self._drop_empty()
 
     def close(self) -> None:
-        """Stop reading ahead and allocating, and give the buffers back. The pool can be used again."""
+        """Give back the buffers, every segment and the thread; the layers are then without neurons."""
         self._stop_stream()
+        self._lent = [0] * len(self._layers)
         while self._empty:
             self._drop_empty()
         if self._allocator is not None:
             self._allocator.shutdown()
             self._allocator = None
+        for layer in self._layers:
+            layer.segments.clear()
+            # Without the pool in it, no cycle keeps the layer's memory until the collector comes by.
+            layer.streamed = lambda: iter(())
 
     @property
     def _missing(self) -> int:
@@ -99,7 +107,8 @@ class SegmentPool:
     def _drop_empty(self) -> None:
         future = self._empty.pop()
         if not future.cancel():
-            future.result()
+            # Its memory goes with it; whether it got any doesn't matter any more.
+            future.exception()
 
     def _stop_stream(self) -> None:
         if self._stream is not None:
@@ -161,9 +170,13 @@ class SegmentPool:
         ready = bool(self._empty) and self._empty[0].done()
         if not ready:
             return None
-        taken = self._empty.popleft().result()
+        future = self._empty.popleft()
+        if future.exception() is not None:
+            # The system has no memory for residency just now: this pass goes on from flash.
+            log.warning("no memory for a feed-forward segment: %s", future.exception())
+            return None
         self._allocate(self._missing - 1)
-        return taken
+        return future.result()
 
     def _begin_pass(self) -> None:
         """What became resident in the last pass leaves the schedule; what is lent and empty gets memory."""
