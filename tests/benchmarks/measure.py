@@ -21,9 +21,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
 Result = dict[str, Any]
+KILLED = "killed"
+"""The reason of a run that SIGKILL ended, as a cgroup does when its memory is used up."""
 # Decode rates leave out the first tokens of both engines, when memory still fills: ours with the neurons that
 # stay resident, a mapped file's with its pages.
-STEADY_TOKENS = 4
+STEADY_TOKENS = 8
 
 
 def require_rig() -> None:
@@ -119,7 +121,7 @@ def run_engine(
         peak_with_cache = group.read("max_usage_in_bytes")
     if process.returncode != 0:
         killed = process.returncode == -signal.SIGKILL
-        reason = "killed" if killed else (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        reason = KILLED if killed else (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
         return {"survived": False, "reason": reason}
     result: Result = json.loads(stdout.strip().splitlines()[-1])
     result |= {
