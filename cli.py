@@ -88,7 +88,7 @@ def _write(text: str) -> None:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
+    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 class _Commands(click.Group):
@@ -108,9 +108,11 @@ class _Commands(click.Group):
 def cli(context: click.Context, verbose: bool) -> None:
     """Run a language model that is larger than the memory you give it.
 
-    Every option may also be set as ONDEVICE_<OPTION> in the environment or in a TOML file (config.toml in
-    the platform's configuration folder, or the file that ONDEVICE_CONFIG names). A flag beats the
-    environment, the environment beats the file.
+    The options on sampling and on running a model, and --model, --quant, --offline and --system-prompt, may
+    also be set as ONDEVICE_<OPTION> in the environment or in a TOML file (config.toml in the platform's
+    configuration folder, or the file that ONDEVICE_CONFIG names). A flag beats the environment, the
+    environment beats the file. What belongs to one call is a flag only: --prompt, --text, --output,
+    --resume, --force, --no-calibrate, --prompt-tokens, --runs, --json.
 
     Completion: eval "$(_ONDEVICE_COMPLETE=bash_source ondevice)", or zsh_source, or fish_source.
     """
@@ -238,12 +240,7 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
 
 @cli.command()
 @model_option
-@click.option(
-    "--prompt-tokens",
-    default=BENCH_PROMPT_TOKENS,
-    envvar="ONDEVICE_PROMPT_TOKENS",
-    help="Length of the prompt.",
-)
+@click.option("--prompt-tokens", default=BENCH_PROMPT_TOKENS, help="Length of the prompt.")
 @click.option(
     "--max-tokens", default=BENCH_MAX_TOKENS, envvar="ONDEVICE_MAX_TOKENS", help="Tokens to generate."
 )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -198,8 +200,8 @@ class Model:
         **options: Any,
     ) -> Response:
         """`generate` for asyncio; cancelling the task cancels the work."""
-        events = [event async for event in self.astream(prompt, tokens=tokens, sampling=sampling, **options)]
-        return gather(iter(events))
+        async with aclosing(self.astream(prompt, tokens=tokens, sampling=sampling, **options)) as events:
+            return gather([event async for event in events])
 
     def astream(
         self,
@@ -208,7 +210,7 @@ class Model:
         tokens: Sequence[int] | None = None,
         sampling: SamplingConfig | None = None,
         **options: Any,
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """`stream` for asyncio."""
         ids = self.prompt_ids(prompt, tokens)
         return self.astream_ids(None, ids, sampling_options(sampling, options))
@@ -219,11 +221,12 @@ class Model:
 
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
-        out = np.empty((len(tokens), self.config.vocab_size), dtype=np.float32)
+        ids = _token_ids(tokens)
+        out = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
 
         def fill(cancelled: IsCancelled) -> Iterator[int]:
             done = 0
-            for piece in self._engine.logits(list(tokens), cancelled):
+            for piece in self._engine.logits(ids, cancelled):
                 out[done : done + len(piece)] = piece
                 done += len(piece)
                 yield done
@@ -243,7 +246,7 @@ class Model:
 
         on_progress gets (tokens done, tokens in all). Raises UsageError for a text too short to predict.
         """
-        ids = list(tokens) if text is None and tokens is not None else self.tokenizer.encode(text or "")
+        ids = self.prompt_ids(text, tokens)
         bos_id = self.bundle.manifest.tokenizer.bos_id if self.bundle.manifest.tokenizer.add_bos else None
         if bos_id is not None and ids[:1] == [bos_id]:
             ids = ids[1:]
@@ -283,10 +286,17 @@ class Model:
         self.close()
 
     def prompt_ids(self, prompt: str | None, tokens: Sequence[int] | None) -> list[int]:
-        """Token ids of a prompt given one way or the other. Raises UsageError if it is both or neither."""
+        """Token ids of a text given one way or the other.
+
+        Raises UsageError if it is both or neither, or neither text nor integers.
+        """
         if (prompt is None) == (tokens is None):
-            raise UsageError("give either a prompt or tokens")
-        return list(tokens) if tokens is not None else self.tokenizer.encode(prompt or "")
+            raise UsageError("give either a text or tokens")
+        if tokens is not None:
+            return _token_ids(tokens)
+        if not isinstance(prompt, str):
+            raise UsageError(f"the text is of type {type(prompt).__name__}; it must be a str")
+        return self.tokenizer.encode(prompt)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a transcript, up to where the model's next turn begins."""
@@ -312,15 +322,12 @@ class Model:
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        events = self._owner.astream(self._work(key, ids, sampling))
-        try:
+        async with aclosing(self._owner.astream(self._work(key, ids, sampling))) as events:
             async for event in events:
                 self._note(event)
                 yield event
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
 
     def _work(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
@@ -342,3 +349,11 @@ class Model:
     def _note(self, event: Event) -> None:
         if event.stats is not None:
             self.stats = event.stats
+
+
+def _token_ids(tokens: Sequence[int]) -> list[int]:
+    """Tokens as plain integers; an array's will do. Raises UsageError if they are anything else."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise UsageError(f"tokens must be a sequence of integers: {error}") from error

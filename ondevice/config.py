@@ -161,6 +161,8 @@ class SamplingConfig:
     max_tokens: int = 256
 
     def __post_init__(self) -> None:
+        """Raises UsageError for a value of the wrong type or out of range."""
+        self._check_types()
         checks = (
             ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
@@ -173,3 +175,31 @@ class SamplingConfig:
         for name, valid, range_text in checks:
             if not valid:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {range_text}")
+
+    def _check_types(self) -> None:
+        pairs = isinstance(self.logit_bias, tuple) and all(
+            isinstance(pair, tuple) and len(pair) == 2 and _is_int(pair[0]) and _is_number(pair[1])
+            for pair in self.logit_bias
+        )
+        strings = isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop)
+        checks = (
+            *((name, _is_int(getattr(self, name)), "an integer") for name in _SAMPLING_INTEGERS),
+            *((name, _is_number(getattr(self, name)), "a number") for name in _SAMPLING_NUMBERS),
+            ("logit_bias", pairs, "a tuple of pairs of a token id and a number"),
+            ("stop", strings, "a tuple of strings"),
+        )
+        for name, valid, type_text in checks:
+            if not valid:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {type_text}")
+
+
+_SAMPLING_INTEGERS = ("top_k", "seed", "max_tokens")
+_SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_int(value)

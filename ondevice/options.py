@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,13 @@ model_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
 
 
+class _WholeString(click.types.StringParamType):
+    """Text that an environment variable holds as it stands, spaces and all."""
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        return (rv,)
+
+
 def add_options(*tables: dict[str, Option]) -> Callable[[Command], Command]:
     """A decorator that gives a command every option of the tables, in order."""
 
@@ -42,7 +49,7 @@ def _click_option(option: Option) -> Callable[[Command], Command]:
     return click.option(
         option.flag,
         option.name,
-        type=str if option.multiple else kind,
+        type=_WholeString() if option.multiple else kind,
         default=() if option.multiple else default,
         multiple=option.multiple,
         envvar=option.variable,

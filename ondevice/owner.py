@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -102,7 +102,7 @@ class OwnerThread(Generic[T]):
         finally:
             job.cancelled.set()
 
-    async def astream(self, work: Callable[[Cancelled], Iterator[T]]) -> AsyncIterator[T]:
+    async def astream(self, work: Callable[[Cancelled], Iterator[T]]) -> AsyncGenerator[T, None]:
         """`stream` for asyncio; cancelling the task that iterates cancels the job."""
         import asyncio  # Whoever gets here has it already; others needn't wait for it.
 

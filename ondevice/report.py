@@ -16,10 +16,10 @@ def plan_summary(plan: Plan) -> str:
     start, full = plan.segments_for(plan.kv_block_bytes), plan.segments_for(plan.kv_cache_bytes)
     total = plan.segment.total
     if not plan.streams:
-        resident = "everything is resident"
+        resident = "everything will be resident"
     else:
         resident = (
-            f"feed-forward resident {share(start, total)} at the start, {share(full, total)} at "
+            f"feed-forward to be resident: {share(start, total)} at the start, {share(full, total)} at "
             f"{plan.max_context} tokens; the rest streams from flash"
         )
     return (

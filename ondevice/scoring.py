@@ -28,10 +28,11 @@ class Score:
     nll_per_token: float
     tokens: int
 
-    def to_dict(self) -> dict[str, float | int]:
+    def to_dict(self) -> dict[str, float | int | None]:
+        """For JSON, which has no infinity: what isn't finite is None."""
         return {
-            "perplexity": self.perplexity,
-            "nll_per_token": self.nll_per_token,
+            "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
+            "nll_per_token": self.nll_per_token if math.isfinite(self.nll_per_token) else None,
             "tokens": self.tokens,
         }
 
@@ -63,8 +64,10 @@ def windows(tokens: Sequence[int], context: int, bos_id: int | None) -> Iterator
     """Cut a text into pieces that fill a context each and don't overlap; every piece begins with bos_id.
 
     Every token of a piece but its first is predicted. Without bos_id, pieces overlap by the one token that
-    would not be predicted otherwise.
+    would not be predicted otherwise. Raises UsageError for a context that holds no token to predict.
     """
+    if context < 2:
+        raise UsageError(f"a context of {context} tokens predicts nothing; scoring takes at least two")
     if bos_id is not None:
         step = context - 1
         for start in range(0, len(tokens), step):

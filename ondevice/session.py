@@ -10,8 +10,8 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,7 +46,7 @@ class Host(Protocol):
 
     def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
-    ) -> AsyncIterator[Event]: ...
+    ) -> AsyncGenerator[Event, None]: ...
 
     def new_key(self) -> int:
         """Names a key/value cache that doesn't exist yet."""
@@ -95,16 +95,18 @@ class Session:
         self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
     ) -> Response:
         """`respond` for asyncio; cancelling the task cancels the work."""
-        return gather([event async for event in self.astream_response(text, sampling=sampling, **options)])
+        async with aclosing(self.astream_response(text, sampling=sampling, **options)) as events:
+            return gather([event async for event in events])
 
     async def astream_response(
         self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """`stream_response` for asyncio."""
         config = self._sampling(sampling, options)
         with self._turn(text) as (ids, said):
-            async for event in self._host.astream_ids(self._key, ids, config):
-                yield _say(event, said)
+            async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
+                async for event in events:
+                    yield _say(event, said)
 
     def fork(self) -> Session:
         """An independent conversation that continues from here."""

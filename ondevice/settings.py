@@ -192,9 +192,10 @@ def read_settings(path: Path) -> dict[str, Any]:
         if not isinstance(value, _allowed(name)) or (type(value) is bool and name != "offline"):
             raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
         if name in options and options[name].multiple:
-            value = [value] if isinstance(value, str) else value
-            if not all(isinstance(item, str) for item in value):
+            strings: Any = [value] if isinstance(value, str) else value
+            if not all(isinstance(item, str) for item in strings):
                 raise UsageError(f"the settings file {path} has {key} = {value!r}; it takes strings only")
+            value = strings
         settings[name] = str(value) if name in options and options[name].choices else value
     return settings
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.generate import Event
 from tests.bundles import CONTEXT, EOS, VOCAB_SIZE
 
 PROMPT = "Once upon a time"
@@ -90,6 +91,14 @@ def test_text_and_its_tokens_are_the_same_prompt(model: Model) -> None:
     assert model.generate(tokens=ids, max_tokens=5).tokens == model.generate(PROMPT, max_tokens=5).tokens
 
 
+def test_prompts_of_a_wrong_type_never_become_work(model: Model) -> None:
+    for wrong in ("ab", [1.5], [None], 5):
+        for call in (model.stream, model.astream, model.logits, model.score):
+            with pytest.raises(UsageError, match="integers"):
+                call(**{"tokens": wrong})
+    assert model.prompt_ids(None, np.array([3, 4], np.int32)) == [3, 4]  # type: ignore[arg-type]
+
+
 def test_logits_are_those_that_generation_follows(model: Model) -> None:
     ids = model.tokenizer.encode(PROMPT)
     logits = model.logits(ids)
@@ -130,6 +139,14 @@ def test_score_is_the_mean_of_the_log_probabilities(model: Model) -> None:
         ({}, UsageError),
         ({"prompt": "a", "tokens": [1]}, UsageError),
         ({"tokens": []}, UsageError),
+        ({"tokens": "ab"}, UsageError),
+        ({"tokens": [1.5]}, UsageError),
+        ({"tokens": 5}, UsageError),
+        ({"prompt": b"a"}, UsageError),
+        ({"prompt": 7}, UsageError),
+        ({"prompt": "a", "max_tokens": "3"}, UsageError),
+        ({"prompt": "a", "logit_bias": 3}, UsageError),
+        ({"prompt": "a", "stop": 3}, UsageError),
         ({"tokens": [VOCAB_SIZE]}, UsageError),
         ({"tokens": [-1]}, UsageError),
         ({"prompt": "a", "temperature": -1.0}, UsageError),
@@ -507,6 +524,31 @@ def test_a_turn_that_fails_leaves_the_transcript(model: Model) -> None:
         session.respond("x" * CONTEXT)
     assert session.transcript == before
     assert session.respond("Shorter", max_tokens=3).stats.generated_tokens <= 3
+
+
+def test_closing_a_sessions_async_stream_closes_the_work_under_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    async def endless(*_: Any) -> AsyncGenerator[Event, None]:
+        try:
+            while True:
+                yield Event(text="a", token=1)
+        finally:
+            await asyncio.sleep(0)  # A generator that is merely forgotten is closed later, by the loop.
+            closed.append("inner")
+
+    async def ask() -> None:
+        events = session.astream_response("Hello")
+        await anext(events)
+        await events.aclose()
+        closed.append("outer")
+
+    session = model.session()
+    monkeypatch.setattr(model, "astream_ids", endless)
+    asyncio.run(ask())
+    assert closed == ["inner", "outer"]
 
 
 def test_asyncio_sessions(model: Model) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -17,10 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from ondevice import cli
+from ondevice.api import Model
 from ondevice.bundle.reader import Bundle
+from ondevice.config import SamplingConfig
+from ondevice.scoring import Score
+from ondevice.settings import OTHER_SETTINGS, RUNTIME_OPTIONS, SAMPLING_OPTIONS
 from tests.bundles import CONTEXT, write_chat_checkpoint
 from tests.models import write_checkpoint
 
@@ -184,6 +191,12 @@ def test_eval_json(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
     assert "perplexity" in ondevice("eval", "-m", chat_bundle, "--text", tmp_path / "text").out
 
 
+def test_eval_json_has_no_infinity(ondevice: Run, chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "score", lambda *_, **__: Score(math.inf, 800.0, 3))
+    result = ondevice("eval", "-m", chat_bundle, "--text", "-", "--json", stdin="text")
+    assert result.json == {"perplexity": None, "nll_per_token": 800.0, "tokens": 3}
+
+
 # --- options --------------------------------------------------------------------------------------------
 
 
@@ -231,6 +244,35 @@ def test_stop_strings_end_the_text(ondevice: Run, chat_bundle: Path) -> None:
     assert cut["text"] == whole[: whole.index(stop)]
 
 
+def test_a_stop_string_may_come_from_the_environment_or_the_file(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, ...]] = []
+    monkeypatch.setattr(
+        cli, "sampling_config", lambda values: seen.append(values["stop"]) or SamplingConfig()
+    )
+
+    def given(*flags: str) -> tuple[str, ...]:
+        assert ondevice("generate", "-m", chat_bundle, "-p", "Hello", "--max-context", 16, *flags).code == 0
+        return seen.pop()
+
+    (tmp_path / "config.toml").write_text('stop = "abc d"')
+    assert given() == ("abc d",)
+    monkeypatch.setenv("ONDEVICE_STOP", "one string")
+    assert given() == ("one string",)
+    assert given("--stop", "x y", "--stop", "z") == ("x y", "z")
+
+
+def test_the_help_tells_which_options_are_flags_only(ondevice: Run) -> None:
+    shown = " ".join(ondevice("--help").out.split())
+    listed = shown[shown.index("flag only:") :].split(".")[0]
+    settable = {*RUNTIME_OPTIONS, *SAMPLING_OPTIONS, *OTHER_SETTINGS}
+    options = {p for c in cli.cli.commands.values() for p in c.params if isinstance(p, click.Option)}
+    for option in options:
+        assert (option.name in settable) == (option.envvar is not None), option.name
+        assert (option.opts[0] in re.findall(r"--[\w-]+", listed)) == (option.envvar is None), option.name
+
+
 def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
     assert set(cli.cli.commands) == {"convert", "chat", "generate", "inspect", "bench", "eval", "verify"}
     for name in cli.cli.commands:
@@ -262,6 +304,11 @@ def test_shell_completion() -> None:
         (["generate", "-m", "{bundle}", "-p", "x", "--dram-budget", "lots"], 2, "lots"),
         (["generate", "-m", "{bundle}", "-p", "x", "--max-context", "100000"], 2, str(CONTEXT)),
         (["eval", "-m", "{bundle}", "--text", "no-such-file"], 2, "no-such-file"),
+        (
+            ["eval", "-m", "{bundle}", "--text", "{bundle}/bundle.json", "--max-context", "1"],
+            2,
+            "at least two",
+        ),
         (["generate", "-m", "unheard-of", "-p", "x"], 3, "ondevice convert CHECKPOINT --output"),
         (["generate", "-m", "llama-7b", "-p", "x"], 3, "ondevice convert huggyllama/llama-7b --output"),
         (["generate", "-m", "{bundle}", "-p", "x", "--sparsity", "exact"], 3, "It can have: dense"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -25,6 +26,12 @@ def test_windows_predict_every_token_once(count: int, context: int, with_bos: bo
         assert all(piece[0] == 1 for piece in pieces)
 
 
+@pytest.mark.parametrize("bos_id", [None, 1])
+def test_a_context_without_room_to_predict_is_refused(bos_id: int | None) -> None:
+    with pytest.raises(UsageError, match="at least two"):
+        list(windows([5, 6, 7], 1, bos_id))
+
+
 def test_the_tally_is_the_negative_log_likelihood() -> None:
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((7, 11)) * 30).astype(np.float32)
@@ -45,6 +52,9 @@ def test_extremes_neither_overflow_nor_divide_by_zero() -> None:
     tally = Tally()
     tally.add(np.array([[3e38, -3e38]], dtype=np.float32), [1])
     assert tally.score().perplexity == math.inf
+    shown = json.loads(json.dumps(tally.score().to_dict(), allow_nan=False))
+    assert shown["perplexity"] is None
+    assert shown["tokens"] == 1
     with pytest.raises(UsageError, match="too short"):
         Tally().score()
 

@@ -63,6 +63,39 @@ def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object
         check_choices(RuntimeConfig(**{name: value}))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_k", 1.5),
+        ("max_tokens", "12"),
+        ("seed", True),
+        ("temperature", "hot"),
+        ("top_p", None),
+        ("min_p", False),
+        ("repetition_penalty", [1.0]),
+        ("stop", "abc"),
+        ("stop", (1,)),
+        ("logit_bias", {1: 2.0}),
+        ("logit_bias", ((1,),)),
+        ("logit_bias", (("a", 1.0),)),
+        ("logit_bias", ((1, "b"),)),
+    ],
+)
+def test_sampling_values_of_the_wrong_type_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=f"^{name} is .* must be a"):
+        SamplingConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_an_integer_is_a_number() -> None:
+    assert SamplingConfig(temperature=1, logit_bias=((3, -2),)).temperature == 1
+
+
+def test_one_stop_string_of_a_settings_file_is_a_list_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('stop = "a b"')
+    assert read_settings(path) == {"stop": ["a b"]}
+
+
 def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(
@@ -87,6 +120,7 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
         ("threads = [1]", "wrong type"),
         ("io = 3", "wrong type"),
         ("offline = 'no'", "wrong type"),
+        ("stop = ['a', 1]", "strings only"),
     ],
 )
 def test_a_bad_settings_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
