@@ -143,8 +143,7 @@ class Engine:
         try:
             kv.truncate(common_prefix(kv.tokens, prompt))
             self._lend_more(kv, len(prompt) + 1)
-            for event in self._generator.stream(prompt, kv, sampling, cancelled):
-                yield event
+            yield from self._generator.stream(prompt, kv, sampling, cancelled)
         finally:
             self._at_work = ()
             if key is None:

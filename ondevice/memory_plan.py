@@ -31,7 +31,7 @@ STREAM_SLOT_BYTES = 2 << 20
 """Aim for one read of streamed records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
 DEFAULT_MAX_CONTEXT = 4096
-PROCESS_ALLOWANCE_BYTES = 8 << 20
+PROCESS_ALLOWANCE_BYTES = 4 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
 REPEAT_MARGIN_BYTES = 1 << 20
 """How far below its minimum a budget may lie: the process measures itself a little differently each time,
