@@ -5,7 +5,7 @@
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
-#   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 60 GB of disk)
+#   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 40 GB of disk)
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
 #

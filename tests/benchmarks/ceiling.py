@@ -22,7 +22,7 @@ from random_model import LLAMA_7B, SMALL, Shape, huggingface_folder, random_toke
 
 CONTEXT = 1500
 BUDGETS = 10
-MAX_TOKENS = 12
+MAX_TOKENS = 16
 SHAPES = {shape.name: shape for shape in (SMALL, LLAMA_7B)}
 
 
