@@ -52,7 +52,7 @@ class MemoryCgroup:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self.path = MEMORY_CGROUP / f"ondevice-bench-{os.getpid()}"
-        self.path.mkdir()
+        self.path.mkdir(exist_ok=True)  # one left by a killed run of the same process id
         if limit_bytes is not None:
             (self.path / "memory.limit_in_bytes").write_text(str(limit_bytes))
 
