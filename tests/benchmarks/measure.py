@@ -53,8 +53,8 @@ class MemoryCgroup:
     def __init__(self, limit_bytes: int | None) -> None:
         self.path = MEMORY_CGROUP / f"ondevice-bench-{os.getpid()}"
         self.path.mkdir(exist_ok=True)  # one left by a killed run of the same process id
-        if limit_bytes is not None:
-            (self.path / "memory.limit_in_bytes").write_text(str(limit_bytes))
+        limit = -1 if limit_bytes is None else limit_bytes
+        (self.path / "memory.limit_in_bytes").write_text(str(limit))
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """`arguments` as started from inside the cgroup."""
