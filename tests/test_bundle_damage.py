@@ -165,8 +165,11 @@ def test_extended_file(name: str, extra: bytes, victim: Victim) -> None:
 def test_spliced_file(name: str, where: float, removed: int, inserted: bytes, victim: Victim) -> None:
     data = victim.files[name]
     start = int(where * len(data))
-    victim.write(name, data[:start] + inserted + data[start + removed :])
-    victim.outcome()
+    spliced = data[:start] + inserted + data[start + removed :]
+    victim.write(name, spliced)
+    error = victim.outcome()
+    # The manifest's meaning is what is hashed, so its white space may change; nothing else may.
+    assert error is not None or spliced == data or name == "bundle.json"
 
 
 @settings(many, max_examples=40)

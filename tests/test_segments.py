@@ -15,7 +15,7 @@ import pytest
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
-from ondevice.errors import FlashReadError
+from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.memory_plan import stream_shape
@@ -164,6 +164,8 @@ def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> No
             assert [segment() for segment in watched] == [None] * 12
         finally:
             gc.enable()
+        with pytest.raises(OndeviceError, match="closed"):
+            logits(model)
 
 
 def test_no_memory_for_residency_is_no_error(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ondevice.backends.base import Bytes
 from ondevice.backends.cpu import CpuFeedForward
 from ondevice.bundle.layout import DATA_OFFSET
+from ondevice.errors import OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -79,7 +80,7 @@ class SegmentPool:
             self._drop_empty()
 
     def close(self) -> None:
-        """Give back the buffers, every segment and the thread; the layers are then without neurons."""
+        """Give back the buffers, every segment and the thread. The layers then refuse to be multiplied."""
         self._stop_stream()
         self._lent = [0] * len(self._layers)
         while self._empty:
@@ -90,7 +91,7 @@ class SegmentPool:
         for layer in self._layers:
             layer.segments.clear()
             # Without the pool in it, no cycle keeps the layer's memory until the collector comes by.
-            layer.streamed = lambda: iter(())
+            layer.streamed = _closed
 
     @property
     def _missing(self) -> int:
@@ -202,3 +203,8 @@ class SegmentPool:
                 self._stream.next()
                 self._stream.release()
         return self._stream
+
+
+def _closed() -> Iterator[Bytes | _native.Segment]:
+    """Neurons that are gone must not read as zeros."""
+    raise OndeviceError("the model's feed-forward memory was given back: it is closed")
