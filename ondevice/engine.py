@@ -290,6 +290,7 @@ class Engine:
         return Counters(
             flash_bytes_read=flash.bytes_read,
             flash_read_seconds=flash.read_seconds,
+            flash_cpu_seconds=flash.cpu_seconds,
             neuron_cache_hits=0 if self._cpu is None else self._cpu.neuron_hits,
             neuron_cache_lookups=0 if self._cpu is None else self._cpu.neuron_lookups,
             peak_memory_bytes=process_memory().peak_bytes,

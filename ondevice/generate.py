@@ -43,6 +43,7 @@ class Counters:
 
     flash_bytes_read: int = 0
     flash_read_seconds: float = 0.0
+    flash_cpu_seconds: float = 0.0
     neuron_cache_hits: int = 0
     neuron_cache_lookups: int = 0
     peak_memory_bytes: int = 0
@@ -247,6 +248,7 @@ class _Meter:
             peak_memory_bytes=after.peak_memory_bytes,
             flash_bytes_read=after.flash_bytes_read - self._before.flash_bytes_read,
             flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
+            flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,
             neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
             forward_passes=self.passes,
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,

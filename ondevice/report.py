@@ -45,7 +45,8 @@ def figures(stats: GenerationStats) -> str:
         f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
-        f"peak {format_bytes(stats.peak_memory_bytes)}; flash {format_bytes(flash)}/token; "
+        f"peak {format_bytes(stats.peak_memory_bytes)}; flash {format_bytes(flash)}/token, "
+        f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
         f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %"
     )
 

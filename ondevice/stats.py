@@ -16,6 +16,8 @@ class GenerationStats:
 
     `accepted_tokens_per_pass` is the tokens generated after the first, over decode passes.
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1.
+    `flash_read_seconds` is wall time with a read in flight, `flash_cpu_seconds` what the threads that read and
+    compared checksums took of the processors meanwhile.
     `peak_memory_bytes` is the whole process's peak, interpreter included.
     """
 
@@ -27,6 +29,7 @@ class GenerationStats:
     peak_memory_bytes: int = 0
     flash_bytes_read: int = 0
     flash_read_seconds: float = 0.0
+    flash_cpu_seconds: float = 0.0
     neuron_cache_hit_rate: float = 0.0
     forward_passes: int = 0
     accepted_tokens_per_pass: float = 1.0

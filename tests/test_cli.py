@@ -34,7 +34,7 @@ from tests.models import write_checkpoint
 STATS = [
     "prompt_tokens", "generated_tokens", "prefill_tokens_per_second", "decode_tokens_per_second",
     "time_to_first_token_seconds", "peak_memory_bytes", "flash_bytes_read", "flash_read_seconds",
-    "neuron_cache_hit_rate", "forward_passes", "accepted_tokens_per_pass",
+    "flash_cpu_seconds", "neuron_cache_hit_rate", "forward_passes", "accepted_tokens_per_pass",
     "backend", "sparsity", "speculation", "io",
 ]  # fmt: skip
 PLAN = [
@@ -179,6 +179,11 @@ def test_bench_json(ondevice: Run, chat_bundle: Path) -> None:
     assert (shown["runs"], shown["prompt_tokens"], shown["generated_tokens"]) == (2, 20, 5)
     assert {"system", "cores", "memory_bytes", "kernel_target"} <= set(shown["machine"])
     assert result.err.count("run ") == 2
+
+
+def test_bench_shows_what_reading_costs_the_processors(ondevice: Run, chat_bundle: Path) -> None:
+    shown = ondevice("bench", "-m", chat_bundle, "--runs", 1, "--prompt-tokens", 5, "--max-tokens", 3)
+    assert re.search(r"; flash \S+ kB/token, read in \d+\.\d\d s with \d+\.\d\d s of CPU; ", shown.out)
 
 
 def test_eval_json(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:

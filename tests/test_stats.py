@@ -19,6 +19,7 @@ CONTRACT = [
     "peak_memory_bytes",
     "flash_bytes_read",
     "flash_read_seconds",
+    "flash_cpu_seconds",
     "neuron_cache_hit_rate",
     "forward_passes",
     "accepted_tokens_per_pass",

@@ -66,6 +66,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             "budget_bytes": model.plan.budget_bytes,
             "flash_bytes_read": stats.flash_bytes_read,
             "flash_read_seconds": stats.flash_read_seconds,
+            "flash_cpu_seconds": stats.flash_cpu_seconds,
             "io": stats.io,
         }
 
