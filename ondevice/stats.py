@@ -16,8 +16,8 @@ class GenerationStats:
 
     `accepted_tokens_per_pass` is the tokens generated after the first, over decode passes.
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1.
-    `flash_read_seconds` is wall time with a read in flight, `flash_cpu_seconds` what the threads that read and
-    compared checksums took of the processors meanwhile.
+    `flash_read_seconds` is wall time with a read in flight, `flash_cpu_seconds` the processor time of the
+    threads that read and compared checksums.
     `peak_memory_bytes` is the whole process's peak, interpreter included.
     """
 

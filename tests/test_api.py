@@ -325,8 +325,8 @@ def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path)
     with load(chat_bundle, dram_budget=plan.minimum_budget_bytes) as model:
         stats = model.generate(PROMPT, max_tokens=150, logit_bias={EOS: -math.inf}).stats
         assert stats.flash_bytes_read > 0
-        assert 0 < stats.flash_read_seconds
-        assert 0 < stats.flash_cpu_seconds
+        assert stats.flash_read_seconds > 0
+        assert stats.flash_cpu_seconds > 0
         assert stats.neuron_cache_hit_rate < 1.0
         assert stats.io in ("direct", "buffered")
         model.set_dram_budget("8GB")
