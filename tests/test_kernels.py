@@ -107,6 +107,40 @@ def test_extreme_codes_do_not_saturate(bits: int) -> None:
     np.testing.assert_allclose(on_every_target(run), x.astype(np.float64) @ exact.T, rtol=1e-4)
 
 
+BROKEN = [[np.nan], [np.inf], [-np.inf], [np.nan, 3.0], [np.inf, np.nan, 1.0]]
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("values", BROKEN)
+def test_what_is_not_finite_makes_every_output_of_its_token_so(bits: int, values: list[float]) -> None:
+    """Whatever comes later in the same lane, and of no other token."""
+    weight, x = normal(40, 200), normal(5, 200, seed=1)
+    broken = x.copy()
+    broken[3, 70 : 70 + 16 * len(values) : 16] = values
+
+    def run(engine: _native.Engine, x: Float32) -> Float32:
+        out = np.zeros((5, 40), dtype=np.float32)
+        packed(engine, weight, bits)[0].forward(engine, x, None, out)
+        return out
+
+    out = on_every_target(lambda engine: run(engine, broken))
+    assert not np.isfinite(out[3]).any()
+    others = [0, 1, 2, 4]
+    assert out[others].tobytes() == on_every_target(lambda engine: run(engine, x))[others].tobytes()
+
+
+def test_no_activation_makes_a_number_of_nan() -> None:
+    gate, up = np.array([np.nan, 1.0, np.nan], np.float32), np.array([1.0, np.nan, np.nan], np.float32)
+    for activation in range(5):
+
+        def run(engine: _native.Engine, activation: int = activation) -> Float32:
+            out = np.zeros(3, np.float32)
+            _native.activate(engine, activation, gate, up, out)
+            return out
+
+        assert np.isnan(on_every_target(run)).all()
+
+
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 256])
 def test_rms_norm(n: int) -> None:
     x, weight = normal(3, n), normal(n, seed=1)

@@ -34,10 +34,11 @@ F activation(Activation act, F x) {
       const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
       return sigmoid_weighted(x, mul(set1(1.59576912160573071f), cubic));
     }
+    // max gives its second operand where one is NaN: x, so that NaN stays.
     case Activation::kRelu:
-      return max(x, zero());
+      return max(zero(), x);
     default: {
-      const F positive = max(x, zero());
+      const F positive = max(zero(), x);
       return mul(positive, positive);
     }
   }

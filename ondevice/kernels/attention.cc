@@ -33,15 +33,15 @@ F load_codes(const uint8_t* base, int bits, int64_t index) {
                     : load_int8(reinterpret_cast<const int8_t*>(base) + index);
 }
 
-// int8 code per value, scale = max|x| / 127; a zero vector has scale 0.
+// int8 code per value, scale = max|x| / 127; a zero vector has scale 0, one that isn't finite scale NaN.
 void quantize_head(const float* x, int64_t n, int8_t* codes, int64_t stride, float* scale) {
   F magnitude = zero();
-  for (int64_t i = 0; i < n; i += 16) magnitude = max(magnitude, abs(load_partial(x + i, n - i)));
-  const float m = reduce_max(magnitude);
+  for (int64_t i = 0; i < n; i += 16) magnitude = max_magnitude(magnitude, load_partial(x + i, n - i));
+  const float m = largest_magnitude(magnitude);
   const float inverse = int8_inverse(m);
   for (int64_t i = 0; i < n; i += 16) {
-    int8_t lanes[16];
-    store_int8(lanes, mul(load_partial(x + i, n - i), set1(inverse)));
+    int8_t lanes[16] = {0};
+    if (m == m) store_int8(lanes, mul(load_partial(x + i, n - i), set1(inverse)));
     for (int64_t k = 0; k < 16 && i + k < n; ++k) codes[(i + k) * stride] = lanes[k];
   }
   *scale = m / 127.0f;

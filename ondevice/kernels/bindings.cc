@@ -170,9 +170,7 @@ NB_MODULE(_native, m) {
   m.def("available_targets", &available_targets);
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
-      .def_prop_ro("target", &Engine::target)
-      .def_prop_ro("threads", [](Engine& engine) { return engine.pool().threads(); })
-      .def_prop_ro("scratch_bytes", &Engine::scratch_bytes);
+      .def_prop_ro("target", &Engine::target);
   bind_ops(m);
   bind_quantisation(m);
   bind_layers(m);

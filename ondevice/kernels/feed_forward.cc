@@ -44,9 +44,9 @@ void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bi
       const F v = load(h + t * h_stride + 16 * i);
       bias_sum[t] = fma(v, offset[i], bias_sum[t]);
       c[i] = mul(v, s[i]);
-      magnitude = max(magnitude, abs(c[i]));
+      magnitude = max_magnitude(magnitude, c[i]);
     }
-    quantize_group(c, reduce_max(magnitude), BITS == 4, out->codes[t], out->scale + t, out->sum + t);
+    quantize_group(c, largest_magnitude(magnitude), BITS == 4, out->codes[t], out->scale + t, out->sum + t);
   }
 }
 

@@ -27,14 +27,6 @@ constexpr int64_t kTileGrain = 8;
 Engine::Engine(int threads, const std::string& target)
     : pool_(threads), table_(require_target(target, &target_)) {}
 
-size_t Engine::scratch_bytes() const {
-  size_t total = 0;
-  for (const Buffer* buffer :
-       {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &attention_, &h_, &y_, &lanes_, &tile_})
-    total += buffer->size();
-  return total;
-}
-
 QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
                                bool nibble_order) {
   const int64_t groups = groups_of(cols), n = tokens * groups;

@@ -27,7 +27,6 @@ class Engine {
   const KernelTable& kernels() const { return *table_; }
   const std::string& target() const { return target_; }
   ThreadPool& pool() { return pool_; }
-  size_t scratch_bytes() const;
 
   // Activations (tokens, cols), rows x_stride floats apart, quantised into scratch; valid until the next
   // call.

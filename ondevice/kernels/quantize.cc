@@ -7,6 +7,7 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 
 // Symmetric int8 per group of 64: scale = max|x| / 127, code = round_even(x * (127 / max|x|)).
+// A group with an infinity or a NaN has the scale NaN and the codes 0.
 void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                           int64_t t) {
   for (int64_t g = 0; g < out.groups; ++g) {
@@ -15,9 +16,9 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
     for (int i = 0; i < 4; ++i) {
       const int64_t left = cols - g * kGroup - 16 * i;
       v[i] = left > 0 ? load_partial(x + g * kGroup + 16 * i, left) : zero();
-      magnitude = max(magnitude, abs(v[i]));
+      magnitude = max_magnitude(magnitude, v[i]);
     }
-    quantize_group(v, reduce_max(magnitude), nibble_order, out.codes + (t * out.groups + g) * kGroup,
+    quantize_group(v, largest_magnitude(magnitude), nibble_order, out.codes + (t * out.groups + g) * kGroup,
                    out.scales + t * out.groups + g, out.int_sums + t * out.groups + g);
     out.sums[t * out.groups + g] =
         out.scales[t * out.groups + g] * static_cast<float>(out.int_sums[t * out.groups + g]);

@@ -42,10 +42,11 @@ static inline void store_partial(float* p, F a, int64_t n) {
   memcpy(p, v, static_cast<size_t>(n) * sizeof(float));
 }
 
-// e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range.
-// Cody-Waite reduction, degree-6 polynomial in Horner form with fused multiply-adds.
+// e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range, and NaN stays NaN: min
+// and max give their second operand where one is NaN. Cody-Waite reduction, degree-6 polynomial in Horner
+// form with fused multiply-adds.
 static inline F exp_lanes(F x) {
-  x = min(max(x, set1(-87.0f)), set1(88.0f));
+  x = min(set1(88.0f), max(set1(-87.0f), x));
   const F n = round_even(mul(x, set1(1.44269504088896341f)));
   F r = fma(n, set1(-0.693145751953125f), x);
   r = fma(n, set1(-1.42860682030941723212e-6f), r);

@@ -37,6 +37,12 @@ static inline F abs(F x) {
   const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};
 }
+static inline __m256 max_magnitude(__m256 x, __m256 y) {
+  const __m256i bits = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(0x7fffffff));
+  return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(x), bits));
+}
+// The larger magnitude, of non-negative x and any y, as integers: infinity and NaN are the largest of all.
+static inline F max_magnitude(F x, F y) { return {max_magnitude(x.a, y.a), max_magnitude(x.b, y.b)}; }
 static inline F round_even(F x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
@@ -118,6 +124,13 @@ static inline float reduce_max(F x) {
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+static inline int32_t reduce_magnitude(F x) {
+  const __m256i eight = _mm256_max_epi32(_mm256_castps_si256(x.a), _mm256_castps_si256(x.b));
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 static inline int32_t sum_bytes(__m256i bytes) {
   const __m256i words = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);

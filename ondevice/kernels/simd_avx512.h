@@ -30,6 +30,11 @@ static inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+// The larger magnitude, of non-negative a and any b, as integers: infinity and NaN are the largest of all.
+static inline F max_magnitude(F a, F b) {
+  return {_mm512_castsi512_ps(
+      _mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(_mm512_abs_ps(b.v))))};
+}
 static inline F round_even(F a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
@@ -77,6 +82,8 @@ static inline float reduce_add(F a) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 static inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
+// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+static inline int32_t reduce_magnitude(F a) { return _mm512_reduce_max_epi32(_mm512_castps_si512(a.v)); }
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));

@@ -69,6 +69,12 @@ static inline F abs(F a) {
   F r;
   ONDEVICE_EACH(vabsq_f32(a.v[i]));
 }
+// The larger magnitude, of non-negative a and any b, as integers: infinity and NaN are the largest of all.
+static inline F max_magnitude(F a, F b) {
+  F r;
+  ONDEVICE_EACH(vreinterpretq_f32_s32(
+      vmaxq_s32(vreinterpretq_s32_f32(a.v[i]), vreinterpretq_s32_f32(vabsq_f32(b.v[i])))));
+}
 static inline F round_even(F a) {
   F r;
   ONDEVICE_EACH(vrndnq_f32(a.v[i]));
@@ -155,6 +161,11 @@ static inline float reduce_add(F a) {
 }
 static inline float reduce_max(F a) {
   return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
+}
+// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+static inline int32_t reduce_magnitude(F a) {
+  const F low = max_magnitude(a, {{a.v[2], a.v[3], a.v[2], a.v[3]}});
+  return vmaxvq_s32(vmaxq_s32(vreinterpretq_s32_f32(low.v[0]), vreinterpretq_s32_f32(low.v[1])));
 }
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {

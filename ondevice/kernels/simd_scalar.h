@@ -66,12 +66,22 @@ static inline F abs(F a) {
   F r;
   ONDEVICE_EACH(fabsf(a.v[i]));
 }
+static inline int32_t magnitude_bits(float x) {
+  int32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits & 0x7fffffff;
+}
+// The larger magnitude, of non-negative a and any b, as integers: infinity and NaN are the largest of all.
+static inline F max_magnitude(F a, F b) {
+  F r;
+  ONDEVICE_EACH(magnitude_bits(a.v[i]) > magnitude_bits(b.v[i]) ? a.v[i] : fabsf(b.v[i]));
+}
 static inline F round_even(F a) {
   F r;
   ONDEVICE_EACH(rintf(a.v[i]));
 }
 static inline float pow2(float n) {
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  const int32_t bits = ((n == n ? static_cast<int32_t>(n) : 0) + 127) << 23;
   float f;
   memcpy(&f, &bits, sizeof(f));
   return f;
@@ -174,6 +184,12 @@ static inline float reduce_max(F a) {
   float m = a.v[0];
   for (int i = 1; i < 16; ++i) m = a.v[i] > m ? a.v[i] : m;
   return m;
+}
+// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+static inline int32_t reduce_magnitude(F a) {
+  int32_t largest = 0;
+  for (float x : a.v) largest = magnitude_bits(x) > largest ? magnitude_bits(x) : largest;
+  return largest;
 }
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {

@@ -1,6 +1,8 @@
 // The kernels of the target being compiled, and the pieces that two of them share. Include after simd.h.
 #pragma once
 
+#include <string.h>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -30,18 +32,33 @@ bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 
+// The largest of lanes that max_magnitude gathered; NaN where one of them isn't finite.
+static inline float largest_magnitude(F lanes) {
+  constexpr int32_t kInfinity = 0x7f800000, kNan = 0x7fc00000;
+  const int32_t largest = reduce_magnitude(lanes), bits = largest < kInfinity ? largest : kNan;
+  float magnitude;
+  memcpy(&magnitude, &bits, sizeof(magnitude));
+  return magnitude;
+}
+
 // 127 / magnitude, what int8 codes are rounded from; 0 where that could overflow (below 2^-120).
 static inline float int8_inverse(float magnitude) {
   return magnitude >= 0x1p-120f ? 127.0f / magnitude : 0.0f;
 }
 
-// 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum.
+// 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum. If that is NaN,
+// the codes are 0 and the scale is NaN: no value is converted that has no integer, and every output is NaN.
 static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes,
                                   float* scale, int32_t* sum) {
+  *scale = magnitude / 127.0f;
+  if (magnitude != magnitude) {
+    memset(codes, 0, kGroup);
+    *sum = 0;
+    return;
+  }
   const F inverse = set1(int8_inverse(magnitude));
   *sum = store_codes(codes, mul(v[0], inverse), mul(v[1], inverse), mul(v[2], inverse), mul(v[3], inverse),
                      nibble_order);
-  *scale = magnitude / 127.0f;
 }
 
 // Sums of code products of one 16-row, 64-column block with TT tokens; exact, so in any order.

@@ -5,11 +5,13 @@
 //
 // Inputs come from integers by exact arithmetic, so that every build makes the same ones.
 
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
@@ -120,6 +122,13 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
   for (float& value : tiny) value *= 0x1p-130f;
   matrix.forward(engine, tiny.data(), cols, 1, nullptr, y.data());
   keep(out, name + " tiny", y);
+  // Activations that aren't finite, with finite ones behind them in the same lane.
+  for (const float broken : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
+    Floats input = random.values(cols);
+    input[static_cast<size_t>(cols / 2)] = broken;
+    matrix.forward(engine, input.data(), cols, 1, nullptr, y.data());
+    keep(out, name + " not finite", y);
+  }
 }
 
 // `neurons` records of [gate][up | down] rows, a gap after the first part.
