@@ -8,19 +8,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ondevice.config import QuantConfig
-from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
-from ondevice.options import add_options, json_option, model_option, read_text
+from ondevice.errors import INTERRUPTED, ContextOverflowError, OndeviceError, UsageError
+from ondevice.options import Command, Text, add_options, json_option, model_option, option, read_text
 from ondevice.settings import (
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
@@ -35,15 +35,9 @@ if TYPE_CHECKING:
     from ondevice.api import ConversionProgress, Model
     from ondevice.generate import Event
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141
 BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS = 128, 64, 3
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
-
-
-def main() -> NoReturn:
-    """The installed command."""
-    sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
         code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)
         sys.stdout.flush()
     except OndeviceError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -63,7 +57,8 @@ def run(arguments: Sequence[str]) -> int:
     except MemoryError:
         return _fail("out of memory: lower --dram-budget", OndeviceError.exit_code)
     except OSError as error:
-        return _fail(str(error), OndeviceError.exit_code)
+        named = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{named}{error.strerror or error}", OndeviceError.exit_code)
     return code if isinstance(code, int) else 0
 
 
@@ -94,6 +89,8 @@ def _print_json(value: dict[str, Any]) -> None:
 class _Commands(click.Group):
     """A group that ends quietly, with the shell's code, when the reader of stdout goes away."""
 
+    command_class = Command
+
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
@@ -103,40 +100,41 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings=HELP)
 @click.version_option(package_name="ondevice")
-@click.option("--verbose", "-v", is_flag=True, help="Log to stderr what the engine does.")
+@option("--verbose", "-v", is_flag=True, help="Log to stderr what the engine does.")
 @click.pass_context
 def cli(context: click.Context, verbose: bool) -> None:
     """Run a language model that is larger than the memory you give it.
 
-    The options on sampling and on running a model, and --model, --quant, --offline and --system-prompt, may
-    also be set as ONDEVICE_<OPTION> in the environment or in a TOML file (config.toml in the platform's
-    configuration folder, or the file that ONDEVICE_CONFIG names). A flag beats the environment, the
-    environment beats the file. What belongs to one call is a flag only: --prompt, --text, --output,
-    --resume, --force, --no-calibrate, --prompt-tokens, --runs, --json.
+    Every option may also be set as ONDEVICE_<OPTION> in the environment (--max-tokens as
+    ONDEVICE_MAX_TOKENS), and every option of a command in a TOML file: config.toml in the platform's
+    configuration folder, or the file that ONDEVICE_CONFIG names. A flag beats the environment, the
+    environment beats the file.
 
     Completion: eval "$(_ONDEVICE_COMPLETE=bash_source ondevice)", or zsh_source, or fish_source.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
-    settings = read_settings(settings_path())
-    context.default_map = dict.fromkeys(cli.commands, settings)
+    context.obj = settings_path()
+    context.default_map = dict.fromkeys(cli.commands, read_settings(context.obj))
 
 
 @cli.command()
 @click.argument("source")
-@click.option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
-@click.option(
+@option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
+@option(
     "--quant",
     type=click.Choice(["q4", "q8", "f16"]),
     default=QuantConfig().name,
-    envvar="ONDEVICE_QUANT",
     help="Bits per weight.",
 )
-@click.option("--text", type=click.Path(path_type=Path), help="Text for calibration.")
-@click.option("--no-calibrate", is_flag=True, help="Skip calibration.")
-@click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
-@click.option("--force", is_flag=True, help="Replace an existing output.")
-@click.option("--offline", is_flag=True, envvar="ONDEVICE_OFFLINE", help="Download nothing.")
+@option("--text", type=click.Path(path_type=Path), help="Text for calibration; not in this version.")
+@option("--no-calibrate", is_flag=True, help="Skip calibration; this version has none to skip.")
+@option("--resume", is_flag=True, help="Continue an interrupted conversion.")
+@option("--force", is_flag=True, help="Replace an existing output.")
+@option("--offline", is_flag=True, help="Download nothing.")
+@click.pass_context
 def convert(
+    context: click.Context,
+    /,
     source: str,
     output: Path,
     quant: str,
@@ -152,7 +150,9 @@ def convert(
     """
     from ondevice import api, report
 
-    if text is not None:
+    _take_interrupts()
+    # Elsewhere than in the command line it is meant for `eval`.
+    if text is not None and context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE:
         raise UsageError("--text is for calibration, which this version doesn't do; leave it out")
     with _progress() as show:
 
@@ -167,7 +167,14 @@ def convert(
 
 @cli.command()
 @model_option
-@click.option("--prompt", "-p", required=True, metavar="TEXT|-", help="The text to continue; - reads stdin.")
+@option(
+    "--prompt",
+    "-p",
+    required=True,
+    type=Text(),
+    metavar="TEXT|-",
+    help="The text to continue; - reads stdin.",
+)
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
 @json_option
 def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
@@ -185,7 +192,7 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
 
 @cli.command()
 @model_option
-@click.option("--system-prompt", envvar="ONDEVICE_SYSTEM_PROMPT", help="What the model is told first.")
+@option("--system-prompt", type=Text(), help="What the model is told first.")
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
 @click.pass_context
 def chat(context: click.Context, /, model: str | None, system_prompt: str | None, **values: Any) -> None:
@@ -193,7 +200,7 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
-    from ondevice.chat_commands import chat_command
+    from ondevice.chat_commands import chat_command, read_turns
 
     default = click.core.ParameterSource.DEFAULT
     chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
@@ -206,7 +213,7 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
         session = loaded.session(system_prompt)
         if loaded.chat_template.is_default:
             _say("this model has no chat template: it continues a plain User and Assistant transcript")
-        for line in _turns():
+        for number, line in read_turns(_say):
             try:
                 if line.startswith("/"):
                     _say(chat_command(loaded, session, line))
@@ -218,6 +225,10 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
                 _say("")
             except ContextOverflowError as error:
                 if not sys.stdin.isatty():
+                    error.add_note(
+                        f"line {number} of stdin, and what follows it, wasn't answered; a line with /reset "
+                        "before it begins anew"
+                    )
                     raise
                 _say(f"error: {error}; /reset begins anew")
         _say_figures(loaded)
@@ -240,11 +251,9 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
 
 @cli.command()
 @model_option
-@click.option("--prompt-tokens", default=BENCH_PROMPT_TOKENS, help="Length of the prompt.")
-@click.option(
-    "--max-tokens", default=BENCH_MAX_TOKENS, envvar="ONDEVICE_MAX_TOKENS", help="Tokens to generate."
-)
-@click.option("--runs", type=click.IntRange(1), default=BENCH_RUNS, help="Repetitions; medians are shown.")
+@option("--prompt-tokens", type=click.IntRange(1), default=BENCH_PROMPT_TOKENS, help="Length of the prompt.")
+@option("--max-tokens", type=click.IntRange(0), default=BENCH_MAX_TOKENS, help="Tokens to generate.")
+@option("--runs", type=click.IntRange(1), default=BENCH_RUNS, help="Repetitions; medians are shown.")
 @add_options(RUNTIME_OPTIONS)
 @json_option
 def bench(
@@ -255,7 +264,7 @@ def bench(
     from ondevice.scoring import benchmark_report
     from ondevice.stats import median_stats
 
-    with _loaded(model, values) as loaded:
+    with _loaded(model, values, text=False) as loaded:
         measured = []
         for index in range(runs):
             measured.append(loaded.measure(prompt_tokens, max_tokens))
@@ -268,7 +277,7 @@ def bench(
 
 @cli.command("eval")
 @model_option
-@click.option("--text", required=True, metavar="FILE|-", help="The text to predict.")
+@option("--text", required=True, metavar="FILE|-", help="The text to predict.")
 @add_options(RUNTIME_OPTIONS)
 @json_option
 def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None:
@@ -293,6 +302,7 @@ def verify(model: str | None) -> None:
     from ondevice import api
     from ondevice.units import format_bytes
 
+    _take_interrupts()
     with _progress() as show:
         found = api.verify(
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
@@ -300,12 +310,21 @@ def verify(model: str | None) -> None:
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
 
 
+def _take_interrupts() -> None:
+    """From here on an interrupt is an exception, which there is something to clean up after."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
-def _loaded(model: str | None, values: dict[str, Any]) -> Iterator[Model]:
-    """The model, its plan said before its weights are read, closed at the end."""
+def _loaded(model: str | None, values: dict[str, Any], text: bool = True) -> Iterator[Model]:
+    """The model, its plan said before its weights are read, closed at the end. text: it is to be given some."""
     from ondevice import api, report
 
     prepared = api.open_model(model, runtime_config(values))
+    _take_interrupts()
+    if text:
+        api.text_tokenizer(prepared)
     prepared.plan.require_fit(prepared.bundle.name)
     _say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
     with api.Model(prepared) as loaded:
@@ -330,26 +349,6 @@ def _say_figures(model: Model) -> None:
 
     if model.stats.forward_passes:
         _say(report.figures(model.stats))
-
-
-def _turns() -> Iterator[str]:
-    """What a person types, line by line, or the lines of a pipe; empty ones are skipped."""
-    if not sys.stdin.isatty():
-        yield from (stripped for line in sys.stdin if (stripped := line.strip()))
-        return
-    with suppress(ImportError):
-        import_module("readline")  # input() then has editing and a history.
-    while True:
-        try:
-            line = input("> ").strip()
-        except KeyboardInterrupt:
-            _say("\n(Ctrl-D quits)")
-            continue
-        except EOFError:
-            _say("")
-            return
-        if line:
-            yield line
 
 
 @contextmanager

@@ -32,8 +32,8 @@ from ondevice.generate import Event
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
-from ondevice.owner import OwnerThread
-from ondevice.response import Response, gather
+from ondevice.owner import OwnerThread, closed_error
+from ondevice.response import LastFigures, Response, gather
 from ondevice.scoring import Score, Tally, benchmark_prompt, windows
 from ondevice.session import Session
 from ondevice.settings import require_fields, sampling_options
@@ -114,6 +114,16 @@ def open_model(model: Name | None, runtime: RuntimeConfig) -> Prepared:
     return prepare(Bundle.open(find_model(model)), runtime)
 
 
+def text_tokenizer(prepared: Prepared) -> Tokenizer:
+    """The model's tokenizer. Raises UsageError if it was converted without one."""
+    if prepared.tokenizer is None:
+        raise UsageError(
+            f"{prepared.bundle.name} has no tokenizer, so it takes token ids and no text: in Python, "
+            "ondevice.load(...).generate(tokens=[...]); the command line has nothing for that"
+        )
+    return prepared.tokenizer
+
+
 def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
     """RuntimeConfig with these fields. Raises UsageError for a name that isn't one."""
     require_fields(RuntimeConfig, options)
@@ -130,9 +140,8 @@ class Model:
         self.config = prepared.bundle.config
         self.bundle = prepared.bundle
         self.runtime = prepared.runtime
-        self.stats = GenerationStats()
-        """Figures of the generation that finished last."""
-        self._tokenizer = prepared.tokenizer
+        self._prepared = prepared
+        self._figures = LastFigures()
         self._keys = itertools.count()
         self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
         self._engine: Engine = self._owner.call(lambda: Engine(prepared))
@@ -141,9 +150,7 @@ class Model:
     @property
     def tokenizer(self) -> Tokenizer:
         """`encode(text)` and `decode(ids)`. Raises UsageError if the model was converted without one."""
-        if self._tokenizer is None:
-            raise UsageError(f"{self.name} has no tokenizer: use token ids (tokens=[...]) instead of text")
-        return self._tokenizer
+        return text_tokenizer(self._prepared)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -151,6 +158,11 @@ class Model:
         file = self.bundle.manifest.tokenizer.chat_template
         source = None if file is None else self.bundle.read_small(file)
         return ChatTemplate.load(source, self.tokenizer)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
+        return self._figures.get()
 
     @property
     def plan(self) -> Plan:
@@ -188,6 +200,7 @@ class Model:
 
         The work begins with the first event asked for; closing the iterator cancels it.
         """
+        self._require_open()
         ids = self.prompt_ids(prompt, tokens)
         return self.stream_ids(None, ids, sampling_options(sampling, options))
 
@@ -212,15 +225,18 @@ class Model:
         **options: Any,
     ) -> AsyncGenerator[Event, None]:
         """`stream` for asyncio."""
+        self._require_open()
         ids = self.prompt_ids(prompt, tokens)
         return self.astream_ids(None, ids, sampling_options(sampling, options))
 
     def session(self, instructions: str | None = None) -> Session:
         """A conversation that keeps its keys and values between turns. instructions: a system message."""
+        self._require_open()
         return Session(self, instructions)
 
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
+        self._require_open()
         ids = _token_ids(tokens)
         out = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
 
@@ -246,6 +262,7 @@ class Model:
 
         on_progress gets (tokens done, tokens in all). Raises UsageError for a text too short to predict.
         """
+        self._require_open()
         ids = self.prompt_ids(text, tokens)
         bos_id = self.bundle.manifest.tokenizer.bos_id if self.bundle.manifest.tokenizer.add_bos else None
         if bos_id is not None and ids[:1] == [bos_id]:
@@ -268,6 +285,7 @@ class Model:
 
         Returns the new plan. Raises BudgetError, and changes nothing, if the model can't run in it.
         """
+        self._require_open()
         nbytes = budget_bytes(budget, self.plan)
         self.plan.with_budget(nbytes).require_fit(self.name)
         self._owner.call(lambda: self._engine.set_budget(nbytes), urgent=True)
@@ -278,7 +296,13 @@ class Model:
         self._finalizer()
 
     def __enter__(self) -> Model:
+        self._require_open()
         return self
+
+    def _require_open(self) -> None:
+        """Raises OndeviceError once the model is closed."""
+        if not self._finalizer.alive:
+            raise closed_error()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -316,18 +340,17 @@ class Model:
 
     def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
         """Events of continuing `ids` with the KV cache of `key`, or one of its own."""
-        for event in self._owner.stream(self._work(key, ids, sampling)):
-            self._note(event)
-            yield event
+        with self._figures.noted(self._work(key, ids, sampling)) as work:
+            yield from self._owner.stream(work)
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        async with aclosing(self._owner.astream(self._work(key, ids, sampling))) as events:
-            async for event in events:
-                self._note(event)
-                yield event
+        with self._figures.noted(self._work(key, ids, sampling)) as work:
+            async with aclosing(self._owner.astream(work)) as events:
+                async for event in events:
+                    yield event
 
     def _work(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
@@ -345,10 +368,6 @@ class Model:
                 yield tally.tokens
 
         return work
-
-    def _note(self, event: Event) -> None:
-        if event.stats is not None:
-            self.stats = event.stats
 
 
 def _token_ids(tokens: Sequence[int]) -> list[int]:

@@ -1,9 +1,15 @@
-"""What a person may ask of a chat besides answers: `/help` and its like. Prints nothing."""
+"""What a person types into a chat, and asks of it besides answers: `/help` and its like. Prints nothing."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+
 from ondevice.api import Model
-from ondevice.errors import OndeviceError
+from ondevice.errors import OndeviceError, UsageError
+from ondevice.options import decode_text
 from ondevice.report import figures, plan_summary
 from ondevice.session import Session
 
@@ -38,6 +44,46 @@ def chat_command(model: Model, session: Session, line: str) -> str:
                 return f"{len(session.transcript)} messages loaded"
             case "/budget" if argument:
                 return plan_summary(model.set_dram_budget(argument))
-    except (OndeviceError, OSError) as error:
+    except OndeviceError as error:
         return f"error: {error}"
     return f"{line!r} is not a command, or lacks its argument; /help lists them"
+
+
+def read_turns(tell: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+    """What a person types, or the lines of a pipe, with their numbers; empty ones are skipped.
+
+    Raises UsageError for a line of a pipe that isn't UTF-8; a person is told, and asked again.
+    """
+    for number, line in enumerate(_typed(tell) if sys.stdin.isatty() else _piped(), 1):
+        if line:
+            yield number, line
+
+
+def _piped() -> Iterator[str]:
+    offset = 0
+    for data in sys.stdin.buffer:
+        yield decode_text(data, "stdin", offset).strip()
+        offset += len(data)
+
+
+def _typed(tell: Callable[[str], None]) -> Iterator[str]:
+    with suppress(ImportError):
+        import_module("readline")  # input() then has editing and a history.
+    while True:
+        try:
+            yield decode_text(_input_bytes(), "the line").strip()
+        except KeyboardInterrupt:
+            tell("\n(Ctrl-D quits)")
+        except UsageError as error:
+            tell(f"error: {error}")
+        except EOFError:
+            tell("")
+            return
+
+
+def _input_bytes() -> bytes:
+    """What was typed, whether or not Python could decode it."""
+    try:
+        return input("> ").encode("utf-8", "surrogateescape")
+    except UnicodeDecodeError as error:
+        return error.object

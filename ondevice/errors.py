@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, which is no error of ours."""
+
 
 class OndeviceError(Exception):
     """Base of every error this package raises on purpose. The message names value, limit and remedy."""

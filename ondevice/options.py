@@ -1,60 +1,132 @@
-"""Options of the command line made from the settings' table, and text arguments read. Prints nothing."""
+"""Options of the command line made from the settings' tables, where their values come from, and text read.
+
+Prints nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from ondevice.errors import UsageError
-from ondevice.settings import Option
+from ondevice.errors import OndeviceError, UsageError
+from ondevice.settings import Option, check_value, variable
 
-Command = TypeVar("Command", bound=Callable[..., None])
-
-model_option = click.option(
-    "--model",
-    "-m",
-    envvar="ONDEVICE_MODEL",
-    metavar="NAME|DIR",
-    help="A bundle's folder, a name under the model folders, or an alias; the shipped model if not given.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
+Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
 
-class _WholeString(click.types.StringParamType):
-    """Text that an environment variable holds as it stands, spaces and all."""
+class SettableOption(click.Option):
+    """An option that its environment variable and the settings file can set too; errors say which did."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.envvar = variable(self.flag)
+
+    @property
+    def flag(self) -> str:
+        """How it is spelt in full."""
+        return next(name for name in self.opts if name.startswith("--"))
+
+    def origin(self, context: click.Context) -> str | None:
+        """What set it, if not the command line."""
+        source = context.get_parameter_source(self.name or "")
+        if source is ParameterSource.ENVIRONMENT:
+            return str(self.envvar)
+        if source is ParameterSource.DEFAULT_MAP:
+            return f"{self.flag.lstrip('-')} in {context.obj}"
+        return None
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        origin = None if ctx is None else self.origin(ctx)
+        return origin or f"'{self.flag}'"
+
+
+class Command(click.Command):
+    """A command whose errors say where the settings they mention were made, if not in the command line.
+
+    Its `context.obj` is the settings file's path.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OndeviceError as error:
+            message = str(error)
+            for option in self.params:
+                origin = option.origin(ctx) if isinstance(option, SettableOption) else None
+                if origin and _is_mentioned(message, option, ctx.params[option.name or ""]):
+                    error.add_note(f"{option.opts[0]} was set by {origin}")
+            raise
+
+
+def _is_mentioned(message: str, option: click.Parameter, value: object) -> bool:
+    texts = {str(text) for text in (*option.opts, option.name, value)}
+    return any(text in message for text in texts if len(text) > 2)
+
+
+class Text(click.types.StringParamType):
+    """Text that is UTF-8; an environment variable holds it as it stands, spaces and all."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(super().convert(value, param, ctx))
+        try:
+            return decode_text(text.encode("utf-8", "surrogateescape"), "it")
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return (rv,)
 
 
-def add_options(*tables: dict[str, Option]) -> Callable[[Command], Command]:
+option = partial(click.option, cls=SettableOption)
+
+model_option = option(
+    "--model",
+    "-m",
+    metavar="NAME|DIR",
+    help="A bundle's folder, a name under the model folders, or an alias; the shipped model if not given.",
+)
+json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
+
+
+def add_options(*tables: dict[str, Option]) -> Callable[[Decorated], Decorated]:
     """A decorator that gives a command every option of the tables, in order."""
 
-    def add(command: Command) -> Command:
+    def add(command: Decorated) -> Decorated:
         for table in reversed(tables):
-            for option in reversed(table.values()):
-                command = _click_option(option)(command)
+            for entry in reversed(table.values()):
+                command = _click_option(entry)(command)
         return command
 
     return add
 
 
-def _click_option(option: Option) -> Callable[[Command], Command]:
-    kind: Any = click.Choice(option.choices) if option.choices else option.kind
-    default = str(option.default) if option.choices else option.default
-    return click.option(
-        option.flag,
-        option.name,
-        type=_WholeString() if option.multiple else kind,
-        default=() if option.multiple else default,
-        multiple=option.multiple,
-        envvar=option.variable,
-        help=option.help,
+def _click_option(entry: Option) -> Callable[[Decorated], Decorated]:
+    kind: Any = click.Choice(entry.choices) if entry.choices else entry.kind
+    default = str(entry.default) if entry.choices else entry.default
+    return option(
+        entry.flag,
+        entry.name,
+        type=Text() if entry.multiple else kind,
+        default=() if entry.multiple else default,
+        multiple=entry.multiple,
+        callback=_checked,
+        help=entry.help,
     )
+
+
+def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Refuse what no model can have where its origin is known: before a model is even looked for."""
+    try:
+        check_value(parameter.name or "", value)
+    except UsageError as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+    return value
 
 
 def read_text(source: str) -> str:
@@ -62,8 +134,16 @@ def read_text(source: str) -> str:
     where = "stdin" if source == "-" else source
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-        return data.decode("utf-8")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise UsageError(f"there is no file {where}") from error
+    return decode_text(data, where)
+
+
+def decode_text(data: bytes, where: str, offset: int = 0) -> str:
+    """UTF-8 bytes as text. Raises UsageError naming the first wrong byte; offset: where data starts."""
+    try:
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8 text: {error}") from error
+        raise UsageError(
+            f"{where} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {offset + error.start}"
+        ) from error

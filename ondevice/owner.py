@@ -44,7 +44,7 @@ class _Job:
 
     def refuse(self) -> None:
         """End without having run."""
-        self.deliver(_End(_closed()))
+        self.deliver(_End(closed_error()))
 
     def __enter__(self) -> None:
         pass
@@ -157,7 +157,7 @@ class _Jobs:
     def put(self, job: _Job, urgent: bool) -> None:
         with self._lock:
             if self.closed:
-                raise _closed()
+                raise closed_error()
             if urgent:
                 self._urgent.put(job)
                 job = _Job(_nothing, _drop)  # Wakes the thread if it is idle.
@@ -234,5 +234,6 @@ def _finish(jobs: _Jobs, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _closed() -> OndeviceError:
+def closed_error() -> OndeviceError:
+    """What every use of a closed model raises."""
     return OndeviceError("the model is closed; load it again")

@@ -1,14 +1,19 @@
-"""A finished generation, gathered from its events."""
+"""A finished generation, gathered from its events, and the figures of the last one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event, FinishReason
 from ondevice.stats import GenerationStats
+
+Work = Callable[[Callable[[], bool]], Iterator[Event]]
+"""A generation to run: it is told how to ask whether it is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,39 @@ def gather(events: Iterable[Event]) -> Response:
         if event.finish_reason is not None and event.stats is not None:
             return Response("".join(texts), tuple(tokens), event.finish_reason, event.stats)
     raise OndeviceError("the generation ended without a result")
+
+
+class LastFigures:
+    """Statistics of the generation that finished last, noted where it runs: nobody may be listening."""
+
+    def __init__(self) -> None:
+        self._stats = GenerationStats()
+        self._stopping: threading.Event | None = None
+        """Set once the generation that was left last has ended."""
+
+    def get(self) -> GenerationStats:
+        """The statistics. A generation that was left while it ran ends soon: it is waited for."""
+        if self._stopping is not None:
+            self._stopping.wait()
+        return self._stats
+
+    @contextmanager
+    def noted(self, work: Work) -> Iterator[Work]:
+        """The same work, its figures noted; the context is its consumer's interest in it."""
+        begun, ended = threading.Event(), threading.Event()
+
+        def noting(cancelled: Callable[[], bool]) -> Iterator[Event]:
+            begun.set()
+            try:
+                for event in work(cancelled):
+                    if event.stats is not None:
+                        self._stats = event.stats
+                    yield event
+            finally:
+                ended.set()
+
+        try:
+            yield noting
+        finally:
+            if begun.is_set() and not ended.is_set():
+                self._stopping = ended

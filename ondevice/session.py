@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import SamplingConfig
-from ondevice.errors import UsageError
+from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
 from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
@@ -121,22 +121,36 @@ class Session:
         self._messages = [] if self._instructions is None else [first]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the transcript to a file. Keys and values aren't saved: `load` computes them again."""
+        """Write the transcript to a file. Keys and values aren't saved: `load` computes them again.
+
+        Raises OndeviceError if it can't be written; an older file of that name then is as it was.
+        """
         target = Path(path)
         content = {"format": FORMAT, "version": VERSION, "messages": self._messages}
-        partial = target.with_name(f"{target.name}.partial")
-        partial.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, target)
+        data = (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "replace")
+        with _file_errors("saved to", target):
+            partial = target.with_name(f"{target.name}.partial")
+            try:
+                partial.write_bytes(data)
+                os.replace(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue the conversation that a file holds. Raises UsageError if it holds none."""
+        """Continue the conversation that a file holds.
+
+        Raises UsageError if it holds none, OndeviceError if it can't be read.
+        """
         source = Path(path)
-        if not source.is_file():
-            raise UsageError(f"there is no saved session at {source}")
-        if source.stat().st_size > MAX_FILE_BYTES:
+        with _file_errors("loaded from", source):
+            if not source.is_file():
+                raise UsageError(f"there is no saved session at {source}")
+            with source.open("rb") as stream:
+                data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
             raise UsageError(f"{source} is too large for a saved session")
         try:
-            content = json.loads(source.read_text(encoding="utf-8"))
+            content = json.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{source} is not a saved session: {error}") from error
         self._messages = _messages(content, source)
@@ -162,6 +176,18 @@ class Session:
                     self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
         finally:
             self._answering.release()
+
+
+@contextmanager
+def _file_errors(what: str, path: Path) -> Iterator[None]:
+    """Turns what the system makes of a path into OndeviceError."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:  # A path with a null byte is a ValueError.
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OndeviceError(f"the conversation can't be {what} {path}: {reason}") from error
 
 
 def _messages(content: Any, source: Path) -> list[Message]:

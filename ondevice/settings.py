@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import UsageError
+from ondevice.units import parse_size
 
 MAX_THREADS = 256
 """More compute threads than this are a slip, and each takes memory of its own."""
@@ -31,11 +32,6 @@ class Option:
     """What it may be; empty where any value of `kind` will do."""
     kind: type
     help: str
-
-    @property
-    def variable(self) -> str:
-        """Its environment variable."""
-        return f"ONDEVICE_{self.flag.lstrip('-').replace('-', '_').upper()}"
 
     @property
     def multiple(self) -> bool:
@@ -63,7 +59,21 @@ _SAMPLING_HELP = {
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Tokens to generate at most.",
 }
-_FLAGS = {"temperature": "--temp"}
+_FLAGS = {"temperature": "--temp", "as_json": "--json"}
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, f"--{name.replace('_', '-')}")
+
+
+def _key(flag: str) -> str:
+    """An option's name in the settings file."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def variable(flag: str) -> str:
+    """The environment variable of an option."""
+    return f"ONDEVICE_{_key(flag).upper()}"
 
 
 def _options(config: type, helps: Mapping[str, str]) -> dict[str, Option]:
@@ -77,13 +87,27 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
     if default is MISSING and field.default_factory is not MISSING:
         default = field.default_factory()
     choices = tuple(str(choice) for choice in get_args(hint)) if get_origin(hint) is Literal else ()
-    flag = _FLAGS.get(field.name, f"--{field.name.replace('_', '-')}")
-    return Option(field.name, flag, default, choices, type(default), text)
+    return Option(field.name, _flag(field.name), default, choices, type(default), text)
 
 
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
 SAMPLING_OPTIONS = _options(SamplingConfig, _SAMPLING_HELP)
-OTHER_SETTINGS = ("model", "offline", "quant", "system_prompt")
+_OPTIONS = RUNTIME_OPTIONS | SAMPLING_OPTIONS
+OTHER_SETTINGS: dict[str, type] = {
+    "model": str,
+    "system_prompt": str,
+    "prompt": str,
+    "text": str,
+    "output": str,
+    "quant": str,
+    "prompt_tokens": int,
+    "runs": int,
+    "no_calibrate": bool,
+    "resume": bool,
+    "force": bool,
+    "offline": bool,
+    "as_json": bool,
+}
 """Settings that belong to commands and not to a config dataclass."""
 
 
@@ -94,6 +118,7 @@ def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)
     check_choices(config)
+    parse_size(config.dram_budget, auto=0)
     return config
 
 
@@ -103,6 +128,12 @@ def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
     if "stop" in chosen:
         chosen["stop"] = tuple(chosen["stop"])
     return SamplingConfig(**chosen)
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raises UsageError for a value that a runtime or sampling option can't have, whatever the model."""
+    config = runtime_config if name in RUNTIME_OPTIONS else sampling_config
+    config({name: value})
 
 
 def sampling_options(sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
@@ -157,10 +188,16 @@ def with_model_defaults(
 
 
 def settings_path() -> Path:
-    """The settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's configuration folder."""
+    """The settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's configuration folder.
+
+    Raises UsageError if `ONDEVICE_CONFIG` names what isn't there; without it, there may be no such file.
+    """
     chosen = os.environ.get("ONDEVICE_CONFIG")
     if chosen:
-        return Path(chosen).expanduser()
+        path = Path(chosen).expanduser()
+        if not path.exists():
+            raise UsageError(f"ONDEVICE_CONFIG names the settings file {path}, and there is none")
+        return path
     import platformdirs
 
     return platformdirs.user_config_path("ondevice", appauthor=False) / "config.toml"
@@ -181,31 +218,37 @@ def read_settings(path: Path) -> dict[str, Any]:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"the settings file {path} isn't TOML: {error}") from error
-    options = RUNTIME_OPTIONS | SAMPLING_OPTIONS
-    by_flag = {option.flag.lstrip("-").replace("-", "_"): name for name, option in options.items()}
+    names = {_key(_flag(name)): name for name in (*_OPTIONS, *OTHER_SETTINGS)} | {
+        name: name for name in _OPTIONS
+    }
     settings: dict[str, Any] = {}
     for key, value in parsed.items():
-        name = by_flag.get(key.replace("-", "_"), key.replace("-", "_"))
-        if name not in options and name not in OTHER_SETTINGS:
-            known = ", ".join(sorted([*by_flag, *OTHER_SETTINGS]))
+        name = names.get(key.replace("-", "_"))
+        if name is None:
+            known = ", ".join(sorted(_key(_flag(name)) for name in (*_OPTIONS, *OTHER_SETTINGS)))
             raise UsageError(f"the settings file {path} has an unknown key {key!r}; known are {known}")
-        if not isinstance(value, _allowed(name)) or (type(value) is bool and name != "offline"):
+        if not _has_type(name, value):
             raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
-        if name in options and options[name].multiple:
-            strings: Any = [value] if isinstance(value, str) else value
-            if not all(isinstance(item, str) for item in strings):
-                raise UsageError(f"the settings file {path} has {key} = {value!r}; it takes strings only")
-            value = strings
-        settings[name] = str(value) if name in options and options[name].choices else value
+        settings[name] = _as_option(name, value)
     return settings
 
 
-def _allowed(name: str) -> tuple[type, ...]:
-    if name == "offline":
-        return (bool,)
-    option = (RUNTIME_OPTIONS | SAMPLING_OPTIONS).get(name)
-    if option is None:
-        return (str,)
-    if option.multiple:
-        return (list, str)
-    return (str,) if option.kind is str and name != "dram_budget" else (int, float, str)
+def _has_type(name: str, value: Any) -> bool:
+    option = _OPTIONS.get(name)
+    kind = OTHER_SETTINGS[name] if option is None else option.kind
+    if isinstance(value, bool):
+        return kind is bool
+    if option is not None and option.multiple:
+        return isinstance(value, str) or (
+            isinstance(value, list) and all(isinstance(item, str) for item in value)
+        )
+    allowed: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), str: (str,), bool: ()}
+    return isinstance(value, (str, int) if name == "dram_budget" else allowed[kind])
+
+
+def _as_option(name: str, value: Any) -> Any:
+    """The value as the command line hands it over."""
+    option = _OPTIONS.get(name)
+    if option is not None and option.multiple and isinstance(value, str):
+        return [value]
+    return str(value) if option is not None and option.choices else value

@@ -49,14 +49,17 @@ def per_second(count: float, seconds: float) -> float:
 
 
 def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
-    """Field-wise median of repeated runs; words come from the first. Raises UsageError for no runs."""
+    """Field-wise median of repeated runs; counts are rounded to whole ones, words come from the first.
+
+    Raises UsageError for no runs.
+    """
     if not runs:
         raise UsageError("there are no runs to take the median of")
     medians: dict[str, int | float] = {}
     for field in dataclasses.fields(GenerationStats):
         values = [getattr(run, field.name) for run in runs]
         if isinstance(values[0], int):
-            medians[field.name] = int(statistics.median_low(values))
+            medians[field.name] = round(statistics.median(values))
         elif isinstance(values[0], float):
             medians[field.name] = statistics.median(values)
     return dataclasses.replace(runs[0], **medians)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ LAYERS = (
     ("memory_plan",),
     ("generate",),
     ("settings", "models", "owner", "engine", "scoring", "response", "session", "api"),
-    ("report", "options", "chat_commands", "cli"),
+    ("report", "options", "chat_commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]
 CONVERTERS_MAY_IMPORT = [part for layer in LAYERS[:6] for part in layer]

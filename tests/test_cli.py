@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -67,6 +68,7 @@ def ondevice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     for name in [name for name in os.environ if name.startswith("ONDEVICE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path / "home"))
+    (tmp_path / "config.toml").touch()
     monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "config.toml"))
 
     def run(*arguments: object, stdin: str | bytes = "") -> Result:
@@ -82,8 +84,7 @@ def ondevice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def command(*arguments: object) -> list[str]:
     """A command line for a process of its own."""
-    start = "import sys; from ondevice.cli import main; main()"
-    return [sys.executable, "-c", start, *map(str, arguments)]
+    return [sys.executable, "-m", "ondevice", *map(str, arguments)]
 
 
 # --- the whole way --------------------------------------------------------------------------------------
@@ -268,14 +269,89 @@ def test_a_stop_string_may_come_from_the_environment_or_the_file(
     assert given("--stop", "x y", "--stop", "z") == ("x y", "z")
 
 
-def test_the_help_tells_which_options_are_flags_only(ondevice: Run) -> None:
-    shown = " ".join(ondevice("--help").out.split())
-    listed = shown[shown.index("flag only:") :].split(".")[0]
-    settable = {*RUNTIME_OPTIONS, *SAMPLING_OPTIONS, *OTHER_SETTINGS}
-    options = {p for c in cli.cli.commands.values() for p in c.params if isinstance(p, click.Option)}
-    for option in options:
-        assert (option.name in settable) == (option.envvar is not None), option.name
-        assert (option.opts[0] in re.findall(r"--[\w-]+", listed)) == (option.envvar is None), option.name
+def all_options() -> dict[str, set[click.Option]]:
+    """Every option of every command and of `ondevice` itself, by its name in Python."""
+    found: dict[str, set[click.Option]] = {}
+    for source in (cli.cli, *cli.cli.commands.values()):
+        for parameter in source.params:
+            if isinstance(parameter, click.Option) and parameter.name != "version":
+                found.setdefault(str(parameter.name), set()).add(parameter)
+    return found
+
+
+def test_every_option_can_come_from_the_environment_and_a_commands_from_the_file() -> None:
+    found = all_options()
+    assert set(found) == {*RUNTIME_OPTIONS, *SAMPLING_OPTIONS, *OTHER_SETTINGS, "verbose"}
+    for options in found.values():
+        for option in options:
+            flag = next(name for name in option.opts if name.startswith("--"))
+            assert option.envvar == "ONDEVICE_" + flag[2:].replace("-", "_").upper()
+
+
+def test_options_of_one_command_come_from_everywhere_too(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text(
+        f'model = "{chat_bundle}"\nprompt-tokens = 5\nruns = 1\nmax-tokens = 3\njson = true\ntext = "none"\n'
+    )
+    assert ondevice("bench").json["prompt_tokens"] == 5
+    monkeypatch.setenv("ONDEVICE_PROMPT_TOKENS", "6")
+    assert ondevice("bench").json["prompt_tokens"] == 6
+    assert ondevice("bench", "--prompt-tokens", 7).json["prompt_tokens"] == 7
+    monkeypatch.setenv("ONDEVICE_PROMPT", "two words")
+    assert ondevice("generate").json["stats"]["prompt_tokens"] == len("<two words")
+    monkeypatch.setenv("ONDEVICE_JSON", "0")
+    assert ondevice("bench").out.startswith("3 tokens, ")
+    # `text` is for eval: a conversion, which can't use one yet, goes on without it.
+    checkpoint = write_chat_checkpoint(tmp_path / "hf")
+    assert ondevice("convert", checkpoint, "-o", tmp_path / "out", "--quant", "q8").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("temp", "-1", 2),
+        ("max-tokens", "many", 2),
+        ("dram-budget", "lots", 2),
+        ("dram-budget", "2MB", 5),
+        ("backend", "cuda", 2),
+        ("sparsity", "exact", 3),
+        ("max-context", "100000", 2),
+        ("model", "unheard-of", 3),
+    ],
+)
+def test_errors_name_where_a_value_came_from(
+    ondevice: Run,
+    chat_bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    code: int,
+) -> None:
+    variable, file = f"ONDEVICE_{name.replace('-', '_').upper()}", tmp_path / "config.toml"
+    model = () if name == "model" else ("-m", chat_bundle)
+    flagged = ondevice("generate", "-p", "x", *model, f"--{name}", value)
+    monkeypatch.setenv(variable, value)
+    by_variable = ondevice("generate", "-p", "x", *model)
+    monkeypatch.delenv(variable)
+    file.write_text(f"{name} = {value if value.strip('-').isdigit() else repr(value)}")
+    by_file = ondevice("generate", "-p", "x", *model)
+    assert (flagged.code, by_variable.code, by_file.code) == (code,) * 3
+    assert variable in by_variable.err
+    assert str(file) in by_file.err
+    assert name in by_file.err
+    assert variable not in flagged.err + by_file.err
+    assert str(file) not in flagged.err + by_variable.err
+
+
+def test_a_settings_file_that_is_not_there_is_named(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "absent.toml"))
+    result = ondevice("inspect", "-m", chat_bundle)
+    assert result.code == 2
+    assert str(tmp_path / "absent.toml") in result.err
 
 
 def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
@@ -344,6 +420,59 @@ def test_every_error_has_its_exit_code_and_says_what_to_do(
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "eval"])
+def test_text_that_is_not_utf8_is_refused_by_every_command(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "text").write_bytes(b"good\nbad \xff\n")
+    source = {"generate": ("-p", "-"), "chat": (), "eval": ("--text", tmp_path / "text")}[command]
+    result = ondevice(command, "-m", chat_bundle, *source, stdin=b"good\nbad \xff\n")
+    assert result.code == 2
+    assert "is not UTF-8 text: byte 0xff at offset 9" in result.err
+
+
+def test_an_argument_that_is_not_utf8_is_refused(chat_bundle: Path) -> None:
+    for option in ("--prompt", "--stop"):
+        arguments = [*command("generate", "-m", chat_bundle, "-p", "x", option), b"ab\xff"]
+        result = subprocess.run(arguments, capture_output=True, check=False)
+        assert result.returncode == 2
+        assert b"byte 0xff at offset 2" in result.stderr
+        assert option.encode() in result.stderr
+
+
+@pytest.mark.parametrize("command", [["generate", "-p", "x"], ["chat"], ["eval", "--text", "-"]])
+def test_usage_errors_come_before_the_plan(ondevice: Run, token_bundle: Path, command: list[str]) -> None:
+    result = ondevice(*command, "-m", token_bundle, stdin="text")
+    assert result.code == 2
+    assert "generate(tokens=[...])" in result.err
+    assert "plan" not in result.err
+    assert ondevice("bench", "-m", token_bundle, "--runs", 1, "--max-tokens", 2).code == 0
+
+
+def test_a_full_disk_under_stdout_is_an_error_without_a_traceback(chat_bundle: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        arguments = command("inspect", "-m", chat_bundle)
+        result = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("name", ["chat", "generate"])
+def test_closed_streams_are_empty_or_lead_nowhere(chat_bundle: Path, closed: str, name: str) -> None:
+    arguments = command(name, "-m", chat_bundle, "--max-tokens", 3, *(("-p", "x") * (name == "generate")))
+    result = subprocess.run(
+        ["sh", "-c", f"exec {shlex.join(arguments)} {closed}"],
+        input=b"Hello\n",
+        capture_output=True,
+        check=False,
+    )
+    assert result.returncode == 0
+    assert b"Traceback" not in result.stderr
+    assert (result.stdout == b"") == (">&-" in closed.split() or (name, closed) == ("chat", "<&-"))
+    assert (b"plan" in result.stderr) == ("2>&-" not in closed)
+
+
 def test_a_reader_that_goes_away_ends_the_command_quietly(chat_bundle: Path) -> None:
     arguments = command("generate", "-m", chat_bundle, "-p", "Hello", "--max-tokens", 200)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -366,6 +495,25 @@ def test_an_interrupt_ends_with_130(chat_bundle: Path) -> None:
         _, message = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in message
+
+
+def test_an_interrupt_while_it_imports_is_quiet(chat_bundle: Path) -> None:
+    # The interpreter's own start isn't ours: the first import of ours tells when it is over.
+    start = (
+        "import os, sys, threading, time\n"
+        "from ondevice.__main__ import main\n"
+        "def interrupt():\n"
+        "    time.sleep(float(sys.argv.pop()))\n"
+        "    os.kill(os.getpid(), 2)\n"
+        "threading.Thread(target=interrupt).start()\n"
+        "main()\n"
+    )
+    for delay in (0.005, 0.02, 0.05, 0.1, 0.2):
+        arguments = ["bench", "-m", str(chat_bundle), "--runs", "100000", str(delay)]
+        result = subprocess.run([sys.executable, "-c", start, *arguments], capture_output=True, check=False)
+        assert result.returncode == 130, delay
+        assert b"Traceback" not in result.stderr, delay
+        assert b"Interrupt" not in result.stderr, delay
 
 
 # --- chat -----------------------------------------------------------------------------------------------
@@ -399,9 +547,33 @@ def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None
         assert wrong in result.err
 
 
-def test_a_piped_chat_that_outgrows_the_context_ends_with_4(ondevice: Run, chat_bundle: Path) -> None:
-    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 2, stdin="x" * CONTEXT + "\nmore\n")
+def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
+    ondevice: Run, chat_bundle: Path
+) -> None:
+    options = ("-m", chat_bundle, "--max-tokens", 2)
+    long = "x" * (CONTEXT // 2)
+    result = ondevice("chat", *options, stdin=f"{long}\n\n{long}\nmore\n")
     assert result.code == 4
+    assert result.out.count("\n") == 1
+    assert "line 3 of stdin, and what follows it, wasn't answered" in result.err
+    advised = ondevice("chat", *options, stdin=f"{long}\n/reset\n{long}\n/reset\nmore\n")
+    assert advised.code == 0
+    assert advised.out.count("\n") == 3
+
+
+def test_a_conversation_that_cannot_be_saved_goes_on(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path
+) -> None:
+    lines = f"/save {tmp_path}/no/where\n/save {tmp_path}\n/load {'x' * 300}\n/save a\0b\nHello\n"
+    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 2, stdin=lines)
+    assert result.code == 0
+    assert result.out.count("\n") == 1
+    assert f"can't be saved to {tmp_path}/no/where: No such file or directory" in result.err
+    assert f"can't be saved to {tmp_path}: Is a directory" in result.err
+    assert "null byte" in result.err
+    assert "File name too long" in result.err
+    assert "Errno" not in result.err
+    assert list(tmp_path.parent.glob("*.partial")) == []
 
 
 class Terminal:

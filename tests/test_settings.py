@@ -17,6 +17,7 @@ from ondevice.settings import (
     runtime_config,
     sampling_config,
     settings_path,
+    variable,
     with_model_defaults,
 )
 
@@ -31,11 +32,10 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
 
 def test_flags_choices_and_variables_are_the_documented_ones() -> None:
     assert RUNTIME_OPTIONS["dram_budget"].flag == "--dram-budget"
-    assert RUNTIME_OPTIONS["dram_budget"].variable == "ONDEVICE_DRAM_BUDGET"
+    assert variable("--dram-budget") == "ONDEVICE_DRAM_BUDGET"
     assert RUNTIME_OPTIONS["kv_bits"].choices == ("16", "8")
     assert RUNTIME_OPTIONS["backend"].choices == ("auto", "cpu", "mlx", "reference")
     assert SAMPLING_OPTIONS["temperature"].flag == "--temp"
-    assert SAMPLING_OPTIONS["temperature"].variable == "ONDEVICE_TEMP"
     assert SAMPLING_OPTIONS["stop"].multiple
 
 
@@ -100,6 +100,7 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(
         'dram-budget = "4GB"\ntemp = 0.5\nkv_bits = 8\nmodel = "m"\noffline = true\nstop = ["x"]\n'
+        "prompt-tokens = 7\njson = true\n"
     )
     assert read_settings(path) == {
         "dram_budget": "4GB",
@@ -108,6 +109,8 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
         "model": "m",
         "offline": True,
         "stop": ["x"],
+        "prompt_tokens": 7,
+        "as_json": True,
     }
 
 
@@ -118,9 +121,11 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
         ("dram_buget = '4GB'", "unknown key 'dram_buget'"),
         ("threads = true", "wrong type"),
         ("threads = [1]", "wrong type"),
+        ("threads = 1.5", "wrong type"),
+        ("json = 1", "wrong type"),
         ("io = 3", "wrong type"),
         ("offline = 'no'", "wrong type"),
-        ("stop = ['a', 1]", "strings only"),
+        ("stop = ['a', 1]", "wrong type"),
     ],
 )
 def test_a_bad_settings_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
@@ -141,6 +146,9 @@ def test_a_settings_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_no_settings_file_is_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings(tmp_path / "absent.toml") == {}
     monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "mine.toml"))
+    with pytest.raises(UsageError, match=r"ONDEVICE_CONFIG names .*mine\.toml"):
+        settings_path()
+    (tmp_path / "mine.toml").touch()
     assert settings_path() == tmp_path / "mine.toml"
     monkeypatch.delenv("ONDEVICE_CONFIG")
     assert settings_path().name == "config.toml"

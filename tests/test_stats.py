@@ -52,7 +52,7 @@ def test_medians_are_by_field_and_keep_integers() -> None:
         for n, rate in ((5, 1.0), (1, 9.0), (3, 4.0), (9, 2.0))
     ]
     median = median_stats(runs)
-    assert (median.flash_bytes_read, median.decode_tokens_per_second) == (3, 3.0)
+    assert (median.flash_bytes_read, median.decode_tokens_per_second) == (4, 3.0)
     assert type(median.flash_bytes_read) is int
     assert median.backend == "cpu"
 
