@@ -25,7 +25,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
-from ondevice.memory_plan import Plan, auto_budget, plan_memory, scoring_tokens
+from ondevice.memory_plan import Plan, auto_budget, logits_rows, plan_memory
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
@@ -150,12 +150,11 @@ class Engine:
                 kv.truncate(0)
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
-        """Logits (at most `scoring_tokens`, V) of all tokens, piece by piece, from an empty cache."""
+        """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache."""
         kv = self._new_cache()
         self._at_work = (kv,)
         try:
-            chunk = scoring_tokens(self._bundle.config, self._runtime)
-            yield from self._generator.logits(tokens, kv, chunk, cancelled)
+            yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
         except Cancelled:
             raise OndeviceError("the computation was cancelled") from None
         finally:
@@ -179,9 +178,11 @@ class Engine:
         plan.require_fit(self._bundle.name)
         self.plan = plan
         if not plan.embedding_resident and self._cpu is not None:
-            self._cpu.release_embedding()
+            self._cpu.hold_embedding(False)
         self._drop_idle(plan.kv_limit_bytes)
         self._lend(plan.segments_for(self._kv_bytes))
+        if plan.embedding_resident and self._cpu is not None:
+            self._cpu.hold_embedding(True)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -94,10 +94,10 @@ class Generator:
         self,
         tokens: Sequence[int],
         kv: KVCache,
-        chunk: int,
+        rows: int,
         cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[Float32]:
-        """Logits of every token, (at most chunk, V) at a time: `tokens` follow what kv holds, and stay there.
+        """Logits of every token, (at most rows, V) at a time: `tokens` follow what kv holds, and stay there.
 
         Raises ContextOverflowError if they don't fit, Cancelled, and what a pass raises.
         """
@@ -106,10 +106,9 @@ class Generator:
                 f"{kv.length + len(tokens)} tokens don't fit the context of {self.max_context}; score the "
                 "text in shorter pieces or raise --max-context"
             )
-        for start in range(0, len(tokens), chunk):
-            logits = self.transformer.forward(tokens[start : start + chunk], kv, "all", cancelled)
-            assert logits is not None
-            yield logits
+        for start in range(0, len(tokens), self.prefill_chunk):
+            chunk = tokens[start : start + self.prefill_chunk]
+            yield from self.transformer.every_logits(chunk, kv, rows, cancelled)
 
     def _run(
         self,

@@ -30,15 +30,20 @@ SEGMENTS_PER_SMALL_LAYER = 8
 STREAM_SLOT_BYTES = 2 << 20
 """Aim for one read of streamed records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
+STREAM_SHARE = 16
+"""The stream's slots take at most this part of the feed-forward weights, where two slots do."""
 DEFAULT_MAX_CONTEXT = 4096
 PROCESS_ALLOWANCE_BYTES = 4 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
 REPEAT_MARGIN_BYTES = 1 << 20
-"""How far below its minimum a budget may lie: the process measures itself a little differently each time,
-and a budget that one run named must do for the next. The allowance covers it."""
+"""What the minimum that is named lies above the one that is needed: the process measures itself a little
+differently each time, and a budget that one run named must do for the next."""
+LOADING_BYTES = 48 << 20
+"""Most that loading holds beside the weights: pieces read ahead and remembered blocks (`model/loading.py`).
+It is gone before keys, values and feed-forward segments come."""
 AUTO_RESERVE_BYTES = 256 << 20
-LOGITS_BYTES = 8 << 20
-"""Aim for the logits of one chunk where the logits of every token are wanted."""
+LOGITS_BYTES = 2 << 20
+"""Aim for the logits that exist at once where those of every token are wanted."""
 HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 QUERY_ROWS = 32
@@ -113,12 +118,13 @@ def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:
     stride = neuron_layout(config, quant).stride
     blocks = -(-config.intermediate_size // GROUP_SIZE)
     size = max(1, min(STREAM_SLOT_BYTES // (stride * GROUP_SIZE), -(-blocks // 4)))
-    reads = -(-blocks // size) * config.num_layers
+    # A read is widened to page boundaries on both sides.
+    slot_bytes = padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES
+    share = config.num_layers * config.intermediate_size * stride // STREAM_SHARE
     return StreamShape(
         neurons=size * GROUP_SIZE,
-        # A read is widened to page boundaries on both sides.
-        slot_bytes=padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES,
-        slots=min(STREAM_SLOTS, max(2, reads // 4)),
+        slot_bytes=slot_bytes,
+        slots=min(STREAM_SLOTS, max(2, share // slot_bytes)),
         packed_bytes=padded(size * _block_bytes(config, quant), PAGE_BYTES),
     )
 
@@ -152,8 +158,8 @@ class Plan:
 
     @cached_property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget that works: no feed-forward segment is left when the context is full."""
-        return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes
+        """The smallest budget that surely works: no feed-forward segment is left when the context is full."""
+        return max(self._bare_bytes, self._loading_bytes) + REPEAT_MARGIN_BYTES
 
     @property
     def fits(self) -> bool:
@@ -250,7 +256,18 @@ class Plan:
     @cached_property
     def _unstreamed_bytes(self) -> int:
         """All feed-forward weights resident beside a full context."""
-        return self.minimum_budget_bytes + self.segment.total * self.segment.nbytes
+        resident = self._bare_bytes + self.segment.total * self.segment.nbytes
+        return max(resident, self._loading_bytes)
+
+    @property
+    def _bare_bytes(self) -> int:
+        """All that a full context takes without any feed-forward segment."""
+        return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes
+
+    @property
+    def _loading_bytes(self) -> int:
+        """The peak while weights are loaded, of which a small model has less to be read ahead."""
+        return self._always_bytes - self.activation_bytes + min(LOADING_BYTES, self.weights_bytes)
 
     @property
     def _always_bytes(self) -> int:
@@ -321,9 +338,9 @@ def context_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
     return runtime.max_context or min(config.max_context, DEFAULT_MAX_CONTEXT)
 
 
-def scoring_tokens(config: ModelConfig, runtime: RuntimeConfig) -> int:
-    """Tokens whose logits are computed at once when all of them are wanted."""
-    return max(1, min(runtime.prefill_chunk, LOGITS_BYTES // (4 * config.vocab_size)))
+def logits_rows(config: ModelConfig) -> int:
+    """Tokens whose logits are computed at once when those of all are wanted."""
+    return max(1, LOGITS_BYTES // (4 * config.vocab_size))
 
 
 def auto_budget(plan: Plan, available_bytes: int) -> int:
@@ -377,8 +394,9 @@ def _activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeC
     neurons = min(segment_shape(config, quant).neurons, padded(config.intermediate_size, GROUP_SIZE))
     hidden_values = max(HIDDEN_BYTES, 4 * chunk * neurons)
     sampling = 8 * 8 * vocab
-    scoring = scoring_tokens(config, runtime) * (per_token + 2 * 4 * vocab)
-    return max(chunk * per_token + sampling, scoring) + scores + hidden_values
+    # The head's output and the copy that is handed out.
+    scoring = 2 * 4 * vocab * min(chunk, logits_rows(config))
+    return chunk * per_token + max(sampling, scoring) + scores + hidden_values
 
 
 def _reference_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:

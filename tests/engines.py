@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -56,9 +56,14 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
 
 def all_logits(model: Transformer, tokens: list[int], kv_bits: Literal[32, 16, 8] = 16) -> np.ndarray:
     """(T, V) logits of one sequence in one pass."""
-    logits = model.forward(tokens, KVCache(KVLayout(model.config, kv_bits)), "all")
-    assert logits is not None
-    return logits
+    return every_logits(model, tokens, KVCache(KVLayout(model.config, kv_bits)))
+
+
+def every_logits(
+    model: Transformer, tokens: list[int], kv: KVCache, cancelled: Callable[[], bool] | None = None
+) -> np.ndarray:
+    """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
+    return np.concatenate(list(model.every_logits(tokens, kv, 3, cancelled)))
 
 
 def bundle_weights(folder: Path) -> dict[str, np.ndarray]:

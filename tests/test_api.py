@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,37 @@ def test_closing_a_stream_cancels_it(model: Model) -> None:
     assert model.stats.generated_tokens == 2
 
 
+def test_the_figures_of_a_cancelled_reply_are_its_own(model: Model) -> None:
+    model.generate("x", max_tokens=1)
+    session = model.session()
+    bias = {EOS: -math.inf}
+    for events in (
+        model.stream(PROMPT, max_tokens=200, logit_bias=bias),
+        session.stream_response("Hello", max_tokens=200, logit_bias=bias),
+    ):
+        next(events)
+        events.close()  # type: ignore[attr-defined]
+        prompt_tokens = model.stats.prompt_tokens
+        assert prompt_tokens > len(model.tokenizer.encode("x"))
+        assert 1 <= model.stats.generated_tokens <= 200
+    assert prompt_tokens == len(model.chat_ids(session.transcript[:1]))
+
+    async def cancelled() -> None:
+        events = model.astream("xyz", max_tokens=200, logit_bias=bias)
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(cancelled())
+    assert model.stats.prompt_tokens == len(model.tokenizer.encode("xyz"))
+
+
+def test_a_stream_that_was_never_begun_leaves_the_figures(model: Model) -> None:
+    model.generate("x", max_tokens=1)
+    before = model.stats
+    model.stream(PROMPT).close()  # type: ignore[attr-defined]
+    assert model.stats is before
+
+
 def test_many_threads_get_their_own_answers(model: Model) -> None:
     prompts = [PROMPT, "In the beginning", "x", "zzzz"]
     expected = {prompt: model.generate(prompt, max_tokens=8).tokens for prompt in prompts}
@@ -246,6 +277,35 @@ def test_close_ends_everything_and_is_idempotent(chat_bundle: Path) -> None:
         with pytest.raises(OndeviceError, match="closed"):
             call()
     assert threading.active_count() == before
+
+
+def test_a_closed_model_refuses_everything(chat_bundle: Path) -> None:
+    model = load(chat_bundle)
+    session, events = model.session(), model.stream(PROMPT)
+    model.close()
+
+    async def ask() -> None:
+        await model.agenerate(PROMPT)
+
+    uses: list[Callable[[], object]] = [
+        model.__enter__,
+        model.session,
+        session.fork,
+        lambda: session.respond("Hello"),
+        lambda: next(events),
+        lambda: model.stream(PROMPT),
+        lambda: model.astream(PROMPT),
+        lambda: asyncio.run(ask()),
+        lambda: model.generate(PROMPT, max_tokens=0),
+        lambda: model.generate(),
+        lambda: model.logits([]),
+        lambda: model.score(""),
+        lambda: model.measure(1, 1),
+        lambda: model.set_dram_budget("8GB"),
+    ]
+    for use in uses:
+        with pytest.raises(OndeviceError, match="the model is closed; load it again"):
+            use()
 
 
 def test_a_forgotten_model_frees_its_thread(chat_bundle: Path) -> None:
@@ -352,7 +412,7 @@ def test_a_budget_that_cannot_be_met_names_the_one_that_can(chat_bundle: Path) -
 def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Model) -> None:
     expected = greedy(model, 120)
     with load(chat_bundle, threads=1, dram_budget="8GB") as other:
-        smallest = other.plan.minimum_budget_bytes
+        smallest = other.plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
         tokens: list[int | None] = []
         rates = []
         bias = {EOS: -math.inf}
@@ -367,7 +427,8 @@ def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Mo
 
 def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
-    with load(chat_bundle, dram_budget=plan.minimum_budget_bytes + plan.segment.nbytes) as model:
+    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+    with load(chat_bundle, dram_budget=bare + plan.segment.nbytes) as model:
         at_start = model._engine._segments
         greedy(model, 230)
         after = model._engine._segments
@@ -606,7 +667,8 @@ def test_damage_found_while_generating_is_a_typed_error_and_passes(chat_bundle: 
     copy = shutil.copytree(chat_bundle, tmp_path / "damaged")
     plan = ondevice.inspect(copy)
     bias = {EOS: -math.inf}
-    with load(copy, dram_budget=plan.minimum_budget_bytes) as model, open(copy / LAST_LAYER, "r+b") as file:
+    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+    with load(copy, dram_budget=bare) as model, open(copy / LAST_LAYER, "r+b") as file:
         expected = model.generate(PROMPT, max_tokens=200, logit_bias=bias).tokens
         assert model.stats.neuron_cache_hit_rate < 1.0
         file.seek(-700, 2)

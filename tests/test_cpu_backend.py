@@ -17,6 +17,7 @@ from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
+from tests.engines import every_logits
 from tests.sources import ArrayFeedForward, RandomWeights, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
@@ -55,7 +56,7 @@ def load(config: ModelConfig, backend: CpuBackend, bits: Any, segments: int = 99
 
 def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -> Float32:
     kv = KVCache(KVLayout(model.config, kv_bits))
-    parts = [model.forward(tokens[i : i + chunk], kv, "all") for i in range(0, len(tokens), chunk)]
+    parts = [every_logits(model, tokens[i : i + chunk], kv) for i in range(0, len(tokens), chunk)]
     return np.concatenate(parts)  # type: ignore[arg-type]
 
 

@@ -138,6 +138,22 @@ def test_large_extents_are_read_once_and_shared_by_threads(records: RecordFile) 
         assert reader.stats.bytes_read == stream.stats.bytes_read
 
 
+def test_reschedule_goes_on_with_another_schedule_in_the_same_slots(
+    reader: FlashReader, records: RecordFile
+) -> None:
+    with open_stream(reader, [extent_of(16 * i, 16) for i in range(5)], slots=3) as stream:
+        for first in (0, 160, 48):
+            stream.next()  # held, and slots behind it read ahead
+            stream.reschedule([extent_of(first, 16), extent_of(first + 32, 8)])
+            for start, count in 2 * ((first, 16), (first + 32, 8)):
+                np.testing.assert_array_equal(stream.next(), records.data[start : start + count].reshape(-1))
+                stream.release()
+        for wrong, error in (([], ValueError), ([extent_of(0, 2000)], ValueError)):
+            with pytest.raises(error):
+                stream.reschedule(wrong)
+        np.testing.assert_array_equal(stream.next(), records.data[48:64].reshape(-1))
+
+
 def test_rewind(reader: FlashReader, records: RecordFile) -> None:
     extents = [extent_of(16 * i, 16) for i in range(5)]
 

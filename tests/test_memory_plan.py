@@ -215,7 +215,7 @@ def test_the_reference_backend_holds_everything_in_float32() -> None:
     plan = plan_for(TINY, Q4, 1 << 40, backend="reference")
     per_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 172
     assert plan.weights_bytes == 4 * (5 * per_layer + 512 * 64)
-    assert plan.minimum_budget_bytes == plan.full_bytes == plan.total_bytes
+    assert plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES == plan.full_bytes == plan.total_bytes
     assert plan.segments_for(0) == 0
 
 

@@ -16,6 +16,7 @@ from ondevice.errors import BudgetError, BundleError, UsageError
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.rope import Rope
 from ondevice.model.transformer import Cancelled, Transformer
+from tests.engines import every_logits
 from tests.sources import ArrayFeedForward, ArrayLinear, RandomWeights, quantise_rows, tiny_config
 
 BACKEND = ReferenceBackend()
@@ -93,13 +94,13 @@ def test_keys_and_values_are_stored_as_the_layout_says(kv_bits: Any) -> None:
     kv.reserve(70)
     k, v = normal(1, 2, 10), normal(1, 2, 10, seed=1)
     v[0, 1] = 0
-    BACKEND.kv_write(kv, 1, k, v, 67)
-    layout, block, slot = kv.layout, kv.blocks[1], 3
+    BACKEND.kv_write(kv, 1, k, v, 83)
+    layout, block, slot = kv.layout, kv.blocks[1], 19
     for head in range(2):
         for x, is_value in ((k[0, head], False), (v[0, head], True)):
             start = layout.head_offset(1, head) + is_value * layout.head_bytes // 2
             codes = block[start : start + layout.codes_bytes].view(np.float16 if kv_bits == 16 else np.int8)
-            stored = codes.reshape(64, 10)[slot] if is_value else codes.reshape(10, 64)[:, slot]
+            stored = codes.reshape(64, 10)[slot] if is_value else codes.reshape(4, 10, 16)[1, :, slot - 16]
             assert np.count_nonzero(codes) == np.count_nonzero(stored)
             if kv_bits == 16:
                 assert (stored == x.astype(np.float16)).all()
@@ -174,7 +175,7 @@ def loaded(config: ModelConfig = ALL_OPTIONS) -> Transformer:
 
 
 def test_forward_equals_the_same_model_written_without_cache_or_backend() -> None:
-    logits = loaded().forward(TOKENS, cache(ALL_OPTIONS), "all")
+    logits = every_logits(loaded(), TOKENS, cache(ALL_OPTIONS))
     expected = simple_forward(RandomWeights(ALL_OPTIONS), TOKENS)
     assert logits is not None
     # Keys and values are rounded to float16, which the plain writing doesn't do.
@@ -185,9 +186,9 @@ def test_forward_equals_the_same_model_written_without_cache_or_backend() -> Non
 @pytest.mark.parametrize("split", [1, 7, 64])
 def test_splitting_a_prompt_changes_nothing_but_rounding(split: int, kv_bits: Any) -> None:
     model = loaded()
-    whole = model.forward(TOKENS, cache(ALL_OPTIONS, kv_bits), "all")
+    whole = every_logits(model, TOKENS, cache(ALL_OPTIONS, kv_bits))
     kv = cache(ALL_OPTIONS, kv_bits)
-    parts = [model.forward(TOKENS[i : i + split], kv, "all") for i in range(0, len(TOKENS), split)]
+    parts = [every_logits(model, TOKENS[i : i + split], kv) for i in range(0, len(TOKENS), split)]
     assert kv.tokens == TOKENS
     assert whole is not None
     np.testing.assert_allclose(np.concatenate(parts), whole, rtol=0, atol=1e-2 if kv_bits == 8 else 2e-3)
@@ -195,7 +196,7 @@ def test_splitting_a_prompt_changes_nothing_but_rounding(split: int, kv_bits: An
 
 def test_the_logits_wanted_are_the_logits_returned() -> None:
     model = loaded()
-    every = model.forward(TOKENS, cache(ALL_OPTIONS), "all")
+    every = every_logits(model, TOKENS, cache(ALL_OPTIONS))
     last = model.forward(TOKENS, cache(ALL_OPTIONS), "last")
     kv = cache(ALL_OPTIONS)
     assert model.forward(TOKENS, kv, "none") is None

@@ -23,6 +23,7 @@ from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sparsity.segments import SegmentPool
+from tests.engines import every_logits
 from tests.models import write_checkpoint
 
 TOKENS = [3, 17, 5, 9, 44, 2]
@@ -74,7 +75,7 @@ def settle(model: Transformer, pool: SegmentPool, lent: list[int], expected: byt
 
 def logits(model: Transformer, passes: int = 2) -> bytes:
     kv = KVCache(KVLayout(model.config))
-    parts = [model.forward(TOKENS, kv, "all") for _ in range(passes)]
+    parts = [every_logits(model, TOKENS, kv) for _ in range(passes)]
     return np.concatenate(parts).tobytes()  # type: ignore[arg-type]
 
 
@@ -126,7 +127,7 @@ def test_a_pass_given_up_half_way_leaves_the_stream_usable(bundle: Path) -> None
         for layers in (1, 2):
             left = iter([False] * layers + [True])
             with pytest.raises(Cancelled):
-                model.forward(TOKENS, KVCache(KVLayout(model.config)), "all", lambda left=left: next(left))  # type: ignore[misc]
+                every_logits(model, TOKENS, KVCache(KVLayout(model.config)), lambda left=left: next(left))  # type: ignore[misc]
             assert logits(model) == expected
 
 

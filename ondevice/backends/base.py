@@ -38,15 +38,18 @@ FeedForward: TypeAlias = Any
 
 BLOCK_TOKENS = 64
 """Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
+KEY_LANES = 16
+"""Positions whose keys lie side by side."""
 
 
 @dataclass(frozen=True)
 class KVLayout:
     """Byte layout of one key/value block, which holds `BLOCK_TOKENS` positions of every layer and head.
 
-    Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Key codes are (Dh, 64), so
-    that a kernel scores neighbouring positions side by side; value codes are (64, Dh): float16 at 16 bits,
-    int8 at 8 bits, and at 32 bits, which the `reference` backend alone has, float32. Scales, 64 float32,
+    Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Key codes are
+    (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
+    lines; value codes are (64, Dh): float16 at 16 bits, int8 at 8 bits, and at 32 bits, which the `reference`
+    backend alone has, float32. Scales, 64 float32,
     exist at 8 bits only.
     8 bits, per token and head, all in float32: m = max|x|, scale = m / 127, q = rint(x * (127 / m)), which
     reads back as q * scale; m == 0 gives q = 0 and scale = 0. Every offset is a multiple of 64 bytes.

@@ -93,7 +93,7 @@ class CpuBackend:
     """`Backend` over the native kernels.
 
     segment_neurons, stream_neurons: multiples of 64; most neurons of one segment and of one streamed piece.
-    resident_embedding: hold the embedding table in memory instead of reading its rows from flash.
+    resident_embedding: hold the embedding table in memory instead of reading its rows from flash, to begin.
     """
 
     name = "cpu"
@@ -111,7 +111,7 @@ class CpuBackend:
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
         self._resident_embedding = resident_embedding
-        self._embedding: _ResidentEmbedding | None = None
+        self._embedding: _Embedding | None = None
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._blocks = np.zeros(0, dtype=np.uint64)
@@ -135,15 +135,14 @@ class CpuBackend:
         return self.feed_forwards[-1]
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
-        if not self._resident_embedding:
-            return source
-        self._embedding = _ResidentEmbedding(source)
+        self._embedding = _Embedding(source)
+        self.hold_embedding(self._resident_embedding)
         return self._embedding
 
-    def release_embedding(self) -> None:
-        """Give the resident embedding table back, if there is one; its rows then come from flash."""
+    def hold_embedding(self, resident: bool) -> None:
+        """Hold the embedding table in memory, or give it back: its rows then come from flash."""
         if self._embedding is not None:
-            self._embedding.release()
+            self._embedding.hold(resident)
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         width = RowLayout(table.hidden_size, table.bits).padded_cols
@@ -220,8 +219,8 @@ class CpuBackend:
         return self._buffers[op][:size].reshape(shape)
 
 
-class _ResidentEmbedding:
-    """The whole embedding table in memory, behind the same interface."""
+class _Embedding:
+    """The embedding table, on flash or held in memory, behind the same interface."""
 
     def __init__(self, source: EmbeddingSource) -> None:
         self.file = source.file
@@ -230,7 +229,7 @@ class _ResidentEmbedding:
         self.bits = source.bits
         self.layout = source.layout
         self._source = source
-        self._records: Bytes | None = source.read(np.arange(source.vocab_size, dtype=np.int32))
+        self._records: Bytes | None = None
 
     def read(self, tokens: Int32) -> Bytes:
         if self._records is None:
@@ -238,5 +237,8 @@ class _ResidentEmbedding:
         records: Bytes = self._records[tokens]
         return records
 
-    def release(self) -> None:
-        self._records = None
+    def hold(self, resident: bool) -> None:
+        if not resident:
+            self._records = None
+        elif self._records is None:
+            self._records = self._source.read(np.arange(self.vocab_size, dtype=np.int32))

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import (
     BLOCK_TOKENS,
+    KEY_LANES,
     Bytes,
     EmbeddingSource,
     FeedForwardSource,
@@ -171,21 +172,21 @@ def activate(x: Float32, activation: Activation) -> Float32:
 
 @dataclass(frozen=True)
 class _HeadView:
-    """Views of one block's keys or values of one (layer, head): codes (64, Dh), scales (64,) or None."""
+    """Views of one block's keys or values of one (layer, head): codes (4, 16, Dh), scales (64,) or None."""
 
     codes: NDArray[np.float16] | NDArray[np.int8]
     scales: Float32 | None
 
     def write(self, slot: int, x: Float32) -> None:
         if self.scales is None:
-            self.codes[slot] = x
+            self.codes[divmod(slot, KEY_LANES)] = x
             return
         largest = np.abs(x).max()
         self.scales[slot] = largest / np.float32(127)
-        self.codes[slot] = np.rint(x * (np.float32(127) / largest)) if largest > 0 else 0
+        self.codes[divmod(slot, KEY_LANES)] = np.rint(x * (np.float32(127) / largest)) if largest > 0 else 0
 
     def read(self) -> Float32:
-        values = self.codes.astype(np.float32)
+        values = self.codes.astype(np.float32).reshape(BLOCK_TOKENS, -1)
         return values if self.scales is None else values * self.scales[:, None]
 
 
@@ -196,8 +197,12 @@ def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadVi
     views = []
     for at in (start, start + layout.head_bytes // 2):
         codes = kv.blocks[block][at : at + layout.codes_bytes].view(dtype)
-        # Keys lie dimension by dimension, values slot by slot.
-        codes = codes.reshape(-1, BLOCK_TOKENS).T if at == start else codes.reshape(BLOCK_TOKENS, -1)
+        # Sixteen keys lie dimension by dimension, values slot by slot.
+        width, parts = layout.config.head_dim, BLOCK_TOKENS // KEY_LANES
+        if at == start:
+            codes = codes.reshape(parts, width, KEY_LANES).swapaxes(1, 2)
+        else:
+            codes = codes.reshape(parts, KEY_LANES, width)
         scales = kv.blocks[block][at + layout.codes_bytes : at + layout.head_bytes // 2].view(np.float32)
         views.append(_HeadView(codes, scales if layout.kv_bits == 8 else None))
     return views[0], views[1]

@@ -174,6 +174,14 @@ void bind_stream(nb::module_& m) {
       .def("next", &next_extent)
       .def("release", &ExtentStream::release, Release())
       .def("rewind", &ExtentStream::rewind, Release())
+      .def(
+          "reschedule",
+          [](ExtentStream& self, const Extents& extents) {
+            const auto schedule = make_extents(extents);
+            nb::gil_scoped_release release;
+            self.reschedule(schedule);
+          },
+          nb::arg("extents"))
       .def("close", &ExtentStream::close, Release())
       .def(
           "stats",

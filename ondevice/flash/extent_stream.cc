@@ -30,20 +30,26 @@ ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vecto
       slots_(slots) {
   reader_->pool().require_running();
   if (slots < 2) throw std::invalid_argument("a stream needs at least 2 slots, not " + std::to_string(slots));
+  schedule_ = planned(extents);
+  memory_ = std::make_shared<const Buffer>(slot_bytes_ * slots);
+  reader_->pool().add(this, false);
+}
+
+std::vector<ExtentStream::Planned> ExtentStream::planned(const std::vector<Extent>& extents) const {
   if (extents.empty()) throw std::invalid_argument("a stream needs at least one extent");
   size_t needed = slot_bytes_needed(*reader_, extents);
   if (slot_bytes_ < needed)
-    throw std::invalid_argument("slots of " + std::to_string(slot_bytes) +
+    throw std::invalid_argument("slots of " + std::to_string(slot_bytes_) +
                                 " bytes can't hold the largest extent (" + std::to_string(needed) +
                                 " bytes with its page and checksum boundaries)");
+  std::vector<Planned> schedule;
   for (const Extent& extent : extents) {
     const FlashFile& file = reader_->file(extent.file);
     Range units = file.expand(extent.offset, extent.nbytes);
-    schedule_.push_back(
+    schedule.push_back(
         {&file, extent.offset, extent.nbytes, page_down(units.begin), file.cut(units, kPieceBytes)});
   }
-  memory_ = std::make_shared<const Buffer>(slot_bytes_ * slots);
-  reader_->pool().add(this, false);
+  return schedule;
 }
 
 bool ExtentStream::take(Piece* piece) {
@@ -129,13 +135,24 @@ void ExtentStream::rewind() {
   held_ = 0;
   released_ = taken_;
   const bool at_start = cyclic_ ? taken_ % schedule_.size() == 0 : taken_ == 0;
-  if (!at_start) {
-    paused_ = true;
-    reader_->pool().drain(this, lock);
-    paused_ = false;
-    issued_ = taken_ = released_ = issued_pieces_ = 0;
-  }
+  if (!at_start) restart(lock);
   reader_->pool().notify();
+}
+
+void ExtentStream::reschedule(const std::vector<Extent>& extents) {
+  std::vector<Planned> schedule = planned(extents);
+  std::unique_lock<std::mutex> lock(reader_->pool().mutex());
+  require_open();
+  restart(lock);
+  schedule_ = std::move(schedule);
+  reader_->pool().notify();
+}
+
+void ExtentStream::restart(std::unique_lock<std::mutex>& lock) {
+  paused_ = true;
+  reader_->pool().drain(this, lock);
+  paused_ = false;
+  issued_ = taken_ = released_ = issued_pieces_ = held_ = 0;
 }
 
 void ExtentStream::close() {

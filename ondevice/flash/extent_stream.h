@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,9 @@ class ExtentStream : public PieceSource {
   // Starts the schedule again; everything held is given back. Free where a cyclic schedule stands at its
   // start.
   void rewind();
+  // Goes on with another schedule, from its start, in the same memory. Throws like the constructor, and then
+  // leaves everything as it was.
+  void reschedule(const std::vector<Extent>& extents);
   // Stops reading ahead and waits for the pieces in flight. Bytes handed out live on while a View does.
   void close();
 
@@ -76,6 +80,8 @@ class ExtentStream : public PieceSource {
     bool skip = false;  // failed and delivered, waiting for the older ones to be released
   };
 
+  std::vector<Planned> planned(const std::vector<Extent>& extents) const;
+  void restart(std::unique_lock<std::mutex>& lock);
   bool open_slot_left() const { return issued_ - released_ < slots_.size(); }
   void advance_past_skipped();
   void require_open() const;

@@ -92,6 +92,13 @@ class ExtentStream:
         """
         self._native.rewind()
 
+    def reschedule(self, extents: Sequence[Extent]) -> None:
+        """Goes on with another schedule, from its start, in the same slots; what is held is given back.
+
+        Raises like the constructor, and then leaves everything as it was.
+        """
+        self._native.reschedule(_tuples(extents))
+
     def close(self) -> None:
         """Stops reading ahead; waits for the pieces in flight (1 MiB each), not for the schedule."""
         self._native.close()

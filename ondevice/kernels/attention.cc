@@ -7,17 +7,24 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
+constexpr int64_t kLanes = 16;
+
 // A block holds, per (layer, kv head), 64 positions:
-//   8 bits:  keys int8 (head_dim, 64), key scales f32 (64), values int8 (64, head_dim), value scales f32 (64)
-//   16 bits: keys float16 (head_dim, 64), values float16 (64, head_dim)
-// Keys lie dimension by dimension, so that 16 positions are scored at once, each summed over the dimensions
-// in ascending order: a score depends on nothing but its query, its key and that order.
+//   8 bits:  keys int8 (4, head_dim, 16), key scales f32 (64), values int8 (64, head_dim), value scales f32
+//   16 bits: keys float16 (4, head_dim, 16), values float16 (64, head_dim)
+// Keys of 16 positions lie dimension by dimension, so that the 16 are scored at once, each summed over the
+// dimensions in ascending order: a score depends on nothing but its query, its key and that order.
 struct Head {
   uint8_t* keys;
   float* key_scales;
   uint8_t* values;
   float* value_scales;
 };
+
+// Where dimension 0 of a position's key lies; the next dimension is kLanes further.
+int64_t key_index(int64_t slot, int64_t head_dim) {
+  return slot / kLanes * kLanes * head_dim + slot % kLanes;
+}
 
 Head head_at(const KvView& kv, int64_t block, int64_t head) {
   uint8_t* base = kv.blocks[block] + kv.layer_offset + head * kv.head_bytes;
@@ -57,32 +64,36 @@ void half_head(const float* x, int64_t n, uint16_t* out, int64_t stride) {
 
 int64_t pad16(int64_t n) { return (n + 15) / 16 * 16; }
 
-// Scores of `rows` queries against one block's 64 keys -> scores[r * stride + position in block].
+// Scores of `rows` queries against the first 16 * `vectors` keys of a block -> scores[r * stride + position].
 // Four queries share each key vector, or one query takes four vectors, to keep the multiplier busy.
-void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, float scale, float* scores,
-                 int64_t stride) {
+void score_block(const Head& head, const KvView& kv, const float* q, int64_t rows, int64_t vectors,
+                 float scale, float* scores, int64_t stride) {
   F factor[4];
   for (int i = 0; i < 4; ++i)
     factor[i] = head.key_scales ? mul(load(head.key_scales + 16 * i), set1(scale)) : set1(scale);
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4)
-    for (int i = 0; i < 4; ++i) {
+    for (int64_t i = 0; i < vectors; ++i) {
       const float* q0 = q + r * kv.head_dim;
       F acc[4] = {zero(), zero(), zero(), zero()};
       for (int64_t d = 0; d < kv.head_dim; ++d) {
-        const F k = load_codes(head.keys, kv.bits, d * kKvBlock + 16 * i);
+        const F k = load_codes(head.keys, kv.bits, (i * kv.head_dim + d) * kLanes);
         for (int j = 0; j < 4; ++j) acc[j] = fma(set1(q0[j * kv.head_dim + d]), k, acc[j]);
       }
       for (int j = 0; j < 4; ++j) store(scores + (r + j) * stride + 16 * i, mul(acc[j], factor[i]));
     }
   for (; r < rows; ++r) {
     F acc[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t d = 0; d < kv.head_dim; ++d) {
+    for (int64_t i = 0; i < vectors && vectors < 4; ++i)
+      for (int64_t d = 0; d < kv.head_dim; ++d)
+        acc[i] = fma(set1(q[r * kv.head_dim + d]),
+                     load_codes(head.keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
+    for (int64_t d = 0; d < kv.head_dim && vectors == 4; ++d) {
       const F value = set1(q[r * kv.head_dim + d]);
       for (int i = 0; i < 4; ++i)
-        acc[i] = fma(value, load_codes(head.keys, kv.bits, d * kKvBlock + 16 * i), acc[i]);
+        acc[i] = fma(value, load_codes(head.keys, kv.bits, (i * kv.head_dim + d) * kLanes), acc[i]);
     }
-    for (int i = 0; i < 4; ++i) store(scores + r * stride + 16 * i, mul(acc[i], factor[i]));
+    for (int64_t i = 0; i < vectors; ++i) store(scores + r * stride + 16 * i, mul(acc[i], factor[i]));
   }
 }
 
@@ -159,15 +170,15 @@ int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 }  // namespace
 
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v) {
-  const int64_t slot = position % kKvBlock;
+  const int64_t slot = position % kKvBlock, key_at = key_index(slot, kv.head_dim);
   for (int64_t head = 0; head < kv.heads; ++head) {
     const Head at = head_at(kv, position / kKvBlock, head);
     const float *key = k + head * kv.head_dim, *value = v + head * kv.head_dim;
     if (kv.bits == 16) {
-      half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + slot, kKvBlock);
+      half_head(key, kv.head_dim, reinterpret_cast<uint16_t*>(at.keys) + key_at, kLanes);
       half_head(value, kv.head_dim, reinterpret_cast<uint16_t*>(at.values) + slot * kv.head_dim, 1);
     } else {
-      quantize_head(key, kv.head_dim, reinterpret_cast<int8_t*>(at.keys) + slot, kKvBlock,
+      quantize_head(key, kv.head_dim, reinterpret_cast<int8_t*>(at.keys) + key_at, kLanes,
                     at.key_scales + slot);
       quantize_head(value, kv.head_dim, reinterpret_cast<int8_t*>(at.values) + slot * kv.head_dim, 1,
                     at.value_scales + slot);
@@ -192,7 +203,8 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
            static_cast<size_t>(dim) * sizeof(float));
   const float scale = 1.0f / sqrtf(static_cast<float>(dim));
   for (int64_t p = base; p < end; p += kKvBlock)
-    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, scale, scores + p - base, span);
+    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), scale,
+                scores + p - base, span);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t high = args.position + q_begin + r / shared;
     const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;

@@ -12,6 +12,10 @@ namespace {
 // Long enough to bridge the Python between two kernels of a layer, short enough not to burn an idle core.
 constexpr auto kSpin = std::chrono::microseconds(60);
 
+constexpr uint64_t kOpen = uint64_t{1} << 31;
+
+bool open_to(uint64_t gate, uint64_t seen) { return (gate & kOpen) && gate >> 32 != seen; }
+
 void relax() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -37,7 +41,6 @@ void ThreadPool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_.store(true);
-    generation_.fetch_add(1);
   }
   wake_.notify_all();
   for (auto& worker : workers_) worker.join();
@@ -58,36 +61,48 @@ void ThreadPool::run(int64_t count, int64_t grain, Call call, const void* contex
   count_ = count;
   grain_ = grain;
   next_.store(0, std::memory_order_relaxed);
-  working_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-  generation_.fetch_add(1);
+  // 32 bits of generation wrap; no worker sleeps through a whole turn of them without entering one.
+  gate_.store(((gate_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | kOpen);
   if (sleeping_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
   take_pieces(0);
-  for (int spins = 0; working_.load(std::memory_order_acquire) > 0; ++spins) {
+  uint64_t gate = gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
+  for (int spins = 0; gate & (kOpen - 1); ++spins) {
     relax();
     if (spins > 4096) std::this_thread::yield();
+    gate = gate_.load(std::memory_order_acquire);
   }
+}
+
+// Joins the run under way, unless it is over or the worker has been in it.
+bool ThreadPool::enter(uint64_t* seen) {
+  uint64_t gate = gate_.load(std::memory_order_acquire);
+  while (open_to(gate, *seen))
+    if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
+      *seen = gate >> 32;
+      return true;
+    }
+  return false;
 }
 
 void ThreadPool::worker(int thread) {
   uint64_t seen = 0;
-  for (;;) {
+  while (!stop_.load()) {
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     int spins = 0;
-    while (generation_.load(std::memory_order_acquire) == seen) {
+    while (!stop_.load(std::memory_order_relaxed) && !enter(&seen)) {
       relax();
       if (++spins % 64 || std::chrono::steady_clock::now() < deadline) continue;
       std::unique_lock<std::mutex> lock(mutex_);
       sleeping_.fetch_add(1);
-      wake_.wait(lock, [&] { return generation_.load() != seen; });
+      wake_.wait(lock, [&] { return open_to(gate_.load(), seen) || stop_.load(); });
       sleeping_.fetch_sub(1);
     }
-    seen = generation_.load(std::memory_order_acquire);
     if (stop_.load()) return;
     take_pieces(thread);
-    working_.fetch_sub(1, std::memory_order_release);
+    gate_.fetch_sub(1, std::memory_order_release);
   }
 }
 

@@ -44,14 +44,16 @@ class ThreadPool {
   void run(int64_t count, int64_t grain, Call call, const void* context);
   void take_pieces(int thread);
   void worker(int thread);
+  bool enter(uint64_t* seen);
 
   std::vector<std::thread> workers_;
   Call call_ = nullptr;
   const void* context_ = nullptr;
   int64_t count_ = 0, grain_ = 1;
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<uint64_t> generation_{0};
-  alignas(64) std::atomic<int> working_{0};
+  // generation << 32 | kOpen | workers inside. A run is over when it is closed and empty: a worker that the
+  // system hasn't given a core yet is not waited for, and finds the gate closed when it comes.
+  alignas(64) std::atomic<uint64_t> gate_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
   std::mutex mutex_;

@@ -9,7 +9,7 @@ It knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -23,7 +23,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
 from ondevice.model.weights import ModelWeights
 
-WantedLogits = Literal["none", "last", "all"]
+WantedLogits = Literal["none", "last"]
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, never an error a user sees
@@ -48,37 +48,59 @@ class Transformer:
     ) -> Float32 | None:
         """Run T tokens at positions kv.length, kv.length + 1, ... and leave their keys and values in kv.
 
-        Returns float32 logits, (1, V) of the last token or (T, V) of all, or None where none are wanted.
+        Returns float32 logits (1, V) of the last token, or None where none are wanted.
         Raises Cancelled when `cancelled()` holds between two layers, UsageError for an id outside the
         vocabulary, BundleError for logits that aren't finite, and what a read or the cache's allocator
         raises. Whatever it raises, kv is as before.
         """
-        ids = self._checked(tokens)
         start = kv.length
-        kv.reserve(start + len(ids))
+        x = self._layers(tokens, kv, "last", cancelled)
         try:
-            x = self._layers(ids, kv, logits, cancelled)
-            result = None if logits == "none" else self._head(x)
-            kv.extend(ids.tolist())
-        finally:
-            if kv.length == start:
-                kv.truncate(start)
-        return result
+            return None if logits == "none" else self._head(x)
+        except BaseException:
+            kv.truncate(start)
+            raise
+
+    def every_logits(
+        self,
+        tokens: Sequence[int],
+        kv: KVCache,
+        rows: int,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[Float32]:
+        """Like `forward`, but yields the logits of every token, (at most rows, V) at a time.
+
+        The layers have run, and kv holds the tokens, when the first piece comes.
+        """
+        hidden = self._layers(tokens, kv, "all", cancelled)
+        for start in range(0, len(tokens), rows):
+            yield self._head(hidden[start : start + rows])
 
     def _layers(
-        self, ids: np.ndarray, kv: KVCache, logits: WantedLogits, cancelled: Callable[[], bool] | None
+        self,
+        tokens: Sequence[int],
+        kv: KVCache,
+        wanted: Literal["last", "all"],
+        cancelled: Callable[[], bool] | None,
     ) -> Array:
-        """Hidden states (T, D) after the last layer; only the last token's (1, D) unless all are wanted."""
+        """Hidden states after the last layer, (T, D) or only the last token's (1, D). Extends kv."""
         backend, config, position = self.backend, self.config, kv.length
-        cos, sin = self._rope.tables(position, len(ids))
-        x = backend.embedding(self._weights.embedding, ids)
-        for layer, weights in enumerate(self._weights.layers):
-            if cancelled is not None and cancelled():
-                raise Cancelled
-            x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
-            if layer == config.num_layers - 1 and logits != "all":
-                x = x[-1:]
-            x = feed_forward(backend, config, weights, x)
+        ids = self._checked(tokens)
+        kv.reserve(position + len(ids))
+        try:
+            cos, sin = self._rope.tables(position, len(ids))
+            x = backend.embedding(self._weights.embedding, ids)
+            for layer, weights in enumerate(self._weights.layers):
+                if cancelled is not None and cancelled():
+                    raise Cancelled
+                x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
+                if layer == config.num_layers - 1 and wanted == "last":
+                    x = x[-1:]
+                x = feed_forward(backend, config, weights, x)
+            kv.extend(ids.tolist())
+        finally:
+            if kv.length == position:
+                kv.truncate(position)
         return x
 
     def _head(self, x: Array) -> Float32:

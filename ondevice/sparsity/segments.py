@@ -60,6 +60,7 @@ class SegmentPool:
         self._stream: ExtentStream | None = None
         self._position = 0
         self._pieces: list[list[tuple[int, int, Extent]]] = []
+        """Per layer, what the stream reads; empty when residency has changed since it was scheduled."""
         self._starts: list[int] = []
         for index, layer in enumerate(layers):
             layer.streamed = lambda index=index: self._streamed(index)  # type: ignore[misc]
@@ -75,7 +76,7 @@ class SegmentPool:
         for layer, count in zip(self._layers, lent, strict=True):
             if len(layer.segments) > count:
                 del layer.segments[count:]
-                self._stop_stream()
+                self._pieces = []
         while len(self._empty) > self._missing:
             self._drop_empty()
 
@@ -180,7 +181,10 @@ class SegmentPool:
         return future.result()
 
     def _begin_pass(self) -> None:
-        """What became resident in the last pass leaves the schedule; what is lent and empty gets memory."""
+        """What became resident in the last pass leaves the schedule; what is lent and empty gets memory.
+
+        Where nothing is left to stream, its buffers go.
+        """
         if self._passes:
             self._allocate(self._missing)
         self._passes += 1
@@ -188,14 +192,19 @@ class SegmentPool:
             pieces and pieces[0][0] != len(layer.segments)
             for pieces, layer in zip(self._pieces, self._layers, strict=False)
         ):
+            self._pieces = []
+        if all(len(layer.segments) == layer.num_segments for layer in self._layers):
             self._stop_stream()
 
     def _stream_at(self, index: int) -> ExtentStream:
         """The stream, about to give a layer's first piece."""
-        if self._stream is None:
+        if not self._pieces:
             self._schedule()
             extents = [extent for pieces in self._pieces for _, _, extent in pieces]
-            self._stream = ExtentStream(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)
+            if self._stream is None:
+                self._stream = ExtentStream(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)
+            else:
+                self._stream.reschedule(extents)
             self._position = 0
         if self._position != self._starts[index]:
             self._stream.rewind()
