@@ -83,11 +83,23 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any) -> dict[str, SourceT
         if not name.endswith(".safetensors"):
             raise CheckpointError(f"{INDEX} lists {name!a}, which isn't a safetensors file")
         shards[name] = read_tensors(SourceFile(folder.file(name)))
-    tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
             raise CheckpointError(f"{shard_name} has no {name}, which {INDEX} says it has; download it again")
-        tensors[name] = shards[shard_name][name]
+    return _merged(shards)
+
+
+def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTensor]:
+    """The tensors of all shards. One that two shards hold could be either: it is refused."""
+    tensors: dict[str, SourceTensor] = {}
+    for shard_name, shard in shards.items():
+        for name, tensor in shard.items():
+            if name in tensors:
+                other = tensors[name].file.path.name
+                raise CheckpointError(
+                    f"{other} and {shard_name} both hold {name}; which is meant isn't known"
+                )
+            tensors[name] = tensor
     return tensors
 
 

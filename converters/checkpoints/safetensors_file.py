@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from safetensors import SafetensorError, safe_open
 
+from ondevice.bundle.strict_json import unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredType
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
@@ -35,7 +36,10 @@ def read_tensors(file: SourceFile) -> dict[str, SourceTensor]:
         raise CheckpointError(
             f"{file.path.name} is truncated or isn't a safetensors file ({error}); download it again"
         ) from error
-    header: dict[str, Any] = json.loads(file.read(8, length))
+    try:
+        header: dict[str, Any] = json.loads(file.read(8, length), object_pairs_hook=unique_keys)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path.name} has no sound header: {error}; download it again") from error
     header.pop("__metadata__", None)
     if set(header) != names:
         raise CheckpointError(f"{file.path.name} changed while it was read")

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ondevice.bundle.strict_json import unique_keys
 from ondevice.errors import CheckpointError, ModelNotFoundError
 
 MAX_JSON_BYTES = 64 << 20
@@ -75,7 +76,7 @@ class SourceFolder:
     def json(self, name: str) -> dict[str, Any]:
         """The JSON object in a file. Raises CheckpointError if it is anything else."""
         try:
-            value = json.loads(self.read(name))
+            value = json.loads(self.read(name), object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{name} isn't valid JSON ({error}); download it again") from error
         if not isinstance(value, dict):

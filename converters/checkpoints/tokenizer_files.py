@@ -6,6 +6,7 @@ they are; they are opened here only to see that they belong to the model.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, TokenizerInfo, TokenizerKind
+from ondevice.bundle.strict_json import unique_keys
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -124,11 +126,20 @@ def _inspect_tokenizers(data: bytes) -> _Vocabulary:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_buffer(data)
+    # The library takes the last of two equal pieces, and of two pieces with the same id.
+    json.loads(data, object_pairs_hook=_check_keys)
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if len(set(ids)) != len(ids):
+        raise BundleError("tokenizer.json gives two pieces the same id")
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     framed = tokenizer.encode("a", add_special_tokens=True).ids
     adds_bos = len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
     return _Vocabulary(max(ids, default=-1) + 1, tokenizer.token_to_id, adds_bos)
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """An object's keys looked at, and nothing kept: a vocabulary is large."""
+    unique_keys(pairs)
 
 
 def _inspect_sentencepiece(data: bytes) -> _Vocabulary:

@@ -27,7 +27,7 @@ def parse_json(data: bytes, where: str) -> Any:
     try:
         return json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_unique_keys,
+            object_pairs_hook=unique_keys,
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
@@ -40,7 +40,8 @@ def canonical_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: an object of distinct keys. Raises ValueError where the last one would win."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("an object has the same key twice")
