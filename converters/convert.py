@@ -51,7 +51,7 @@ from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, Un
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "1"
+CONVERTER_VERSION = "2"
 """Changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20

@@ -16,6 +16,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
+from ondevice.tokenizer import load_tokenizer
 
 VOCAB = 300
 
@@ -85,6 +86,51 @@ def test_sentencepiece_alone(source: Path) -> None:
     info, bundle = converted(source)
     assert info == TokenizerInfo("sentencepiece", bos_id=1, eos_ids=(2,), add_bos=True)
     assert bundle.read_small("tokenizer.model") == sentencepiece_model()
+
+
+def test_tokens_added_to_a_sentencepiece_model_are_its_last_pieces(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (source / "tokenizer.model").write_bytes(sentencepiece_model())
+    write_json(source / "added_tokens.json", **{"<|im_end|>": 260, "<pad>": 259, "one word": 262})
+    decoder = {
+        "1": {"content": "<s>", "special": True},
+        "260": {"content": "<|im_end|>", "special": True},
+        "261": {"content": "<|im_start|>", "special": True},
+    }
+    settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<pad>"}, "added_tokens_decoder": decoder}
+    write_json(source / "tokenizer_config.json", **settings)
+    with caplog.at_level(logging.WARNING):
+        info, bundle = converted(source)
+    assert "left out" not in caplog.text
+    assert info.eos_ids == (2, 260)
+    model = bundle.read_small("tokenizer.model")
+    assert model.startswith(sentencepiece_model())
+    tokenizer = load_tokenizer("sentencepiece", model, 1, info.eos_ids, True, vocab_size=VOCAB)
+    assert tokenizer.special_tokens == {
+        "<s>": 1, "</s>": 2, "<pad>": 259, "<|im_end|>": 260, "<|im_start|>": 261,
+    }  # fmt: skip
+    assert tokenizer.encode("<|im_start|>", special=True)[-1] == 261
+    assert 261 not in tokenizer.encode("<|im_start|>")
+    assert tokenizer.encode("one word")[-1] == 262
+    assert tokenizer.decode([259, 262, 260]) == "one word"
+
+
+def test_added_tokens_without_a_place_are_named(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (source / "tokenizer.model").write_bytes(sentencepiece_model())
+    added = {"<kept>": 259, "<gap>": 261, "<s>": 260, "<far>": VOCAB, "\ud800": 262, "": 263, "<other>": 5}
+    write_json(source / "added_tokens.json", **added, wrong="7", worse=[1])
+    decoder = {"x": 3, "264": {"content": 7}, "265": {"content": [], "special": True}}
+    write_json(source / "tokenizer_config.json", added_tokens_decoder=decoder, pad_token=[[]])
+    with caplog.at_level(logging.WARNING):
+        _, bundle = converted(source)
+    warning = next(record.getMessage() for record in caplog.records if "left out" in record.getMessage())
+    for name in ("<gap>", "<s>", "<far>", "ud800", "'' (263)", "<other>"):
+        assert name in warning
+    assert "<kept>" not in warning
+    assert bundle.read_small("tokenizer.model") == sentencepiece_model() + proto.piece_fields(
+        [("<kept>", 0.0, proto.USER_DEFINED)]
+    )
 
 
 @pytest.mark.parametrize(("processor", "settings", "bos_id", "add_bos"), [

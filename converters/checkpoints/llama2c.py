@@ -150,7 +150,8 @@ def _layer_name(names: LayerNames, section: str) -> str:
 def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
     """`tok<vocabulary>.bin` or `tokenizer.bin` beside the checkpoint; without either, token ids only.
 
-    BOS ends a text too: these models are trained on stories that follow one another with only it between.
+    BOS ends a text too: training joins stories with nothing but BOS between, and llama2.c's own loop stops
+    at it. EOS is what its tokenizer calls the end, for models that were trained with one.
     """
     folder = SourceFolder(path.parent)
     for name in (f"tok{vocab_size}.bin", "tokenizer.bin"):

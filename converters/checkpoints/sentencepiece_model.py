@@ -1,4 +1,4 @@
-"""Write a sentencepiece model (a protocol buffer message) from pieces and scores.
+"""Write a sentencepiece model (a protocol buffer message) from pieces and scores, or more pieces for one.
 
 Field numbers are those of sentencepiece_model.proto. The tokenizer it makes merges the pair with the highest
 score, falls back to bytes, puts a space before the text, and normalises nothing.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 _BPE = 2
 
 
@@ -30,11 +30,15 @@ def bpe_model(pieces: Sequence[tuple[str, float, int]], unk_id: int, bos_id: int
         + _varint_field(4, 0)  # remove_extra_whitespaces
         + _varint_field(5, 1)  # escape_whitespaces
     )
-    model = b"".join(
+    return piece_fields(pieces) + _bytes_field(2, trainer) + _bytes_field(3, normalizer)
+
+
+def piece_fields(pieces: Sequence[tuple[str, float, int]]) -> bytes:
+    """Pieces as a ModelProto stores them; behind a whole model they are its last, as messages are merged."""
+    return b"".join(
         _bytes_field(1, _bytes_field(1, text.encode()) + _float_field(2, score) + _varint_field(3, kind))
         for text, score, kind in pieces
     )
-    return model + _bytes_field(2, trainer) + _bytes_field(3, normalizer)
 
 
 def _varint(value: int) -> bytes:

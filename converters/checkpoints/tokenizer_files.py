@@ -1,7 +1,7 @@
 """Tokenizer, special tokens and chat template of a Hugging Face folder.
 
-`tokenizer.json` is preferred: it holds added tokens that `tokenizer.model` lacks. Files are carried over as
-they are; they are opened here only to see that they belong to the model.
+`tokenizer.json` is preferred: it holds the added tokens, which `tokenizer.model` lacks and gets here. But for
+that, files are carried over as they are; they are opened only to see that they belong to the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.bundle.strict_json import unique_keys
+from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
@@ -50,6 +51,10 @@ def read_tokenizer(
         with _damage():
             vocabulary = inspect(blobs[file])
         _check_size(vocabulary.size, vocab_size, file)
+        if kind == "sentencepiece":
+            blobs[file] = with_added_tokens(blobs[file], vocabulary.pieces, folder, settings, vocab_size)
+            with _damage():
+                vocabulary = inspect(blobs[file])
     template = _chat_template(folder, settings)
     if template is not None:
         blobs[CHAT_TEMPLATE] = template
@@ -70,11 +75,15 @@ def read_tokenizer(
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a tokenizer file tells: ids are below `size`; `adds_bos`: a text gets a first token of its own."""
+    """What a tokenizer file tells: ids are below `size`; `adds_bos`: a text gets a first token of its own.
+
+    `pieces` are a sentencepiece model's, by id.
+    """
 
     size: int = 0
     lookup: TokenLookup = field(default=lambda text: None)
     adds_bos: bool = False
+    pieces: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -154,7 +163,8 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
             token = processor.PieceToId(text)
             return None if processor.IsUnknown(token) else token
 
-    return _Vocabulary(processor.GetPieceSize(), lookup, processor.bos_id() >= 0)
+    pieces = tuple(processor.IdToPiece(list(range(processor.GetPieceSize()))))
+    return _Vocabulary(len(pieces), lookup, processor.bos_id() >= 0, pieces)
 
 
 def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
