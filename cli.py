@@ -318,7 +318,7 @@ def _take_interrupts() -> None:
 
 @contextmanager
 def _loaded(model: str | None, values: dict[str, Any], text: bool = True) -> Iterator[Model]:
-    """The model, its plan said before its weights are read, closed at the end. text: it is to be given some."""
+    """The model, its plan said before its weights are read, closed at the end. text: it will get some."""
     from ondevice import api, report
 
     prepared = api.open_model(model, runtime_config(values))
