@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ondevice.api import Model, load
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.models import write_checkpoint
 
@@ -40,3 +42,10 @@ def stories_bundle(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) 
     """stories260K as a q8 bundle."""
     folder = tmp_path_factory.mktemp("stories")
     return convert_bundle(shared_data / "models" / "stories260K", folder / "stories260K", "q8")
+
+
+@pytest.fixture(scope="module")
+def model(chat_bundle: Path) -> Iterator[Model]:
+    """The chat bundle loaded, everything resident, one thread."""
+    with load(chat_bundle, threads=1) as loaded:
+        yield loaded

@@ -1,0 +1,141 @@
+"""One text whatever the budget, and a process that keeps to it."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ondevice
+from ondevice import memory_plan
+from ondevice.api import Model, load
+from ondevice.errors import (
+    BudgetError,
+)
+from tests.bundles import EOS
+from tests.chat import PROMPT, budget_between, greedy
+
+
+def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Model) -> None:
+    expected = greedy(model, 100)
+    sampled = greedy(model, 40, temperature=0.9, seed=3)
+    settings: list[dict[str, Any]] = [
+        {"threads": 2},
+        {"prefill_chunk": 1},
+        {"prefill_chunk": 7},
+        {"io": "buffered"},
+        {"kernel_target": "scalar"},
+    ]
+    for options in settings:
+        with load(chat_bundle, **options) as other:
+            assert greedy(other, 100) == expected, options
+            assert greedy(other, 40, temperature=0.9, seed=3) == sampled, options
+    for quarters in range(5):
+        with load(chat_bundle, dram_budget=budget_between(chat_bundle, quarters), threads=1) as other:
+            assert greedy(other, 100) == expected, quarters
+
+
+def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: Path) -> None:
+    def tokens(**options: Any) -> tuple[int, ...]:
+        with load(stories_bundle, **options) as model:
+            return model.generate("Once upon a time", max_tokens=200).tokens
+
+    expected = tokens()
+    assert len(expected) == 200
+    ways: list[dict[str, Any]] = [{"prefill_chunk": chunk} for chunk in (1, 7, 64)]
+    ways += [{"threads": 1}, {"threads": 2}, {"io": "buffered"}]
+    assert [way for way in ways if tokens(**way) != expected] == []
+    for quarters in range(5):
+        assert tokens(dram_budget=budget_between(stories_bundle, quarters)) == expected, quarters
+    with load(stories_bundle) as model:
+        changed = []
+        for index, event in enumerate(model.stream("Once upon a time", max_tokens=200)):
+            changed.append(event.token)
+            if index % 50 == 25:
+                smallest = model.plan.minimum_budget_bytes
+                model.set_dram_budget("1GB" if model.plan.streams else smallest)
+        assert tuple(changed[:-1]) == expected
+
+
+def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path) -> None:
+    plan = ondevice.inspect(chat_bundle)
+    with load(chat_bundle, dram_budget=plan.minimum_budget_bytes) as model:
+        stats = model.generate(PROMPT, max_tokens=150, logit_bias={EOS: -math.inf}).stats
+        assert stats.flash_bytes_read > 0
+        assert stats.flash_read_seconds > 0
+        assert stats.flash_cpu_seconds > 0
+        assert stats.neuron_cache_hit_rate < 1.0
+        assert stats.io in ("direct", "buffered")
+        model.set_dram_budget("8GB")
+        assert not model.plan.streams
+        deadline = time.monotonic() + 30.0
+        while model.stats.neuron_cache_hit_rate < 1.0 and time.monotonic() < deadline:
+            model.generate(PROMPT, max_tokens=20, logit_bias={EOS: -math.inf})
+        assert model.stats.neuron_cache_hit_rate == 1.0
+        assert model.generate(PROMPT, max_tokens=5).stats.flash_bytes_read < 100 * 8192
+
+
+def test_a_budget_that_cannot_be_met_names_the_one_that_can(chat_bundle: Path) -> None:
+    assert not ondevice.inspect(chat_bundle, dram_budget="1MB").fits
+    with pytest.raises(BudgetError) as caught:
+        load(chat_bundle, dram_budget=0)
+    with load(chat_bundle, dram_budget=caught.value.required_bytes) as model:
+        assert greedy(model, 2)
+        with pytest.raises(BudgetError):
+            model.set_dram_budget("1MB")
+        assert model.plan.budget_bytes == caught.value.required_bytes
+
+
+def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Model) -> None:
+    expected = greedy(model, 120)
+    with load(chat_bundle, threads=1, dram_budget="8GB") as other:
+        smallest = other.plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+        tokens: list[int | None] = []
+        rates = []
+        bias = {EOS: -math.inf}
+        for index, event in enumerate(other.stream(PROMPT, max_tokens=120, logit_bias=bias)):
+            tokens.append(event.token)
+            if index in (20, 60):
+                plan = other.set_dram_budget(smallest if index == 20 else "8GB")
+                rates.append(plan.streams)
+        assert tuple(tokens[:-1]) == expected
+        assert rates == [True, False]
+
+
+def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> None:
+    plan = ondevice.inspect(chat_bundle)
+    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+    with load(chat_bundle, dram_budget=bare + plan.segment.nbytes) as model:
+        at_start = model._engine._segments
+        greedy(model, 230)
+        after = model._engine._segments
+        greedy(model, 2)
+        assert at_start > after
+        assert model._engine._segments > after
+        assert model._engine._kv_bytes == 0
+
+
+def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:
+    plan = ondevice.inspect(chat_bundle)
+    assert plan.budget_bytes == plan.full_bytes == plan.total_bytes
+
+
+def test_the_process_stays_below_its_budget(chat_bundle: Path) -> None:
+    program = (
+        "import sys, ondevice\n"
+        "plan = ondevice.inspect(sys.argv[1])\n"
+        "with ondevice.load(sys.argv[1], dram_budget=plan.minimum_budget_bytes) as model:\n"
+        "    stats = model.generate('Once', max_tokens=250, logit_bias={257: -1e9}).stats\n"
+        "    print(stats.peak_memory_bytes, model.plan.budget_bytes, model.plan.total_bytes)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(chat_bundle)], capture_output=True, text=True, check=True
+    )
+    peak, budget, total = map(int, done.stdout.split())
+    assert peak <= budget
+    assert abs(peak - total) <= max(0.05 * total, 16 << 20)
