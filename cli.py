@@ -181,7 +181,7 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
     sampling = sampling_config(values)
     text = read_text(prompt) if prompt == "-" else prompt
-    with _loaded(model, values) as loaded:
+    with _loaded(model, values, prompt=text) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
             _print_json(response.to_dict())
@@ -317,14 +317,19 @@ def _take_interrupts() -> None:
 
 
 @contextmanager
-def _loaded(model: str | None, values: dict[str, Any], text: bool = True) -> Iterator[Model]:
-    """The model, its plan said before its weights are read, closed at the end. text: it will get some."""
+def _loaded(
+    model: str | None, values: dict[str, Any], text: bool = True, prompt: str | None = None
+) -> Iterator[Model]:
+    """The model, its plan said before its weights are read, closed at the end.
+
+    text: it will get some; prompt: what, if it is known already. What is wrong with it comes before the plan.
+    """
     from ondevice import api, report
 
     prepared = api.open_model(model, runtime_config(values))
     _take_interrupts()
     if text:
-        api.text_tokenizer(prepared)
+        api.check_text(prepared, prompt)
     prepared.plan.require_fit(prepared.bundle.name)
     _say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
     with api.Model(prepared) as loaded:

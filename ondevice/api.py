@@ -28,7 +28,7 @@ from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare
 from ondevice.errors import UsageError
-from ondevice.generate import Event
+from ondevice.generate import Event, check_prompt
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
@@ -122,6 +122,17 @@ def text_tokenizer(prepared: Prepared) -> Tokenizer:
             "ondevice.load(...).generate(tokens=[...]); the command line has nothing for that"
         )
     return prepared.tokenizer
+
+
+def check_text(prepared: Prepared, prompt: str | None) -> None:
+    """Refuse before loading what `generate` would refuse after it. Without a prompt, some text is to come.
+
+    Raises UsageError and ContextOverflowError.
+    """
+    tokenizer = text_tokenizer(prepared)
+    if prompt is not None:
+        limit = prepared.bundle.config.max_context
+        check_prompt(tokenizer.encode(prompt), prepared.plan.max_context, limit)
 
 
 def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:

@@ -79,13 +79,7 @@ class Generator:
         of `cancelled()` holding, `cancelled`. Raises ContextOverflowError for a prompt longer than the
         context and UsageError for an empty one, both before anything is computed, and what a pass raises.
         """
-        if not len(prompt):
-            raise UsageError("the prompt has no tokens; give at least one")
-        if len(prompt) > self.max_context:
-            raise ContextOverflowError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self.max_context}; shorten the "
-                f"prompt or raise --max-context (this model's limit is {self.transformer.config.max_context})"
-            )
+        check_prompt(prompt, self.max_context, self.transformer.config.max_context)
         if sampling.stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer, and this model was converted without one")
         return self._run(list(prompt), kv, sampling, cancelled)
@@ -170,6 +164,17 @@ class Generator:
         assert logits is not None
         meter.passes += 1
         return logits
+
+
+def check_prompt(prompt: Sequence[int], max_context: int, limit: int) -> None:
+    """Raises UsageError for no tokens, ContextOverflowError for more than max_context; limit: the model's."""
+    if not len(prompt):
+        raise UsageError("the prompt has no tokens; give at least one")
+    if len(prompt) > max_context:
+        raise ContextOverflowError(
+            f"the prompt has {len(prompt)} tokens and the context holds {max_context}; shorten the prompt or "
+            f"raise --max-context (this model's limit is {limit})"
+        )
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -29,6 +29,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.scoring import Score
 from ondevice.settings import OTHER_SETTINGS, RUNTIME_OPTIONS, SAMPLING_OPTIONS
+from ondevice.tokenizer import HuggingFaceTokenizer
 from tests.bundles import CONTEXT, write_chat_checkpoint
 from tests.models import write_checkpoint
 
@@ -447,6 +448,20 @@ def test_usage_errors_come_before_the_plan(ondevice: Run, token_bundle: Path, co
     assert "generate(tokens=[...])" in result.err
     assert "plan" not in result.err
     assert ondevice("bench", "-m", token_bundle, "--runs", 1, "--max-tokens", 2).code == 0
+
+
+def test_a_prompt_that_cannot_run_is_refused_before_anything_is_loaded(
+    ondevice: Run, chat_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Model, "__init__", lambda *_: pytest.fail("loaded"))
+    result = ondevice("generate", "-m", chat_bundle, "-p", "x" * CONTEXT)
+    assert result.code == 4
+    assert "plan" not in result.err
+    monkeypatch.setattr(HuggingFaceTokenizer, "encode", lambda *_: [])
+    result = ondevice("generate", "-m", chat_bundle, "-p", "")
+    assert result.code == 2
+    assert "no tokens" in result.err
+    assert "plan" not in result.err
 
 
 def test_a_full_disk_under_stdout_is_an_error_without_a_traceback(chat_bundle: Path) -> None:

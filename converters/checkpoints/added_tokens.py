@@ -55,7 +55,9 @@ def with_added_tokens(
 
 def _declared(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, str]]:
     """Added tokens by id: `{text: id}` in one file, `{"id": {"content": text}}` in the other."""
-    found = [(token, text) for text, token in folder.optional_json(ADDED_TOKENS).items()]
+    found: list[tuple[Any, Any]] = [
+        (token, text) for text, token in folder.optional_json(ADDED_TOKENS).items()
+    ]
     for token, entry in _decoder(settings).items():
         if token.isascii() and token.isdecimal() and len(token) < 10:
             found.append((int(token), entry.get("content")))
