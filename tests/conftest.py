@@ -10,6 +10,7 @@ import pytest
 from ondevice.api import Model, load
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.models import write_checkpoint
+from tests.small_tokenizers import train_sentencepiece
 
 
 @pytest.fixture(scope="session")
@@ -49,3 +50,9 @@ def model(chat_bundle: Path) -> Iterator[Model]:
     """The chat bundle loaded, everything resident, one thread."""
     with load(chat_bundle, threads=1) as loaded:
         yield loaded
+
+
+@pytest.fixture(scope="session")
+def small_sentencepiece() -> bytes:
+    """A sentencepiece model of a few words, with two pieces its user defined."""
+    return train_sentencepiece(user_defined_symbols=["<turn>", "word"], remove_extra_whitespaces=False)
