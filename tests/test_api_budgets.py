@@ -107,6 +107,19 @@ def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Mo
         assert rates == [True, False]
 
 
+def test_the_embedding_table_goes_and_comes_back_with_the_budget(chat_bundle: Path) -> None:
+    with load(chat_bundle, dram_budget="8GB") as model:
+        expected = greedy(model, 8)
+        bare = model.plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+        for budget, resident in ((bare, False), ("8GB", True)):
+            assert model.set_dram_budget(budget).embedding_resident == resident
+            for _ in range(20):
+                assert greedy(model, 8) == expected
+                if not model.stats.flash_bytes_read:
+                    break
+            assert bool(model.stats.flash_bytes_read) != resident
+
+
 def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES

@@ -167,6 +167,8 @@ void bind_quantisation(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   using namespace ondevice;
+  // A program that ends while one of its threads still holds a model is none of its users' business.
+  nb::set_leak_warnings(false);
   m.def("available_targets", &available_targets);
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")

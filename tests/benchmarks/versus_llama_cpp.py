@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dram import dram_gigabytes_per_second
 from flash_versus_fio import fio_gigabytes_per_second
 from measure import HERE, KILLED, Result, drop_caches, machine, note, require_rig, run_engine, spread, summary
 from ondevice_bundle import bundle_folder
@@ -134,6 +135,7 @@ def measure_case(rivals: Rivals, case: Case, pairs: int) -> dict[str, Any]:
     setting = rivals.best_setting(case)
     ours: list[Result] = []
     theirs: list[Result] = []
+    dram: list[float] = []
     turns: list[tuple[list[Result], Callable[[], Result]]] = [
         (ours, lambda: rivals.ours(case)),
         (theirs, lambda: rivals.theirs(case, setting)),
@@ -141,9 +143,11 @@ def measure_case(rivals: Rivals, case: Case, pairs: int) -> dict[str, Any]:
     for pair in range(pairs):
         for results, run in turns if pair % 2 == 0 else turns[::-1]:
             results.append(run())
+            dram.append(dram_gigabytes_per_second(rivals.threads))
         note(
             f"{case.name} {pair + 1}/{pairs}: "
             + " against ".join(_figure_text(r[-1], case) for r in (ours, theirs))
+            + f" (DRAM {dram[-2]:.0f}, {dram[-1]:.0f} GB/s)"
         )
     row: dict[str, Any] = {
         "case": case.name,
@@ -152,6 +156,7 @@ def measure_case(rivals: Rivals, case: Case, pairs: int) -> dict[str, Any]:
         "aim": case.aim,
         "rival_setting": dict(setting),
         "limit_bytes": rivals.limit(case),
+        "dram_gigabytes_per_second": summary(dram),
     }
     lost = [r["reason"] for r in ours if not r["survived"]]
     if lost:
