@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ondevice import cli
 from ondevice.api import Model, load
 from tests.bundles import convert_bundle, write_chat_checkpoint
+from tests.command_line import Result, Run
 from tests.models import write_checkpoint
 from tests.small_tokenizers import train_sentencepiece
 
@@ -56,3 +61,23 @@ def model(chat_bundle: Path) -> Iterator[Model]:
 def small_sentencepiece() -> bytes:
     """A sentencepiece model of a few words, with two pieces its user defined."""
     return train_sentencepiece(user_defined_symbols=["<turn>", "word"], remove_extra_whitespaces=False)
+
+
+@pytest.fixture
+def ondevice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs one command line in this process, with an empty home and no settings of the person's own."""
+    for name in [name for name in os.environ if name.startswith("ONDEVICE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ONDEVICE_HOME", str(tmp_path / "home"))
+    (tmp_path / "config.toml").touch()
+    monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "config.toml"))
+
+    def run(*arguments: object, stdin: str | bytes = "") -> Result:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        capsys.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return run

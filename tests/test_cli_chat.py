@@ -1,0 +1,131 @@
+"""Chat: commands, saving, a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tests.bundles import CONTEXT
+from tests.command_line import Run, command
+
+
+def test_chat_honours_the_models_sampling_and_says_so(ondevice: Run, chat_bundle: Path) -> None:
+    options = ("-m", chat_bundle, "--max-tokens", 12)
+    recommended = ondevice("chat", *options, stdin="Hello\n")
+    assert "recommend: temperature 0.7, top_p 0.9" in recommended.err
+    spelt_out = ondevice("chat", *options, "--temp", 0.7, "--top-p", 0.9, stdin="Hello\n")
+    assert "recommend" not in spelt_out.err
+    assert recommended.out == spelt_out.out
+    greedy = ondevice("chat", *options, "--temp", 0, stdin="Hello\n")
+    assert "recommend: top_p 0.9" in greedy.err
+    assert greedy.out != recommended.out
+
+
+def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
+    talk = tmp_path / "talk.json"
+    lines = f"Hello\n/save {talk}\n/reset\n/load {talk}\n/stats\n/budget 8GB\n/budget 1MB\n/help\n"
+    lines += "/nonsense\n/save\n"
+    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 4, "--system-prompt", "Hi.", stdin=lines)
+    assert result.code == 0
+    assert result.out.count("\n") >= 1
+    saved = json.loads(talk.read_text())["messages"]
+    assert [message["role"] for message in saved] == ["system", "user", "assistant"]
+    assert result.out == saved[-1]["content"] + "\n"
+    for part in ("3 messages loaded", "forgotten", "budget 8.00 GB", "too small", "Ctrl-D quits"):
+        assert part in result.err
+    for wrong in ("'/nonsense'", "'/save'"):
+        assert wrong in result.err
+
+
+def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
+    ondevice: Run, chat_bundle: Path
+) -> None:
+    options = ("-m", chat_bundle, "--max-tokens", 2)
+    long = "x" * (CONTEXT // 2)
+    result = ondevice("chat", *options, stdin=f"{long}\n\n{long}\nmore\n")
+    assert result.code == 4
+    assert result.out.count("\n") == 1
+    assert "line 3 of stdin, and what follows it, wasn't answered" in result.err
+    advised = ondevice("chat", *options, stdin=f"{long}\n/reset\n{long}\n/reset\nmore\n")
+    assert advised.code == 0
+    assert advised.out.count("\n") == 3
+
+
+def test_a_conversation_that_cannot_be_saved_goes_on(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path
+) -> None:
+    lines = f"/save {tmp_path}/no/where\n/save {tmp_path}\n/load {'x' * 300}\n/save a\0b\nHello\n"
+    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 2, stdin=lines)
+    assert result.code == 0
+    assert result.out.count("\n") == 1
+    assert f"can't be saved to {tmp_path}/no/where: No such file or directory" in result.err
+    assert f"can't be saved to {tmp_path}: Is a directory" in result.err
+    assert "null byte" in result.err
+    assert "File name too long" in result.err
+    assert "Errno" not in result.err
+    assert list(tmp_path.parent.glob("*.partial")) == []
+
+
+class Terminal:
+    """A command on a pseudo-terminal, typed at and read from."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.master, worker = pty.openpty()
+        self.process = subprocess.Popen(
+            arguments, stdin=worker, stdout=worker, stderr=worker, start_new_session=True, close_fds=True
+        )
+        os.close(worker)
+        self.seen = ""
+
+    def until(self, text: str, seconds: float = 120.0) -> str:
+        """What was shown since the last call, up to and including `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.seen and time.monotonic() < deadline:
+            if not select.select([self.master], [], [], 0.1)[0]:
+                continue
+            try:
+                self.seen += os.read(self.master, 4096).decode(errors="replace")
+            except OSError:
+                break
+        assert text in self.seen, self.seen
+        shown, _, self.seen = self.seen.partition(text)
+        return shown + text
+
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C until `text` is shown: Python misses one that comes just before it waits for a key."""
+        for _ in range(20):
+            os.kill(self.process.pid, signal.SIGINT)
+            with suppress(AssertionError):
+                self.until(text, 2.0)
+                return
+        raise AssertionError(self.seen)
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+
+def test_chat_on_a_terminal(chat_bundle: Path) -> None:
+    terminal = Terminal(command("chat", "-m", chat_bundle, "--temp", 0, "--max-tokens", 200))
+    try:
+        terminal.until("> ")
+        terminal.type("Tell me everything\r")
+        terminal.until("everything")
+        time.sleep(0.05)
+        os.kill(terminal.process.pid, signal.SIGINT)
+        terminal.until("> ")
+        terminal.interrupt_until("(Ctrl-D quits)")
+        terminal.type("/stats\r")
+        terminal.until("tokens/s")
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.process.kill()
+        os.close(terminal.master)
