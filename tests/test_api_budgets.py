@@ -17,7 +17,7 @@ from ondevice.api import Model, load
 from ondevice.errors import (
     BudgetError,
 )
-from tests.bundles import EOS
+from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, budget_between, greedy
 
 
@@ -38,6 +38,29 @@ def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Mo
     for quarters in range(5):
         with load(chat_bundle, dram_budget=budget_between(chat_bundle, quarters), threads=1) as other:
             assert greedy(other, 100) == expected, quarters
+
+
+def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp_path: Path) -> None:
+    """Residency must really differ, lest the same pass be compared with itself."""
+    shape = {"num_hidden_layers": 8, "intermediate_size": 4096}
+    bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
+    texts, segments, hit_rates, read = [], [], [], []
+    for quarters in range(5):
+        with load(bundle, dram_budget=budget_between(bundle, quarters), threads=1) as model:
+            response = model.generate(PROMPT, max_tokens=200, logit_bias={EOS: -math.inf})
+            segments.append(model._engine._segments)
+            texts.append(response.tokens)
+            hit_rates.append(response.stats.neuron_cache_hit_rate)
+            read.append(response.stats.flash_bytes_read)
+            total = model.plan.segment.total
+    assert len(texts[0]) == 200
+    assert set(texts) == {texts[0]}
+    assert segments == sorted(set(segments))
+    assert hit_rates == sorted(set(hit_rates))
+    assert read == sorted(set(read), reverse=True)
+    # From less than two thirds of the reads spared to everything resident.
+    assert hit_rates[0] < 0.67
+    assert segments[-1] == total
 
 
 def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: Path) -> None:
