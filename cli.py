@@ -196,7 +196,7 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
 @click.pass_context
 def chat(context: click.Context, /, model: str | None, system_prompt: str | None, **values: Any) -> None:
-    """Talk to a model. From a pipe, every line is a turn.
+    """Talk to a model. From a pipe, every line is a turn, until the context is full; /reset begins anew.
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
