@@ -102,7 +102,8 @@ def read_as_the_runtime_does(folder: Path) -> Content:
     """Opens the bundle and reads all of it against its CRC32Cs, without the sha256 of weights."""
     bundle = Bundle.open(folder)
     pieces = {name: bundle.read_small(name) for name in bundle.manifest.tokenizer.files}
-    for file in (bundle.embedding_file, *bundle.neuron_files):
+    layers = [bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)]
+    for file in (bundle.embedding_file, *layers):
         pieces[file.path.name] = checked_bytes(file)[file.crc_start :]
     resident = checked_bytes(bundle.file("resident.safetensors"))
     for name in resident_tensors(bundle.config, bundle.quant):

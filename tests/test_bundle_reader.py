@@ -98,7 +98,8 @@ def test_spans_are_where_safetensors_finds_the_tensors(bits: int, tmp_path: Path
 
 def test_record_files_are_safetensors_files() -> None:
     bundle = Bundle.open(GOLDEN)
-    for file in (bundle.embedding_file, *bundle.neuron_files):
+    layers = [bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)]
+    for file in (bundle.embedding_file, *layers):
         tensors = load_file(file.path)
         assert list(tensors) == ["records"]
         assert tensors["records"].dtype == np.uint8

@@ -214,14 +214,13 @@ def _header(entries: Mapping[str, object]) -> bytes:
 class FileLayout:
     """What model and format decide about a file, whatever the weights: its size, its head and its CRC units.
 
-    `nbytes` is None where only the manifest knows (tokenizer files); `num_records` is 0 outside record files.
+    `nbytes` is None where only the manifest knows (tokenizer files); `record` is None outside record files.
     """
 
     nbytes: int | None
     header: bytes
     crc_start: int
     crc_units: tuple[int, ...]
-    num_records: int = 0
     record: RecordLayout | None = None
 
     def crc_count(self, nbytes: int) -> int:
@@ -247,4 +246,4 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
 def _record_file(num_records: int, record: RecordLayout) -> FileLayout:
     header = record_header(num_records, record.stride)
     nbytes = DATA_OFFSET + num_records * record.stride
-    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, num_records, record)
+    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record)

@@ -115,11 +115,6 @@ class Bundle:
         return config.num_layers * layer + tables * config.vocab_size * hidden + hidden
 
     @property
-    def neuron_files(self) -> tuple[CheckedFile, ...]:
-        """Every layer's neuron file, in order."""
-        return tuple(self.neuron_file(layer) for layer in range(self.config.num_layers))
-
-    @property
     def embedding_file(self) -> CheckedFile:
         return self.file(EMBEDDING)
 

@@ -147,9 +147,6 @@ void bind_reader(nb::module_& m) {
           nb::arg("file"), nb::arg("offset"), nb::arg("out").noconvert())
       .def("read_records", &read_records, nb::arg("file"), nb::arg("ids").noconvert(),
            nb::arg("out").noconvert())
-      .def(
-          "record_bytes", [](FlashReader& self, size_t file) { return self.file(file).period(); },
-          nb::arg("file"))
       .def("close", &FlashReader::close, Release())
       .def(
           "stats", [](FlashReader& self) { return times(self.pool().stats()); }, Release())
