@@ -25,7 +25,8 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
-from ondevice.memory_plan import Plan, auto_budget, logits_rows, plan_memory
+from ondevice.memory_plan import Plan, auto_budget, plan_memory
+from ondevice.memory_sizes import logits_rows
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer

@@ -15,7 +15,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
-from ondevice.memory_plan import segment_shape, stream_shape
+from ondevice.memory_sizes import segment_shape, stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice import memory_plan
+from ondevice import memory_plan, memory_sizes
 from ondevice.api import Model, load
 from ondevice.errors import (
     BackendUnavailableError,
@@ -88,7 +88,7 @@ def test_long_logits_are_computed_in_pieces_with_equal_bits(
 ) -> None:
     ids = [(7 * i) % 256 for i in range(100)]
     whole = model.logits(ids)
-    monkeypatch.setattr(memory_plan, "LOGITS_BYTES", 4 * VOCAB_SIZE * 3)
+    monkeypatch.setattr(memory_sizes, "LOGITS_BYTES", 4 * VOCAB_SIZE * 3)
     assert np.array_equal(model.logits(ids), whole)
 
 

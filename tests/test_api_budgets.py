@@ -158,7 +158,9 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
 
 def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
-    assert plan.budget_bytes == plan.full_bytes == plan.total_bytes
+    assert plan.budget_bytes == plan.full_bytes
+    assert plan.embedding_resident
+    assert not plan.streams
 
 
 def test_the_process_stays_below_its_budget(chat_bundle: Path) -> None:

@@ -28,7 +28,7 @@ LAYERS = (
     ("sparsity",),
     ("model",),
     ("sampling", "speculation"),
-    ("memory_plan",),
+    ("memory_sizes", "memory_plan"),
     ("generate",),
     ("settings", "models", "owner", "engine", "scoring", "response", "session", "api"),
     ("report", "options", "chat_commands", "cli", "__main__"),

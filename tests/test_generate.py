@@ -81,6 +81,10 @@ class CountingTransformer:
         self.lengths.append(len(tokens))
         return self._inner.forward(tokens, *rest)
 
+    def every_logits(self, tokens: Sequence[int], *rest: Any) -> Any:
+        self.lengths.append(len(tokens))
+        return self._inner.every_logits(tokens, *rest)
+
 
 def generator(after: dict[int, int] | None = None, **changes: Any) -> Generator:
     model: Any = CountingTransformer(successor_model(after or {}))
@@ -307,11 +311,12 @@ def test_sampling_sees_the_absolute_position_and_the_whole_history(monkeypatch: 
 
 
 def test_logits_in_chunks_are_the_logits_in_one_pass() -> None:
-    engine, tokens = generator(), list(b"hello world")
-    whole = np.concatenate(list(engine.logits(tokens, cache(), 100)))
-    kv = cache()
-    parts = list(engine.logits(tokens, kv, 4))
-    assert [part.shape for part in parts] == [(4, 257), (4, 257), (3, 257)]
+    tokens = list(b"hello world")
+    whole = np.concatenate(list(generator().logits(tokens, cache(), 100)))
+    engine, kv = generator(prefill_chunk=8), cache()
+    parts = list(engine.logits(tokens, kv, 5))
+    assert passes(engine) == [8, 3]
+    assert [part.shape for part in parts] == [(5, 257), (3, 257), (3, 257)]
     np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-5)
     assert kv.tokens == tokens
     with pytest.raises(ContextOverflowError, match="257 tokens"):

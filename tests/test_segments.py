@@ -18,7 +18,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.memory_plan import stream_shape
+from ondevice.memory_sizes import stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer

@@ -10,6 +10,7 @@ It knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Literal
 
 import numpy as np
@@ -53,13 +54,12 @@ class Transformer:
         vocabulary, BundleError for logits that aren't finite, and what a read or the cache's allocator
         raises. Whatever it raises, kv is as before.
         """
-        start = kv.length
-        x = self._layers(tokens, kv, "last", cancelled)
-        try:
-            return None if logits == "none" else self._head(x)
-        except BaseException:
-            kv.truncate(start)
-            raise
+        with ExitStack() as undo:
+            undo.callback(kv.truncate, kv.length)
+            x = self._layers(tokens, kv, "last", cancelled)
+            result = None if logits == "none" else self._head(x)
+            undo.pop_all()
+        return result
 
     def every_logits(
         self,
@@ -72,7 +72,10 @@ class Transformer:
 
         The layers have run, and kv holds the tokens, when the first piece comes.
         """
-        hidden = self._layers(tokens, kv, "all", cancelled)
+        with ExitStack() as undo:
+            undo.callback(kv.truncate, kv.length)
+            hidden = self._layers(tokens, kv, "all", cancelled)
+            undo.pop_all()
         for start in range(0, len(tokens), rows):
             yield self._head(hidden[start : start + rows])
 
@@ -87,20 +90,16 @@ class Transformer:
         backend, config, position = self.backend, self.config, kv.length
         ids = self._checked(tokens)
         kv.reserve(position + len(ids))
-        try:
-            cos, sin = self._rope.tables(position, len(ids))
-            x = backend.embedding(self._weights.embedding, ids)
-            for layer, weights in enumerate(self._weights.layers):
-                if cancelled is not None and cancelled():
-                    raise Cancelled
-                x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
-                if layer == config.num_layers - 1 and wanted == "last":
-                    x = x[-1:]
-                x = feed_forward(backend, config, weights, x)
-            kv.extend(ids.tolist())
-        finally:
-            if kv.length == position:
-                kv.truncate(position)
+        cos, sin = self._rope.tables(position, len(ids))
+        x = backend.embedding(self._weights.embedding, ids)
+        for layer, weights in enumerate(self._weights.layers):
+            if cancelled is not None and cancelled():
+                raise Cancelled
+            x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
+            if layer == config.num_layers - 1 and wanted == "last":
+                x = x[-1:]
+            x = feed_forward(backend, config, weights, x)
+        kv.extend(ids.tolist())
         return x
 
     def _head(self, x: Array) -> Float32:

@@ -198,7 +198,7 @@ class SegmentPool:
 
     def _stream_at(self, index: int) -> ExtentStream:
         """The stream, about to give a layer's first piece."""
-        if not self._pieces:
+        if self._stream is None or not self._pieces:
             self._schedule()
             extents = [extent for pieces in self._pieces for _, _, extent in pieces]
             if self._stream is None:
