@@ -64,7 +64,7 @@ def _headline(tokens: int) -> Case:
         1.0,
         1.5,
         prompt_tokens=tokens,
-        max_tokens=24,
+        max_tokens=16,
         context=tokens + 32,
         warm_up=False,
         limit_bytes=HEADLINE_BYTES,
