@@ -155,6 +155,7 @@ class Engine:
         kv = self._new_cache()
         self._at_work = (kv,)
         try:
+            self._lend_more(kv, len(tokens))
             yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
         except Cancelled:
             raise OndeviceError("the computation was cancelled") from None
@@ -276,7 +277,7 @@ class Engine:
                 kv.truncate(0)
 
     def _lend_more(self, kv: KVCache, tokens: int) -> None:
-        """Before a generation: take the memory that `tokens` of kv will leave for segments."""
+        """Before the work: take the memory that `tokens` of kv will leave for segments."""
         grown = max(0, self._layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
         target = self.plan.segments_for(self._kv_bytes + grown * self._layout.block_bytes)
         if target > self._segments:

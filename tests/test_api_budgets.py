@@ -156,6 +156,17 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
         assert model._engine._kv_bytes == 0
 
 
+def test_residency_comes_back_between_the_windows_of_a_score(chat_bundle: Path) -> None:
+    plan = ondevice.inspect(chat_bundle)
+    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+    with load(chat_bundle, dram_budget=bare + plan.segment.nbytes) as model:
+        for call in (model.logits, lambda tokens: model.score(tokens=tokens)):
+            call([1] * (plan.max_context - 1))
+            at_full_context = model._engine._segments
+            call([1, 2])
+            assert model._engine._segments > at_full_context
+
+
 def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     assert plan.budget_bytes == plan.full_bytes
