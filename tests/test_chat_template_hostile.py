@@ -25,6 +25,12 @@ def doubling(start: str, step: str) -> str:
     return f"{{% set n = namespace(x={start}) %}}{{% for i in range(64) %}}{{% set n.x = {step} %}}{END}"
 
 
+# n.x is a namespace that holds two, which hold two each, and so on.
+NAMESPACES = (
+    "{% set n = namespace(x=namespace(x=1)) %}{% for i in range(64) %}"
+    "{% set n.x = namespace(x=[n.x, n.x]) %}" + END
+)
+
 HOSTILE = {
     # Out of the sandbox.
     "class": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "__class__"),
@@ -74,6 +80,22 @@ HOSTILE = {
     "shared text printed": (MEGA + "{{ [s] * 100000 }}", "too much text"),
     "shared text as json": (MEGA + "{{ ([s] * 100000) | tojson }}", "too much text"),
     "shared text in capitals": (MEGA + "{{ ([s] * 100000) | upper }}", "too much text"),
+    "namespaces in a printed list": (NAMESPACES + "{{ [n.x] }}", "prints a Namespace"),
+    "namespaces in a list as text": (NAMESPACES + "{{ [n.x] | string }}", "prints a Namespace"),
+    "namespaces in a printed dict": (NAMESPACES + "{{ {'a': n.x} }}", "prints a Namespace"),
+    "namespaces in text by ~": (NAMESPACES + "{{ [n.x] ~ '' }}", "prints a Namespace"),
+    "namespaces as json": (NAMESPACES + "{{ [n.x] | tojson }}", "prints a Namespace"),
+    "namespaces in a printed key": (NAMESPACES + "{{ {(n.x, 1): 1} }}", "prints a Namespace"),
+    "long numbers printed": ("{{ [" + "9" * 4000 + "] * 100000 }}", "too much text"),
+    "escapes printed": ("{{ ['\u0001' * 1000000] }}", "too much text"),
+    "escapes as json": ("{{ ('\u0001' * 1000000) | tojson }}", "too much text"),
+    "separators of json": ("{{ ([1] * 90000) | tojson(separators=('a' * 9000, 'b')) }}", "too much text"),
+    "levels of json": (
+        "{% set n = namespace(x=[1] * 9000) %}{% for i in range(99) %}{% set n.x = [n.x] %}{% endfor %}"
+        "{{ n.x | tojson(indent=16) }}",
+        "too much text",
+    ),
+    "another json encoder": ("{{ [1] | tojson(cls=namespace) }}", "TypeError"),
     "slices": (
         MEGA + "{% set n = namespace(l=[]) %}" + MANY + "{% set n.l = n.l + [s[1:]] %}" + END,
         "too much text",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
+from collections.abc import Callable
 
 import jinja2
 
 _MAX_ELEMENTS = 1 << 20
+_DATA = (str, bool, int, float, type(None), jinja2.Undefined)
+"""What a template may print, alone or in containers: anything else could print without bounds."""
 
 
 class TemplateLimit(jinja2.TemplateError):
@@ -62,29 +64,60 @@ class Meter:
 
     def text(self, value: object) -> str:
         """`value` as printed. Only data prints; what has no length that is known beforehand doesn't."""
-        if value is None or isinstance(value, str | bool | int | float | jinja2.Undefined):
-            text = str(value)
-            self.charge(len(text), "text")
-            return text
-        if not isinstance(value, list | tuple | dict):
-            raise TemplateLimit(f"it prints a {type(value).__name__}")
-        self._charge_printed(value)
-        return str(value)
+        if isinstance(value, list | tuple | dict):
+            self._charge_printed(value)
+            return str(value)
+        if not isinstance(value, _DATA):
+            raise _unprintable(value)
+        text = str(value)
+        self.charge(len(text), "text")
+        return text
 
-    def json(self, value: object, indent: int | None = None, **options: Any) -> str:
+    def json(
+        self,
+        value: object,
+        indent: int | None = None,
+        ensure_ascii: bool = False,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         """`tojson` as templates for language models know it: plain JSON, nothing escaped for HTML."""
         if indent is not None and not 0 <= indent <= 16:
             raise TemplateLimit(f"it indents JSON by {indent}; the limit is 16")
-        self._charge_printed(value, 16 * (indent or 0) + 4)
-        return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
 
-    def _charge_printed(self, value: object, each: int = 2) -> None:
+        def dumps(part: object, indent: int | None = None) -> str:
+            return json.dumps(
+                part, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys
+            )
+
+        self._charge_printed(value, dumps, 4 + sum(map(len, separators or ())), indent or 0)
+        return dumps(value, indent)
+
+    def _charge_printed(
+        self, value: object, printed: Callable[[object], str] = repr, between: int = 4, indent: int = 0
+    ) -> None:
+        """Charge what printing a container makes, before it is made.
+
+        printed: how a leaf is; between: characters around each value; indent: more of them, per level.
+        """
         self.elements(value)
-        pending = [value]
+        pending = [(value, 0)]
         while pending:
-            item = pending.pop()
-            self.charge(each + (len(item) if isinstance(item, str) else 8), "text")
+            item, depth = pending.pop()
+            # A container's end stands on a line of its own too.
+            self.charge(between + 2 * indent * depth, "text")
             if isinstance(item, dict):
-                pending += [*item, *item.values()]
+                pending += [(part, depth + 1) for pair in item.items() for part in pair]
             elif isinstance(item, list | tuple):
-                pending += item
+                pending += [(part, depth + 1) for part in item]
+            elif isinstance(item, str):
+                self.charge(len(item), "text")
+                self.charge(len(printed(item)) - len(item), "text")
+            elif isinstance(item, _DATA):
+                self.charge(len(printed(item)), "text")
+            else:
+                raise _unprintable(item)
+
+
+def _unprintable(value: object) -> TemplateLimit:
+    return TemplateLimit(f"it prints a {type(value).__name__}")
