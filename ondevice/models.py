@@ -51,7 +51,6 @@ REPOSITORY_FILES = [
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "chat_template.json",
 ]
 """All that a conversion reads: never code, never a pickle."""
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ondevice import models
+import ondevice.bundle.layout
+from ondevice import converters, models
 from ondevice.config import ModelConfig, RuntimeConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -130,6 +131,14 @@ def test_aliases_and_repositories_are_downloaded_without_code_or_pickles(
     assert not [pattern for pattern in patterns if pattern.endswith((".py", ".bin", ".pt", "*"))]
     with pytest.raises(ModelNotFoundError, match="404"):
         models.find_checkpoint("gone/model")
+
+
+def test_nothing_is_downloaded_that_no_conversion_reads() -> None:
+    sources = Path(converters.__file__).parent.rglob("*.py")
+    layout = Path(ondevice.bundle.layout.__file__)
+    read = "".join(path.read_text() for path in (layout, *sources))
+    named = [name for name in models.REPOSITORY_FILES if "*" not in name]
+    assert [name for name in named if f'"{name}"' not in read] == []
 
 
 def test_offline_and_a_missing_extra_forbid_downloads(
