@@ -164,13 +164,20 @@ class SamplingConfig:
         """Raises UsageError for a value of the wrong type or out of range."""
         self._check_types()
         checks = (
-            ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            # Above 0, no finite logit divided by one of these overflows.
+            (
+                "temperature",
+                self.temperature == 0.0 or 1e-6 <= self.temperature <= 100.0,
+                "0, or 1e-6 to 100",
+            ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("seed", 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
+            # An empty one would stop every text before it begins.
+            ("stop", all(self.stop), "strings that aren't empty"),
         )
         for name, valid, range_text in checks:
             if not valid:

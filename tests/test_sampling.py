@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -277,6 +279,21 @@ def test_ids_and_biases_that_cannot_be_right_are_refused(
         sample(np.zeros(4, np.float32), config, 0, history)
 
 
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("temperature", 1e-6), ("repetition_penalty", 1e-3), ("top_p", 5e-324), ("min_p", 5e-324)],
+)
+def test_the_smallest_values_sample_and_smaller_ones_are_refused(name: str, least: float) -> None:
+    """Nothing overflows, so no warning comes and no logits are called damaged."""
+    logits = np.float32([-3e4, 3e4, 1.0, 0.0])
+    config = SamplingConfig(**({"temperature": 1.0} | {name: least}))  # type: ignore[arg-type]
+    with warnings.catch_warnings(action="error"):
+        assert sample(logits, config, 0, [0, 1]) == 1
+    if least > 5e-324:
+        with pytest.raises(UsageError, match=f"{name} is 1e-308; it must be .*1"):
+            SamplingConfig(**{name: 1e-308})  # type: ignore[arg-type]
+
+
 def test_sampling_is_fast_enough_not_to_matter() -> None:
     """Aims are 50 us greedy and 2 ms drawn at 32,000 logits; the bounds leave room for a busy machine."""
     logits = random_logits(32_000)
@@ -335,7 +352,7 @@ def test_held_text_is_given_out_at_the_end() -> None:
     assert not matcher.stopped
 
 
-@pytest.mark.parametrize("stops", [[""], ["a", ""], "stop", [3]])
-def test_stop_strings_that_cannot_be_right_are_refused(stops: Sequence[str]) -> None:
+@pytest.mark.parametrize("stops", [("",), ("a", ""), "stop", (3,)])
+def test_stop_strings_that_cannot_be_right_are_refused(stops: Any) -> None:
     with pytest.raises(UsageError, match="stop is"):
-        StopMatcher(stops)
+        SamplingConfig(stop=stops)
