@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ondevice
 from ondevice.api import Model
+from ondevice.engine import IsCancelled
 from tests.bundles import EOS
 
 PROMPT = "Once upon a time"
@@ -21,3 +26,24 @@ def budget_between(bundle: Path, quarters: int) -> int:
     """A budget from the smallest (0) to everything resident (4), by what this process holds right now."""
     plan = ondevice.inspect(bundle)
     return plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters // 4
+
+
+def pause_engine(
+    model: Model, monkeypatch: pytest.MonkeyPatch, work: str = "generate", after: int = 2
+) -> list[Any]:
+    """After so many items of its work the engine waits to be cancelled; what it makes is listed."""
+    made: list[Any] = []
+    run = getattr(model._engine, work)
+
+    def pausing(*arguments: Any) -> Iterator[Any]:
+        cancelled: IsCancelled = arguments[-1]
+        for item in run(*arguments):
+            made.append(item)
+            yield item
+            if len(made) == after:
+                give_up = time.monotonic() + 20.0
+                while not cancelled() and time.monotonic() < give_up:
+                    time.sleep(0.001)
+
+    monkeypatch.setattr(model._engine, work, pausing)
+    return made

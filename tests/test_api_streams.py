@@ -19,15 +19,7 @@ from ondevice.errors import (
     OndeviceError,
 )
 from tests.bundles import EOS
-from tests.chat import PROMPT, greedy
-
-
-def test_closing_a_stream_cancels_it(model: Model) -> None:
-    events = model.stream(PROMPT, max_tokens=200, logit_bias={EOS: -math.inf})
-    first = [next(events), next(events)]
-    events.close()  # type: ignore[attr-defined]
-    assert [event.token for event in first] == list(greedy(model, 2))
-    assert model.stats.generated_tokens == 2
+from tests.chat import PROMPT, pause_engine
 
 
 def test_the_figures_of_a_cancelled_reply_are_its_own(model: Model) -> None:
@@ -88,30 +80,17 @@ def test_asyncio(model: Model) -> None:
     assert tuple(streamed) == tokens == model.generate(PROMPT, max_tokens=6).tokens
 
 
-def test_cancelling_a_task_cancels_the_generation(model: Model) -> None:
-    async def cancelled() -> None:
-        bias = {EOS: -math.inf}
-        task = asyncio.create_task(model.agenerate(PROMPT, max_tokens=240, logit_bias=bias))
-        await asyncio.sleep(0.005)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(cancelled())
-    start = time.monotonic()
-    assert len(greedy(model, 1)) == 1
-    assert time.monotonic() - start < 5.0
-
-
-def test_close_ends_everything_and_is_idempotent(chat_bundle: Path) -> None:
+def test_close_ends_everything_and_is_idempotent(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     model = load(chat_bundle)
+    made = pause_engine(model, monkeypatch)
     events = model.stream(PROMPT, max_tokens=240, logit_bias={EOS: -math.inf})
-    next(events)
+    heard = [next(events), next(events)]
     model.close()
     model.close()
-    rest = list(events)
-    assert rest[-1].finish_reason in ("cancelled", "length")
+    assert [event.finish_reason for event in events] == ["cancelled"]
+    assert made[:2] == heard
+    assert len(made) == 3
     for call in (lambda: model.generate(PROMPT), lambda: model.logits([1]), lambda: model.score("ab")):
         with pytest.raises(OndeviceError, match="closed"):
             call()
