@@ -1,6 +1,7 @@
 """Where a conversion writes: `<output>.partial`, until it is whole and takes the name `<output>`.
 
-What this refuses to do: replace or delete anything that isn't a bundle or an unfinished one.
+What this refuses to do: replace or delete anything that isn't a bundle or an unfinished one. Files are
+deleted one by one, by the names that conversions make, never as a whole tree.
 """
 
 from __future__ import annotations
@@ -8,14 +9,23 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 from collections.abc import Container
 from pathlib import Path
 
 from ondevice.bundle.files import sync_folder
-from ondevice.bundle.layout import MANIFEST
+from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
+from ondevice.bundle.resume import STATE_FILE
+from ondevice.converters.error_log import ErrorLog
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.units import format_bytes
+
+_NAMES = frozenset(
+    {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
+    | {STATE_FILE, ErrorLog.FILE}
+)
+_NEURONS = re.compile(r"neurons-\d{5}\.safetensors", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -27,22 +37,25 @@ class OutputFolder:
         self.output = output.absolute()
         self.partial = self._sibling(".partial")
         self._replaced = self._sibling(".replaced")
+        self._force = False
+        self._may_discard = False
         self._descriptor = -1
 
     def check(self, resume: bool, force: bool) -> None:
         """Raises UsageError where writing would touch what the options don't allow to be touched."""
         if not self.output.name:
             raise UsageError(f"{self.output} can't be an output folder")
-        if self.output.exists():
-            if not force:
-                raise UsageError(f"{self.output} exists; choose another --output, or replace it with --force")
-            if not (self.output / MANIFEST).is_file():
-                raise UsageError(f"{self.output} exists and isn't a bundle, so --force won't replace it")
-        if not (resume or force) and self.partial.is_dir() and any(self.partial.iterdir()):
-            raise UsageError(
-                f"{self.partial} holds an unfinished conversion; continue it with --resume, or start again "
-                "with --force"
-            )
+        self._force = force
+        self._check_output()
+        if self.partial.is_dir():
+            _check_contents(self.partial, "conversions work there")
+            if not (resume or force) and any(self.partial.iterdir()):
+                raise UsageError(
+                    f"{self.partial} holds an unfinished conversion; continue it with --resume, or start "
+                    "again with --force"
+                )
+        if os.path.lexists(self._replaced):
+            self._check_leftover(resume or force)
 
     def claim(self, resume: bool) -> None:
         """Make the partial folder, empty unless resuming. Raises OndeviceError if that can't be done."""
@@ -62,11 +75,9 @@ class OutputFolder:
             self.clear()
 
     def clear(self, keep: Container[str] = ()) -> None:
-        """Delete the files of the partial folder but those to `keep`. Raises OndeviceError on a subfolder."""
+        """Delete the conversion's files in the partial folder but those to `keep`. Raises OndeviceError."""
         try:
-            for entry in sorted(self.partial.iterdir()):
-                if entry.name not in keep:
-                    entry.unlink()
+            _delete_files(self.partial, keep)
         except OSError as error:
             raise OndeviceError(
                 f"{error.filename} can't be deleted: {error.strerror}; delete it yourself"
@@ -78,7 +89,7 @@ class OutputFolder:
         needed = max(0, bundle_bytes - present)
         free = shutil.disk_usage(self.partial).free
         if needed > free:
-            if not present:
+            if not any(self.partial.iterdir()):
                 self.partial.rmdir()
             raise OndeviceError(
                 f"the bundle needs {_size(needed)} more, but {self.partial.parent} has {_size(free)} free; "
@@ -86,30 +97,93 @@ class OutputFolder:
             )
 
     def publish(self) -> None:
-        """Give the whole bundle its name; an older one under that name goes."""
+        """Give the whole bundle its name; an older one under that name goes.
+
+        Raises UsageError if something else took that name meanwhile, OndeviceError if the disk refuses.
+        """
+        self._check_output()
         try:
-            if self.output.exists():
+            if os.path.lexists(self.output):
                 self._discard_replaced()
                 self.output.rename(self._replaced)
+                self._may_discard = True
             self.partial.rename(self.output)
             sync_folder(self.output.parent)
-            self._discard_replaced()
         except OSError as error:
             raise OndeviceError(
-                f"{self.partial} is complete, but couldn't be renamed to {self.output.name}: {error.strerror}"
+                f"{self.partial} is complete, but couldn't be renamed to {self.output.name}: "
+                f"{error.strerror}; mend that, then run again with --resume"
             ) from error
+        self._discard_replaced()
 
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _check_output(self) -> None:
+        if not os.path.lexists(self.output):
+            return
+        if not self._force:
+            raise UsageError(f"{self.output} exists; choose another --output, or replace it with --force")
+        if not (self.output / MANIFEST).is_file():
+            raise UsageError(f"{self.output} exists and isn't a bundle, so --force won't replace it")
+        if not self.output.is_symlink():
+            _check_contents(self.output, "--force replaces nothing but a bundle")
+
+    def _check_leftover(self, allowed: bool) -> None:
+        """A bundle under that name is what an interrupted run had put aside; anything else is the user's."""
+        if not (allowed and (self._replaced / MANIFEST).is_file()):
+            raise UsageError(
+                f"{self._replaced} exists, a name this conversion needs; move it elsewhere, or choose "
+                "another --output"
+            )
+        if not self._replaced.is_symlink():
+            _check_contents(self._replaced, "this conversion needs that name")
+        self._may_discard = True
+
     def _discard_replaced(self) -> None:
-        if self._replaced.exists():
-            shutil.rmtree(self._replaced)
+        """Delete the bundle that was put aside, its manifest last: until then it can be told for one."""
+        if not self._may_discard:
+            return
+        try:
+            if self._replaced.is_symlink():
+                self._replaced.unlink()
+            elif self._replaced.is_dir():
+                _delete_files(self._replaced, keep={MANIFEST})
+                (self._replaced / MANIFEST).unlink(missing_ok=True)
+                self._replaced.rmdir()
+        except OSError as error:
+            logger.warning(
+                "%s, the bundle that was there before, can't be deleted: %s; delete it yourself",
+                self._replaced,
+                error.strerror,
+            )
 
     def _sibling(self, suffix: str) -> Path:
         return self.output.with_name(self.output.name + suffix) if self.output.name else self.output
+
+
+def _is_made_here(name: str) -> bool:
+    """Whether a conversion makes files of that name, finished or not."""
+    name = name.removesuffix(".tmp")
+    return name in _NAMES or _NEURONS.fullmatch(name) is not None
+
+
+def _check_contents(folder: Path, why: str) -> None:
+    """Raises UsageError if `folder` holds anything that no conversion put there."""
+    for entry in sorted(folder.iterdir()):
+        if not _is_made_here(entry.name) or (entry.is_dir() and not entry.is_symlink()):
+            raise UsageError(
+                f"{entry} isn't part of a bundle, and {why}; move it elsewhere, or choose another --output"
+            )
+
+
+def _delete_files(folder: Path, keep: Container[str] = ()) -> None:
+    """Delete the files in `folder` that a conversion makes. Raises OSError."""
+    for entry in sorted(folder.iterdir()):
+        if _is_made_here(entry.name) and entry.name not in keep:
+            entry.unlink()
 
 
 def _size(nbytes: int) -> str:

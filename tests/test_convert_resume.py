@@ -159,7 +159,7 @@ def test_force_replaces_only_bundles(source: Path, tmp_path: Path) -> None:
             convert(source, output, force=True)
     (tmp_path / "b.partial" / "folder").mkdir(parents=True)
     (tmp_path / "b.partial" / "folder" / "thesis.txt").write_text("years of work")
-    with pytest.raises(OndeviceError, match="can't be deleted"):
+    with pytest.raises(UsageError, match="folder isn't part of a bundle"):
         convert(source, tmp_path / "b", force=True)
     assert (mine / "thesis.txt").read_text() == "years of work"
 
