@@ -14,9 +14,7 @@ import pytest
 import ondevice
 from ondevice import memory_plan
 from ondevice.api import Model, load
-from ondevice.errors import (
-    BudgetError,
-)
+from ondevice.errors import BackendUnavailableError, BudgetError
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, budget_between, greedy
 
@@ -64,9 +62,17 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
 
 
 def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: Path) -> None:
+    with load(stories_bundle) as model:
+        opening = model.tokenizer.encode("Once upon a time")
+        prompt = [*opening, *model.generate(tokens=opening, max_tokens=140).tokens]
+    assert len(prompt) > 2 * 64
+
     def tokens(**options: Any) -> tuple[int, ...]:
         with load(stories_bundle, **options) as model:
-            return model.generate("Once upon a time", max_tokens=200).tokens
+            response = model.generate(tokens=prompt, max_tokens=200)
+            chunk = model.runtime.prefill_chunk
+            assert response.stats.forward_passes == math.ceil(len(prompt) / chunk) + 199, options
+            return response.tokens
 
     expected = tokens()
     assert len(expected) == 200
@@ -77,12 +83,25 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
         assert tokens(dram_budget=budget_between(stories_bundle, quarters)) == expected, quarters
     with load(stories_bundle) as model:
         changed = []
-        for index, event in enumerate(model.stream("Once upon a time", max_tokens=200)):
+        for index, event in enumerate(model.stream(tokens=prompt, max_tokens=200)):
             changed.append(event.token)
             if index % 50 == 25:
                 smallest = model.plan.minimum_budget_bytes
                 model.set_dram_budget("1GB" if model.plan.streams else smallest)
         assert tuple(changed[:-1]) == expected
+
+
+def test_direct_and_buffered_reads_give_the_same_text(chat_bundle: Path, model: Model) -> None:
+    smallest = ondevice.inspect(chat_bundle).minimum_budget_bytes
+    for io in ("buffered", "direct"):
+        try:
+            other = load(chat_bundle, io=io, dram_budget=smallest)
+        except BackendUnavailableError as refused:
+            pytest.skip(str(refused))
+        with other:
+            assert greedy(other, 100) == greedy(model, 100)
+            assert other.stats.io == io
+            assert other.stats.flash_bytes_read > 0
 
 
 def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path) -> None:
