@@ -34,6 +34,7 @@ from ondevice.bundle.manifest import (
     parse_manifest,
 )
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.resume import SourceStamp
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures import tensors as names
@@ -51,7 +52,7 @@ from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, Un
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "2"
+CONVERTER_VERSION = "3"
 """Changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20
@@ -70,7 +71,8 @@ def convert(
     """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that.
 
     quant: q4, q8, f16, or a QuantConfig.
-    resume: go on with what an interrupted run left; the result has the bytes of an uninterrupted one.
+    resume: go on with what an interrupted run left; the result has the bytes of an uninterrupted one. That
+    needs the source files as they were: one with another size or time of change is a UsageError.
     force: replace an existing bundle, or start again over an unfinished one.
     on_progress: called from this thread, several times a second; what it raises stops the conversion, which
     can then be resumed.
@@ -124,6 +126,10 @@ class _Conversion:
             self._quant,
             _native.crc32c,
             fingerprint=self._origin,
+            sources={
+                file.path.name: SourceStamp(file.nbytes, file.modified_ns)
+                for file in self._checkpoint.source_files
+            },
         )
         self._errors = ErrorLog(self._folder.partial)
 

@@ -182,7 +182,9 @@ def test_a_finished_file_that_changed_is_made_again(
     assert content(tmp_path) == whole
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"origin": 1, "files": {}, "resident": null}'])
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b'{"origin": 1, "sources": {}, "files": {}, "resident": null}']
+)
 def test_a_damaged_state_starts_again(damage: bytes, tmp_path: Path, whole: dict[str, bytes]) -> None:
     writer = open_writer(tmp_path)
     writer.write_neurons(0, records(RECIPE, 0))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,42 @@ def test_another_source_or_option_is_not_mixed_in(source: Path, tmp_path: Path) 
     write_checkpoint(source, num_hidden_layers=3, seed=1)
     with pytest.raises(UsageError, match="another source or with other options"):
         convert(source, tmp_path / "b", resume=True)
+
+
+def touched(path: Path) -> None:
+    times = path.stat()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
+
+
+def flipped(path: Path) -> None:
+    """Bits of a weight between the samples that tell checkpoints apart."""
+    content = bytearray(path.read_bytes())
+    content[-700] ^= 1
+    path.write_bytes(content)
+    touched(path)
+
+
+@pytest.mark.parametrize("change", [touched, flipped])
+def test_a_source_that_changed_in_between_is_not_mixed_in(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    source = write_checkpoint(tmp_path / "source", num_hidden_layers=3, shards=2)
+    partial = interrupted(source, tmp_path / "b", "embedding.safetensors")
+    before = folder_bytes(partial)
+    change(source / "model-00002-of-00002.safetensors")
+    with pytest.raises(UsageError, match=r"model-00002-of-00002\.safetensors' has changed since .* --force"):
+        convert(source, tmp_path / "b", resume=True)
+    assert folder_bytes(partial) == before
+    expected = folder_bytes(convert(source, tmp_path / "expected"))
+    assert folder_bytes(convert(source, tmp_path / "b", force=True)) == expected
+
+
+def test_a_moved_source_is_the_same_source(source: Path, tmp_path: Path) -> None:
+    expected = folder_bytes(convert(source, tmp_path / "expected"))
+    interrupted(source, tmp_path / "b", "embedding.safetensors")
+    (tmp_path / "elsewhere").mkdir()
+    moved = source.rename(tmp_path / "elsewhere" / "source")
+    assert folder_bytes(convert(moved, tmp_path / "b", resume=True)) == expected
 
 
 def test_an_existing_output_needs_force(source: Path, tmp_path: Path) -> None:

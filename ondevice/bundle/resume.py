@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -39,12 +40,24 @@ class ResidentClaim(Claim):
     tensors: int
 
 
+@dataclass(frozen=True)
+class SourceStamp:
+    """A source file as it was when it was read: size, and time of its last change in ns since 1970."""
+
+    nbytes: int
+    modified_ns: int
+
+
 @dataclass
 class ResumeState:
-    """Claims of an unfinished conversion. `origin` identifies source, options and format."""
+    """Claims of an unfinished conversion. `origin` identifies source, options and format.
+
+    sources: the source files by name, which must not change until the conversion is finished.
+    """
 
     folder: Path
     origin: str
+    sources: Mapping[str, SourceStamp]
     files: dict[str, Claim] = field(default_factory=dict)
     resident: ResidentClaim | None = None
 
@@ -52,6 +65,7 @@ class ResumeState:
         """Writes the state durably. Raises OSError."""
         content = {
             "origin": self.origin,
+            "sources": {name: asdict(stamp) for name, stamp in self.sources.items()},
             "files": {name: asdict(claim) for name, claim in sorted(self.files.items())},
             "resident": None if self.resident is None else asdict(self.resident),
         }
@@ -79,27 +93,41 @@ class ResumeState:
         return digest
 
 
-def load_state(folder: Path, config: ModelConfig, quant: QuantConfig, fingerprint: str | None) -> ResumeState:
+def load_state(
+    folder: Path,
+    config: ModelConfig,
+    quant: QuantConfig,
+    fingerprint: str | None,
+    sources: Mapping[str, SourceStamp],
+) -> ResumeState:
     """The state that `folder` holds, or an empty one; then a manifest is no longer true and is removed.
 
-    Raises UsageError if it belongs to another source, or other options or another format.
+    Raises UsageError if it belongs to another source, or other options or another format, or if a file of
+    `sources` has changed since.
     """
     origin = _origin(config, quant, fingerprint)
     try:
         if (folder / STATE_FILE).exists():
             state = _parse(folder, read_whole(folder / STATE_FILE, MAX_JSON_BYTES))
         elif (folder / MANIFEST).exists():
-            state = _from_manifest(folder, parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES)))
+            manifest = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES))
+            state = _from_manifest(folder, manifest, sources)
         else:
-            return ResumeState(folder, origin)
+            return ResumeState(folder, origin, sources)
     except (BundleError, UnsupportedModelError) as error:
         logger.warning("%s can't be resumed and is made again: %s", folder, error)
         (folder / MANIFEST).unlink(missing_ok=True)
-        return ResumeState(folder, origin)
+        return ResumeState(folder, origin, sources)
     if state.origin != origin:
         raise UsageError(
             f"{folder} was begun from another source or with other options; "
             "repeat those, or delete it to start again"
+        )
+    changed = sorted(name for name, _ in set(state.sources.items()) ^ set(sources.items()))
+    if changed:
+        raise UsageError(
+            f"{changed[0]!a} has changed since {folder} was begun, which would mix the old with the new; "
+            "start again with --force"
         )
     return state
 
@@ -108,20 +136,21 @@ def _origin(config: ModelConfig, quant: QuantConfig, fingerprint: str | None) ->
     return hashlib.sha256(canonical_json([model_json(config, quant), fingerprint])).hexdigest()
 
 
-def _from_manifest(folder: Path, manifest: Manifest) -> ResumeState:
-    """A conversion that was interrupted between its manifest and its last name."""
+def _from_manifest(folder: Path, manifest: Manifest, sources: Mapping[str, SourceStamp]) -> ResumeState:
+    """A conversion that was interrupted between its manifest and its last name: nothing is read any more."""
     origin = _origin(manifest.config, manifest.quant, manifest.provenance.fingerprint)
     claims = {name: Claim(entry.nbytes, entry.sha256) for name, entry in manifest.files.items()}
-    return ResumeState(folder, origin, claims)
+    return ResumeState(folder, origin, sources, claims)
 
 
 def _parse(folder: Path, data: bytes) -> ResumeState:
     root = Section(parse_json(data, STATE_FILE), STATE_FILE)
-    files = root.section("files")
+    files, sources = root.section("files"), root.section("sources")
     resident = root.optional_section("resident")
     state = ResumeState(
         folder,
         root.text("origin", 64),
+        {name: _parse_stamp(sources.section(name)) for name in sources.names},
         {name: _parse_claim(files.section(name)) for name in files.names},
         None if resident is None else _parse_resident(resident),
     )
@@ -131,6 +160,11 @@ def _parse(folder: Path, data: bytes) -> ResumeState:
 
 def _parse_claim(section: Section) -> Claim:
     return Claim(section.integer("nbytes", 0, MAX_FILE_BYTES), section.text("sha256", 64))
+
+
+def _parse_stamp(section: Section) -> SourceStamp:
+    least, most = -(1 << 63), (1 << 63) - 1
+    return SourceStamp(section.integer("nbytes", 0, most), section.integer("modified_ns", least, most))
 
 
 def _parse_resident(section: Section) -> ResidentClaim:

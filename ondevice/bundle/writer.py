@@ -42,7 +42,7 @@ from ondevice.bundle.manifest import (
     manifest_text,
     parse_manifest,
 )
-from ondevice.bundle.resume import Claim, ResidentClaim, load_state
+from ondevice.bundle.resume import Claim, ResidentClaim, SourceStamp, load_state
 from ondevice.config import ModelConfig, QuantConfig
 from ondevice.errors import OndeviceError
 
@@ -50,9 +50,9 @@ from ondevice.errors import OndeviceError
 class BundleWriter:
     """Fills `folder` (made if absent) with a bundle; one that an interrupted writer left is continued.
 
-    `fingerprint` names the source and the options that decide the bytes; a folder begun with another one is
-    refused. Whatever the caller hands over in the wrong shape is a ValueError, what the disk refuses an
-    OndeviceError. Not thread-safe.
+    `fingerprint` names the source and the options that decide the bytes, `sources` the files they are read
+    from; a folder begun with others is refused. Whatever the caller hands over in the wrong shape is a
+    ValueError, what the disk refuses an OndeviceError. Not thread-safe.
     """
 
     def __init__(
@@ -63,9 +63,10 @@ class BundleWriter:
         crc32c: Crc32c,
         *,
         fingerprint: str | None = None,
+        sources: Mapping[str, SourceStamp] | None = None,
         checkpoint_bytes: int = 64 << 20,
     ) -> None:
-        """Raises UsageError if `folder` was begun with another model, other options or another source.
+        """Raises UsageError if `folder` was begun with another model, other options or other sources.
 
         An interrupted `write_resident` repeats at most about `checkpoint_bytes`.
         """
@@ -78,7 +79,7 @@ class BundleWriter:
         self._finished: dict[str, FileDigest] = {}
         with _disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._state = load_state(folder, config, quant, fingerprint)
+            self._state = load_state(folder, config, quant, fingerprint, sources or {})
             self._prefix = self._resident_prefix()
 
     def finished(self, name: str) -> bool:
