@@ -18,6 +18,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.generate import Event
+from ondevice.memory_plan import Plan
 from tests.bundles import CONTEXT, EOS
 from tests.chat import PROMPT
 
@@ -51,10 +52,44 @@ def test_a_fork_goes_its_own_way(model: Model) -> None:
     session.respond("Hello", max_tokens=6)
     other = session.fork()
     assert other.transcript == session.transcript
+    caches = model._engine._caches
+    held = caches[session._key].tokens
+    assert caches[other._key].tokens == held
+    assert len(held) > 5
     same = [branch.respond("Go on", max_tokens=6).tokens for branch in (session, other)]
     assert same[0] == same[1]
     other.respond("More", max_tokens=3)
     assert len(other.transcript) == len(session.transcript) + 2
+
+
+def test_a_forks_first_turn_computes_only_what_is_new(chat_bundle: Path) -> None:
+    with load(chat_bundle, prefill_chunk=16) as model:
+        session = model.session()
+        session.respond("a" * 120, max_tokens=4)
+        other = session.fork()
+        turns = [branch.respond("b", max_tokens=1) for branch in (other, session)]
+        assert turns[0].tokens == turns[1].tokens
+        assert [turn.stats.forward_passes for turn in turns] == [1, 1]
+        assert turns[0].stats.prompt_tokens > 120
+
+
+def test_a_fork_without_room_leaves_the_cache_that_it_copies(
+    chat_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_context = property(lambda plan: plan.kv_cache_bytes)
+    monkeypatch.setattr(Plan, "kv_limit_bytes", one_context)
+    with load(chat_bundle) as model:
+        session = model.session()
+        session.respond("a" * 160, max_tokens=4)
+        kv = model._engine._caches[session._key]
+        held, blocks = list(kv.tokens), [block.copy() for block in kv.blocks]
+        other = session.fork()
+        assert other._key not in model._engine._caches
+        assert kv.tokens == held
+        assert [block.tolist() for block in kv.blocks] == [block.tolist() for block in blocks]
+        texts = [branch.respond("Go on", max_tokens=6).text for branch in (session, other)]
+        expected = model.generate(tokens=model.chat_ids(session.transcript[:-1]), max_tokens=6)
+        assert texts == [expected.text] * 2
 
 
 def test_save_load_and_reset(model: Model, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from ondevice.memory_sizes import stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.sparsity.segments import SegmentPool
+from ondevice.sparsity.segments import SEGMENTS_AHEAD, SegmentPool
 from tests.engines import every_logits
 from tests.models import write_checkpoint
 
@@ -118,6 +119,40 @@ def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
         assert segment <= pool.nbytes <= 12 * segment
         pool.resize([0, 0, 0])
         assert pool.nbytes == 0
+
+
+def test_the_first_pass_allocates_nothing(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        threads = threading.active_count()
+        pool.resize([4, 4, 4])
+        expected = logits(model, passes=1)
+        assert pool.nbytes == 0
+        assert threading.active_count() == threads
+        assert logits(model, passes=1) == expected
+        assert pool.nbytes > 0
+
+
+def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, segment_type = threading.Event(), _native.Segment
+
+    def held_back(nbytes: int) -> _native.Segment:
+        memory.wait(60.0)
+        return segment_type(nbytes)
+
+    with pooled(bundle) as (model, pool, _):
+        segment = model.backend.feed_forwards[0].native.segment_bytes(1)  # type: ignore[attr-defined]
+        expected = logits(model)
+        monkeypatch.setattr(_native, "Segment", held_back)
+        for kept in (0, 1, 3):
+            pool.resize([4, 4, 4])
+            assert logits(model) == expected
+            assert pool.nbytes == SEGMENTS_AHEAD * segment
+            memory.set()
+            pool.resize([kept, 0, 0])
+            assert pool.nbytes == kept * segment
+            settle(model, pool, [kept, 0, 0], expected)
+            pool.resize([0, 0, 0])
+            memory.clear()
 
 
 def test_a_pass_given_up_half_way_leaves_the_stream_usable(bundle: Path) -> None:
