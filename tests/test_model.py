@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from ondevice.backends.base import Float32
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, Activation, ModelConfig, QuantConfig
-from ondevice.errors import BudgetError, BundleError, UsageError
+from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.rope import Rope
 from ondevice.model.transformer import Cancelled, Transformer
@@ -207,7 +208,8 @@ def test_the_logits_wanted_are_the_logits_returned() -> None:
     np.testing.assert_allclose(last[0], every[-1], rtol=0, atol=1e-4)
 
 
-def test_cancellation_acts_between_layers_and_leaves_the_cache_as_it_was() -> None:
+@pytest.mark.parametrize("run", [Transformer.forward, every_logits])
+def test_cancellation_acts_between_layers_and_leaves_the_cache_as_it_was(run: Callable[..., Any]) -> None:
     model, kv = loaded(), cache(ALL_OPTIONS)
     model.forward(TOKENS[:10], kv)
     before = [block.copy() for block in kv.blocks]
@@ -219,7 +221,7 @@ def test_cancellation_acts_between_layers_and_leaves_the_cache_as_it_was() -> No
         return asked == 2
 
     with pytest.raises(Cancelled):
-        model.forward(TOKENS[10:], kv, cancelled=cancelled)
+        run(model, TOKENS[10:], kv, cancelled=cancelled)
     assert (asked, kv.tokens, len(kv.blocks)) == (2, TOKENS[:10], len(before))
     again = model.forward(TOKENS[10:], kv)
     fresh = model.forward(TOKENS, cache(ALL_OPTIONS))
@@ -227,7 +229,8 @@ def test_cancellation_acts_between_layers_and_leaves_the_cache_as_it_was() -> No
     np.testing.assert_allclose(again, fresh, rtol=0, atol=2e-3)
 
 
-def test_a_refused_block_leaves_the_cache_as_it_was() -> None:
+@pytest.mark.parametrize("run", [Transformer.forward, every_logits])
+def test_a_refused_block_leaves_the_cache_as_it_was(run: Callable[..., Any]) -> None:
     out = []
 
     def allocate(nbytes: int) -> Any:
@@ -239,8 +242,23 @@ def test_a_refused_block_leaves_the_cache_as_it_was() -> None:
     model, kv = loaded(), KVCache(KVLayout(ALL_OPTIONS), allocate)
     model.forward(TOKENS[:60], kv)
     with pytest.raises(BudgetError):
-        model.forward(TOKENS[60:], kv)
-    assert kv.tokens == TOKENS[:60]
+        run(model, TOKENS[60:], kv)
+    assert (kv.tokens, len(kv.blocks)) == (TOKENS[:60], 1)
+
+
+@pytest.mark.parametrize("run", [Transformer.forward, every_logits])
+def test_a_read_that_fails_leaves_the_cache_as_it_was(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(*_: Any) -> Float32:
+        raise FlashReadError("a record doesn't match its checksum")
+
+    model, kv = loaded(), cache(ALL_OPTIONS)
+    model.forward(TOKENS[:10], kv)
+    monkeypatch.setattr(ReferenceBackend, "feed_forward", damaged)
+    with pytest.raises(FlashReadError):
+        run(model, TOKENS[10:], kv)
+    assert (kv.tokens, len(kv.blocks)) == (TOKENS[:10], 1)
 
 
 @pytest.mark.parametrize("tokens", [[], [50], [3, -1]])
