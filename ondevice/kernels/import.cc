@@ -1,7 +1,6 @@
 // Quantising a checkpoint's rows where they lie, transposed or not.
 #include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "layers.h"
 
@@ -50,14 +49,15 @@ bool quantize_rows(Engine& engine, const SourceRows& source, int64_t rows, int64
   const int64_t groups = (cols + kGroup - 1) / kGroup, codes_bytes = groups * kGroup * bits / 8;
   std::atomic<bool> finite{true};
   const KernelTable& kernels = engine.kernels();
-  engine.pool().parallel_for((rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end, int) {
-    std::vector<float> values(static_cast<size_t>(kRows * cols));
+  float* scratch = engine.scratch(kRows * cols);
+  engine.pool().parallel_for((rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end, int thread) {
+    float* values = scratch + thread * kRows * cols;
     bool good = true;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i * kRows, count = rows - row < kRows ? rows - row : kRows;
-      gather(kernels, source, row, count, cols, values.data());
+      gather(kernels, source, row, count, cols, values);
       for (int64_t r = 0; r < count; ++r) {
-        const float* x = values.data() + r * cols;
+        const float* x = values + r * cols;
         uint8_t* out = codes + (row + r) * codes_bytes;
         if (bits == 16) {
           good &= kernels.float_to_half(x, reinterpret_cast<uint16_t*>(out), cols);

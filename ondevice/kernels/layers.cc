@@ -60,14 +60,19 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
   const int64_t pieces = (tokens + queries - 1) / queries;
   const int64_t floats = attention_scratch_floats(
       args.position + tokens, (tokens < queries ? tokens : queries) * shared, args.kv.head_dim);
-  attention_.grow(static_cast<size_t>(floats * pool_.threads()) * sizeof(float));
+  float* memory = scratch(floats);
   pool_.parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i / args.kv.heads * queries;
       const int64_t last = first + queries < tokens ? first + queries : tokens;
-      table_->attention(args, i % args.kv.heads, first, last, attention_.as<float>() + thread * floats);
+      table_->attention(args, i % args.kv.heads, first, last, memory + thread * floats);
     }
   });
+}
+
+float* Engine::scratch(int64_t floats) {
+  scratch_.grow(static_cast<size_t>(floats * pool_.threads()) * sizeof(float));
+  return scratch_.as<float>();
 }
 
 void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,

@@ -34,13 +34,15 @@ class Engine {
   // The same rows as floats, zero-padded to padded_cols.
   const float* pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols);
   void attention(const AttentionArgs& args, int64_t tokens);
+  // Room for `floats` floats per thread, one thread's behind the other's; valid until the next call.
+  float* scratch(int64_t floats);
 
  private:
   friend class FeedForward;
   ThreadPool pool_;
   std::string target_;
   const KernelTable* table_;
-  Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, attention_;
+  Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, scratch_;
   Buffer h_, y_, lanes_, tile_;
 };
 

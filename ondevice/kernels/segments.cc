@@ -78,14 +78,15 @@ void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const u
         {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride, record_.stride},
         tiles + part * tile_bytes, 2 * tile_bytes);
   }
-  const std::vector<uint8_t> zeros(padding ? static_cast<size_t>(row_bytes_) : 0);
+  uint8_t* zeros = reinterpret_cast<uint8_t*>(engine.scratch(row_bytes_ / 4));
+  std::memset(zeros, 0, static_cast<size_t>(row_bytes_));
   engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i / groups_, g = i % groups_;
       const uint8_t* rows_of_block[kGroup];
       for (int64_t n = 0; n < kGroup; ++n) {
         const int64_t neuron = block * kGroup + n;
-        rows_of_block[n] = neuron < count ? records + neuron * record_.stride + record_.down : zeros.data();
+        rows_of_block[n] = neuron < count ? records + neuron * record_.stride + record_.down : zeros;
       }
       pack_down(bits_, rows_of_block, g, codes, groups_,
                 down + (g * segment.blocks_ + block0 + block) * down_block_bytes(bits_));
@@ -144,42 +145,43 @@ void FeedForward::gate_up(Engine& engine, const Segment& segment, int64_t tile, 
 void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
                             Activation activation) const {
   const KernelTable& kernels = engine.kernels();
-  std::vector<int64_t> columns(static_cast<size_t>(count) + 1, 0);
-  for (int64_t i = 0; i < count; ++i)
-    columns[static_cast<size_t>(i) + 1] = columns[static_cast<size_t>(i)] + segments[i]->blocks_ * kGroup;
-  const int64_t neurons = columns.back(), width = groups_ * kGroup;
+  int64_t neurons = 0;
+  for (int64_t i = 0; i < count; ++i) neurons += segments[i]->blocks_ * kGroup;
+  const int64_t width = groups_ * kGroup;
   engine.h_.grow(static_cast<size_t>(neurons * tokens) * sizeof(float));
   engine.tile_.grow(static_cast<size_t>(engine.pool().threads() * 2 * tokens * kTile) * sizeof(float));
   engine.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
-    int64_t i = 0;
+    int64_t i = 0, first = 0;  // the tile's segment, and its first tile
     for (int64_t tile = begin; tile < end; ++tile) {
-      while (columns[static_cast<size_t>(i) + 1] <= tile * kTile) ++i;
-      gate_up(engine, *segments[i], tile - columns[static_cast<size_t>(i)] / kTile, tokens, activation,
-              engine.h_.as<float>() + tile * kTile, neurons, thread);
+      while (first + segments[i]->blocks_ * kTilesPerBlock <= tile)
+        first += segments[i++]->blocks_ * kTilesPerBlock;
+      gate_up(engine, *segments[i], tile - first, tokens, activation, engine.h_.as<float>() + tile * kTile,
+              neurons, thread);
     }
   });
   const float* h = engine.h_.as<float>();
   float* y = engine.y_.as<float>();
   if (bits_ == 16) {
     engine.pool().parallel_for(width / kTile, 2, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = 0; i < count; ++i) {
+      for (int64_t i = 0, column = 0; i < count; ++i) {
         const int64_t rows = segments[i]->blocks_ * kGroup;
         const uint8_t* down = segments[i]->memory_.data() + 2 * rows * row_bytes_;
-        kernels.down_half(reinterpret_cast<const uint16_t*>(down), width, rows,
-                          h + columns[static_cast<size_t>(i)], neurons, tokens, y, width, begin * kTile,
-                          end * kTile);
+        kernels.down_half(reinterpret_cast<const uint16_t*>(down), width, rows, h + column, neurons, tokens,
+                          y, width, begin * kTile, end * kTile);
+        column += rows;
       }
     });
     return;
   }
   engine.pool().parallel_for(groups_, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t g = begin; g < end; ++g)
-      for (int64_t i = 0; i < count; ++i) {
+      for (int64_t i = 0, column = 0; i < count; ++i) {
         const int64_t blocks = segments[i]->blocks_;
         const uint8_t* down = segments[i]->memory_.data() + 2 * blocks * kGroup * row_bytes_;
-        kernels.down_quantized(bits_, down + g * blocks * down_block_bytes(bits_), blocks,
-                               h + columns[static_cast<size_t>(i)], neurons, tokens, y + g * kGroup, width,
-                               engine.lanes_.as<float>() + g * kTile, groups_ * kTile);
+        kernels.down_quantized(bits_, down + g * blocks * down_block_bytes(bits_), blocks, h + column,
+                               neurons, tokens, y + g * kGroup, width, engine.lanes_.as<float>() + g * kTile,
+                               groups_ * kTile);
+        column += blocks * kGroup;
       }
   });
 }

@@ -1,6 +1,7 @@
 #include "thread_pool.h"
 
 #include <chrono>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -47,11 +48,19 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
+// What a piece throws is kept for run(): a worker has nobody to throw to, and the caller must not leave while
+// a worker is inside.
 void ThreadPool::take_pieces(int thread) {
-  for (;;) {
-    const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
-    if (begin >= count_) return;
-    call_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_, thread);
+  try {
+    for (;;) {
+      const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
+      if (begin >= count_) return;
+      call_(context_, begin, begin + grain_ < count_ ? begin + grain_ : count_, thread);
+    }
+  } catch (...) {
+    next_.store(count_, std::memory_order_relaxed);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = std::current_exception();
   }
 }
 
@@ -74,6 +83,7 @@ void ThreadPool::run(int64_t count, int64_t grain, Call call, const void* contex
     if (spins > 4096) std::this_thread::yield();
     gate = gate_.load(std::memory_order_acquire);
   }
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 // Joins the run under way, unless it is over or the worker has been in it.

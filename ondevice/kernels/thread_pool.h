@@ -4,6 +4,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -21,6 +22,7 @@ class ThreadPool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls body(begin, end, thread) over pieces of [0, count) of at most `grain`; returns when all are done.
+  // Throws the first thing that a body threw, once no thread is in one; pieces may then be left out.
   // One caller at a time.
   template <class Body>
   void parallel_for(int64_t count, int64_t grain, const Body& body) {
@@ -58,6 +60,7 @@ class ThreadPool {
   std::atomic<bool> stop_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
+  std::exception_ptr error_;
 };
 
 }  // namespace ondevice

@@ -7,6 +7,9 @@ NEON_CXX ?= aarch64-linux-gnu-g++
 NEON_RUN ?= qemu-aarch64 -cpu max
 VECTORS := build/native/vectors.bin
 
+# In a build: what needs no file but a folder to write in.
+NATIVE_RUN = $(1)/allocations; $(1)/pool_stress; $(1)/stream_stress build/native
+
 .PHONY: test-native test-neon test-sanitize test-tsan
 
 $(STAMPS)/native: $(STAMPS)/venv
@@ -17,7 +20,7 @@ test-native: $(STAMPS)/native
 	@mkdir -p build/native
 	@$(call NATIVE_BUILD,build/native/plain,)
 	@build/native/plain/kernel_vectors --write $(VECTORS)
-	@build/native/plain/stream_stress build/native
+	@$(call NATIVE_RUN,build/native/plain)
 
 # Bit for bit: the emulated NEON build against the vectors that this machine's build wrote.
 test-neon: test-native
@@ -31,7 +34,7 @@ test-neon: test-native
 test-tsan: $(STAMPS)/native
 	@mkdir -p build/native
 	@$(call NATIVE_BUILD,build/native/tsan,-DONDEVICE_SANITIZE=thread)
-	@export TSAN_OPTIONS=halt_on_error=1; build/native/tsan/kernel_vectors; build/native/tsan/stream_stress build/native
+	@export TSAN_OPTIONS=halt_on_error=1; build/native/tsan/kernel_vectors; $(call NATIVE_RUN,build/native/tsan)
 
 # The native tests, and the Python tests of kernels and flash over an extension built with both sanitizers.
 # They run beside a copy of the package that has the instrumented extension; -S keeps the editable install's
@@ -43,7 +46,7 @@ test-sanitize: $(STAMPS)/test
 	@$(call NATIVE_BUILD,build/native/asan,-DONDEVICE_SANITIZE=address$(comma)undefined -DONDEVICE_PYTHON=ON \
 		-DPython_EXECUTABLE=$(abspath $(PY)))
 	@export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1; \
-		build/native/asan/kernel_vectors; build/native/asan/stream_stress build/native
+		build/native/asan/kernel_vectors; $(call NATIVE_RUN,build/native/asan)
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	@cp -r ondevice tests pyproject.toml $(SANITIZED)
 	@cp -r converters cli.py $(SANITIZED)/ondevice

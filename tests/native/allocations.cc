@@ -1,0 +1,102 @@
+// Kernels allocate nothing once their scratch has its size: every op runs twice, the second time without
+// heap.
+//
+// Exits 1 with the op's name at the first allocation. Scratch comes from mmap, which isn't watched.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <new>
+#include <vector>
+
+#include "kernels/layers.h"
+
+namespace {
+
+std::atomic<bool> watched{false};
+std::atomic<int> allocations{0};
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+  if (watched) ++allocations;
+  if (void* memory = std::malloc(bytes ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace {
+
+using ondevice::Engine;
+
+int failures = 0;
+
+void twice(const char* name, int bits, const std::function<void()>& op) {
+  op();
+  allocations = 0;
+  watched = true;
+  op();
+  watched = false;
+  if (allocations == 0) return;
+  std::fprintf(stderr, "allocations: %s at %d bits allocates %d times\n", name, bits, allocations.load());
+  ++failures;
+}
+
+void run(Engine& engine, int bits) {
+  constexpr int64_t kRows = 100, kCols = 130, kGroups = 3, kTokens = 5;
+  std::vector<float> x(kRows * kCols, 0.5f), y(kRows * kCols);
+  std::vector<uint8_t> codes(static_cast<size_t>(kRows * kGroups * 8 * bits));
+  std::vector<uint16_t> scales(kRows * kGroups), biases(kRows * kGroups);
+  const ondevice::SourceRows source{reinterpret_cast<const uint8_t*>(x.data()), ondevice::SourceType::kFloat,
+                                    kCols, 1};
+  twice("quantize_rows", bits, [&] {
+    ondevice::quantize_rows(engine, source, kRows, kCols, bits, codes.data(), scales.data(), biases.data());
+  });
+  ondevice::Matrix matrix(kRows, kCols, bits);
+  const ondevice::StoredRows rows{codes.data(),
+                                  reinterpret_cast<const uint8_t*>(scales.data()),
+                                  reinterpret_cast<const uint8_t*>(biases.data()),
+                                  kGroups * 8 * bits,
+                                  2 * kGroups,
+                                  2 * kGroups};
+  twice("load_rows", bits, [&] { matrix.load_rows(engine, 0, kRows, rows); });
+  twice("linear", bits, [&] { matrix.forward(engine, x.data(), kCols, kTokens, nullptr, y.data()); });
+
+  const int64_t row = kGroups * 8 * bits + (bits == 16 ? 0 : 4 * kGroups);
+  const ondevice::FeedForward layer(kCols, bits, {3 * row, 0, row, 2 * row});
+  const std::vector<uint8_t> records(static_cast<size_t>(kRows * 3 * row), 0);
+  ondevice::Segment segment(layer.segment_bytes(2));
+  layer.shape(segment, 2);
+  twice("pack", bits, [&] { layer.pack(engine, segment, 0, records.data(), kRows); });
+  const std::vector<const ondevice::Segment*> segments{&segment};
+  twice("feed_forward", bits, [&] {
+    layer.begin(engine, x.data(), kCols, kTokens);
+    layer.add(engine, segments, kTokens, ondevice::Activation::kSilu);
+    layer.finish(engine, kTokens, y.data());
+  });
+}
+
+void attention(Engine& engine, int bits) {
+  constexpr int64_t kHeads = 4, kDim = 20, kTokens = 5;
+  const int64_t head_bytes = 2 * ondevice::kKvBlock * (kDim * bits / 8 + (bits == 8 ? 4 : 0));
+  ondevice::Buffer memory(static_cast<size_t>(kHeads * head_bytes));
+  uint8_t* blocks[] = {memory.data()};
+  const std::vector<float> q(kTokens * kHeads * kDim, 0.5f);
+  std::vector<float> y(q.size());
+  const ondevice::KvView kv{blocks, 0, head_bytes, kHeads, kDim, bits};
+  twice("attention", bits,
+        [&] { engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data()}, kTokens); });
+}
+
+}  // namespace
+
+int main() {
+  Engine engine(2, "auto");
+  for (const int bits : {4, 8, 16}) run(engine, bits);
+  for (const int bits : {8, 16}) attention(engine, bits);
+  if (failures) return 1;
+  std::printf("allocations: none\n");
+  return 0;
+}
