@@ -84,9 +84,18 @@ def test_mistral_has_8_key_value_heads_where_it_does_not_say() -> None:
     ({"use_sliding_window": True, "sliding_window": 9,
       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (9, 0, 9)),
     ({"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+    ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, (0, 0, 0)),
+    ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
 ])  # fmt: skip
 def test_qwen_windows(family: str, options: dict[str, Any], windows: tuple[int, ...]) -> None:
     assert read(family, num_hidden_layers=3, **options).layer_windows == windows
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_without_the_key_has_a_window_of_4096(family: str) -> None:
+    values = tiny_config(family, use_sliding_window=True, max_window_layers=1)
+    values.pop("sliding_window", None)
+    assert read_config(values).layer_windows == (0, 4096)
 
 
 @pytest.mark.parametrize(("name", "activation"), [
@@ -199,6 +208,8 @@ def test_damaged_values(changes: dict[str, Any], match: str) -> None:
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
     ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+    ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+     "sliding_window is null; take config.json from"),
 ])  # fmt: skip
 def test_contradictory_windows(options: dict[str, Any], match: str) -> None:
     with pytest.raises(CheckpointError, match=match):

@@ -88,12 +88,15 @@ def base_config(
 
 
 def windows_by_layer(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Sliding windows as Qwen2 and Qwen3 spell them; 0 where a layer attends to everything."""
+    """Sliding windows as Qwen2 and Qwen3 spell them; 0 where a layer attends to everything.
+
+    A missing window is 4096; one that is null switches them off, whatever use_sliding_window says.
+    """
     window = reader.integer("sliding_window", 4096)
     check_window(window)
     first = reader.integer("max_window_layers", 28)
     kinds = reader.texts("layer_types")
-    enabled = reader.boolean("use_sliding_window", False)
+    enabled = reader.boolean("use_sliding_window", False) and not reader.is_null("sliding_window")
     if kinds is None:
         return tuple(window if enabled and i >= first else 0 for i in range(num_layers))
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
@@ -102,7 +105,8 @@ def windows_by_layer(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     if len(kinds) != num_layers or ("sliding_attention" in kinds and not enabled):
         raise CheckpointError(
             f"config.json: layer_types names {len(kinds)} layers of {num_layers}, or sliding layers while "
-            "use_sliding_window is false"
+            "use_sliding_window is false or sliding_window is null; take config.json from the model's own "
+            "repository"
         )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
