@@ -181,5 +181,5 @@ def test_a_damaged_llama2c_tokenizer(
         llama2c.write_vocabulary(tmp_path / "t", llama2c.Vocabulary(pieces, vocabulary.scores))
         data = bytearray((tmp_path / "t").read_bytes())
     size = 300 if damage == "other" else 512
-    with pytest.raises(CheckpointError, match=r"tok\.bin"):
+    with pytest.raises(CheckpointError, match=r"tok\.bin.*(damaged|put this model's in its place)"):
         convert_tokenizer(bytes(data), size, "tok.bin")

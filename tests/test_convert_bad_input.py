@@ -113,7 +113,7 @@ def test_a_huge_header_is_not_read(source: Path, length: int) -> None:
 
 def test_wrong_shapes(source: Path) -> None:
     edit_config(source, intermediate_size=161)
-    refused(source, CheckpointError, r"mlp\.gate_proj\.weight has shape \[160, 64\].* asks for \[161, 64\]")
+    refused(source, CheckpointError, r"gate_proj\.weight has shape \[160, 64\].* asks for \[161, 64\]; take")
 
 
 def test_a_missing_tensor(source: Path) -> None:
@@ -204,7 +204,7 @@ def test_an_index_that_climbs_out(source: Path, name: str) -> None:
     (source / "sub").mkdir()
     save_safetensors(source / "sub" / "outside.safetensors", random_tensors(tiny_config()))
     edit_index(source, lambda index: index.update(dict.fromkeys(index, name)))
-    refused(source, CheckpointError, "is not the name of a file|isn't a safetensors file")
+    refused(source, CheckpointError, "(is not the name of a file|isn't a safetensors file).*; download")
 
 
 @pytest.mark.parametrize("value", [None, [], {"w": 3}, "x"])

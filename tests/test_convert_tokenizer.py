@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from models import write_checkpoint
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.reader import Bundle
@@ -116,6 +116,24 @@ def test_tokens_added_to_a_sentencepiece_model_are_its_last_pieces(
     assert tokenizer.decode([259, 262, 260]) == "one word"
 
 
+def test_added_tokens_that_are_text_decode_alike_by_both_routes(source: Path) -> None:
+    names = ["<tool_call>", "[INST]", "plain"]
+    (source / "tokenizer.model").write_bytes(sentencepiece_model())
+    decoder = {str(259 + i): {"content": name, "special": False} for i, name in enumerate(names)}
+    write_json(source / "tokenizer_config.json", added_tokens_decoder=decoder)
+    model = converted(source)[1].read_small("tokenizer.model")
+    whole = byte_level()
+    whole.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
+    routes = (
+        load_tokenizer("sentencepiece", model, 1, (2,), False),
+        load_tokenizer("tokenizers", whole.to_str().encode(), BOS, (EOS,), False),
+    )
+    for tokenizer in routes:
+        assert [tokenizer.decode([259 + i]) for i in range(3)] == names
+        assert [tokenizer.encode(name)[-1] for name in names] == [259, 260, 261]
+        assert not set(names) & set(tokenizer.special_tokens)
+
+
 def test_added_tokens_without_a_place_are_named(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     (source / "tokenizer.model").write_bytes(sentencepiece_model())
     added = {"<kept>": 259, "<gap>": 261, "<s>": 260, "<far>": VOCAB, "\ud800": 262, "": 263, "<other>": 5}
@@ -129,7 +147,7 @@ def test_added_tokens_without_a_place_are_named(source: Path, caplog: pytest.Log
         assert name in warning
     assert "<kept>" not in warning
     assert bundle.read_small("tokenizer.model") == sentencepiece_model() + proto.piece_fields(
-        [("<kept>", 0.0, proto.USER_DEFINED)]
+        [("<kept>", -1.0, proto.USER_DEFINED)]
     )
 
 
@@ -212,7 +230,9 @@ def test_a_tokenizer_of_another_model(source: Path) -> None:
     refused(source, r"tokenizer\.json has 309 tokens, but config\.json says vocab_size 300")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(sentencepiece_model(extra=60))
-    refused(source, r"tokenizer\.model has 319 tokens")
+    refused(source, r"tokenizer\.model has 319 tokens.*: put this model's in its place, or remove it")
+    (source / "tokenizer.model").unlink()
+    assert converted(source)[0].kind is None
 
 
 def test_a_much_smaller_tokenizer_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,9 @@ from ondevice.tokenizer.base import SPACE_MARK, valid_unicode
 ADDED_TOKENS = "added_tokens.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
+_TEXT_SCORE = -1.0
+"""Not 0, by which the runtime tells user-defined pieces that steer the model from those that are text."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +45,7 @@ def with_added_tokens(
         if text in special:
             added.append((text, 0.0, proto.CONTROL))
         else:
-            added.append((text.replace(" ", SPACE_MARK), 0.0, proto.USER_DEFINED))
+            added.append((text.replace(" ", SPACE_MARK), _TEXT_SCORE, proto.USER_DEFINED))
     if left_out:
         logger.warning(
             "%s: these added tokens have no place after the %d of tokenizer.model and are left out: %s",

@@ -77,11 +77,13 @@ def _all_tensors(folder: SourceFolder) -> dict[str, SourceTensor]:
 
 def _sharded_tensors(folder: SourceFolder, weight_map: Any) -> dict[str, SourceTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files")
+        raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files; download it again")
     shards = {}
     for name in sorted(set(weight_map.values())):
         if not name.endswith(".safetensors"):
-            raise CheckpointError(f"{INDEX} lists {name!a}, which isn't a safetensors file")
+            raise CheckpointError(
+                f"{INDEX} lists {name!a}, which isn't a safetensors file; download it again"
+            )
         shards[name] = read_tensors(SourceFile(folder.file(name)))
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
@@ -97,7 +99,7 @@ def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTenso
             if name in tensors:
                 other = tensors[name].file.path.name
                 raise CheckpointError(
-                    f"{other} and {shard_name} both hold {name}; which is meant isn't known"
+                    f"{other} and {shard_name} both hold {name}, and which is meant isn't known; download both"
                 )
             tensors[name] = tensor
     return tensors
@@ -115,7 +117,8 @@ def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, 
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}"
+                f"{name} has shape {list(tensors[name].shape)}; config.json asks for {list(shape)}; take "
+                "config.json and the weights from the same repository"
             )
     extra = sorted(name for name in set(tensors) - set(expected) if not name.endswith("rotary_emb.inv_freq"))
     if extra == [HEAD] and config.tie_embeddings:

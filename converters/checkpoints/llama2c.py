@@ -29,6 +29,7 @@ HEADER = struct.Struct("<7i")
 BOS, EOS = 1, 2
 _MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 16
+_REPLACE = "it belongs to another model: put this model's in its place"
 
 logger = logging.getLogger(__name__)
 
@@ -186,12 +187,10 @@ def convert_tokenizer(data: bytes, vocab_size: int, name: str) -> bytes:
             pieces.append(_piece(token, text, score))
     except (struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{name} doesn't hold the model's {vocab_size} tokens ({error}); it belongs to another model"
+            f"{name} doesn't hold the model's {vocab_size} tokens ({error}); {_REPLACE}"
         ) from error
     if offset != len(data):
-        raise CheckpointError(
-            f"{name} has more than the model's {vocab_size} tokens; it belongs to another model"
-        )
+        raise CheckpointError(f"{name} has more than the model's {vocab_size} tokens; {_REPLACE}")
     if len({text for text, _, _ in pieces}) != len(pieces):
         raise CheckpointError(f"{name} has the same token twice; it is damaged")
     return proto.bpe_model(pieces, unk_id=0, bos_id=BOS, eos_id=EOS)

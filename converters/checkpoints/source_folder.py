@@ -47,7 +47,10 @@ class SourceFolder:
         Raises CheckpointError if `name` isn't a plain name, isn't there, or leads out of the folder.
         """
         if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0", ":")):
-            raise CheckpointError(f"{name!a} is not the name of a file in {self.path}; refused")
+            raise CheckpointError(
+                f"{name!a} is not the name of a file in {self.path}; download the checkpoint again, from a "
+                "source you trust"
+            )
         try:
             real = (self.path / name).resolve(strict=True)
         except (OSError, RuntimeError) as error:
@@ -70,7 +73,7 @@ class SourceFolder:
         except OSError as error:
             raise CheckpointError(f"{name} can't be read: {error.strerror}") from error
         if len(data) > limit:
-            raise CheckpointError(f"{name} is larger than {limit} bytes; that can't be right")
+            raise CheckpointError(f"{name} is larger than {limit} bytes; download it again")
         return data
 
     def json(self, name: str) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class SourceFolder:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{name} isn't valid JSON ({error}); download it again") from error
         if not isinstance(value, dict):
-            raise CheckpointError(f"{name} doesn't hold a JSON object")
+            raise CheckpointError(f"{name} doesn't hold a JSON object; download it again")
         return value
 
     def optional_json(self, name: str) -> dict[str, Any]:

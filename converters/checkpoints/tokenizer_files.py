@@ -125,7 +125,8 @@ def _check_size(size: int, vocab_size: int, file: str) -> None:
     """Models pad their vocabulary, never the other way round."""
     if size > vocab_size:
         raise CheckpointError(
-            f"{file} has {size} tokens, but config.json says vocab_size {vocab_size}; it is another model's"
+            f"{file} has {size} tokens, but config.json says vocab_size {vocab_size}; it is another model's: "
+            "put this model's in its place, or remove it to convert for use with token ids"
         )
     if 2 * size < vocab_size:
         logger.warning("%s has %d tokens for a vocabulary of %d; is it this model's?", file, size, vocab_size)
