@@ -5,11 +5,13 @@
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
+#   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
+#   make evaluate-model  its figures: frameworks compared, sparsity, samples (after make train)
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 40 GB of disk)
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
 #
-# CHAT_ARGS, TEST_ARGS and BENCH_ARGS are passed on.
+# CHAT_ARGS, TEST_ARGS, BENCH_ARGS and TRAIN_ARGS are passed on.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -32,8 +34,11 @@ NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 STORIES := $(SHARED)/data/models/stories260K
 STORIES_BUNDLE := build/models/stories260K
 SHIPPED := $(wildcard weights/*/bundle.json)
+MODEL_FOLDER := weights/small-relu
+RECIPE_BUILD := build/recipe
 
-.PHONY: help build chat test test-slow check check-python check-types check-native format bench clean
+.PHONY: help build chat test test-slow check check-python check-types check-native format bench clean train \
+	evaluate-model
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,6 +84,8 @@ $(STAMPS)/check: $(STAMPS)/venv pyproject.toml
 	$(extra)
 $(STAMPS)/bench: $(STAMPS)/installed pyproject.toml
 	$(extra)
+$(STAMPS)/train: $(STAMPS)/installed $(STAMPS)/torch pyproject.toml
+	$(extra)
 
 build: $(STAMPS)/installed
 
@@ -104,6 +111,28 @@ $(STORIES_BUNDLE)/bundle.json: | $(STAMPS)/installed
 	@mkdir -p $(dir $(STORIES_BUNDLE))
 	@$(VENV)/bin/ondevice convert $(STORIES)/stories260K.bin --output $(STORIES_BUNDLE) --quant q8 --force </dev/null >&2
 
+# --- the model that ships -------------------------------------------------------------------------------
+
+RECIPE := cd $(MODEL_FOLDER) && $(abspath $(PY)) -m recipe
+
+$(RECIPE_BUILD)/tokenizer.model: | $(STAMPS)/train
+	@$(RECIPE).tokenizer --data $(abspath $(SHARED)/data)
+
+$(RECIPE_BUILD)/streams.json: $(RECIPE_BUILD)/tokenizer.model
+	@$(RECIPE).pack --data $(abspath $(SHARED)/data)
+
+train: $(RECIPE_BUILD)/streams.json
+	@$(RECIPE).train $(TRAIN_ARGS)
+	@$(RECIPE).export
+	@$(VENV)/bin/ondevice convert $(RECIPE_BUILD)/export/small --output $(RECIPE_BUILD)/bundles/small-q8 \
+		--quant q8 --force </dev/null >&2
+	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-q8; its files belong in $(MODEL_FOLDER)" >&2
+
+evaluate-model: $(RECIPE_BUILD)/streams.json
+	@$(RECIPE).evaluate
+	@$(RECIPE).sparsity
+	@$(RECIPE).samples --data $(abspath $(SHARED)/data)
+
 # --- tests and checks -----------------------------------------------------------------------------------
 
 test: $(STAMPS)/test
@@ -124,6 +153,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
 	@MYPYPATH=build/typing:tests/benchmarks $(PY) -m mypy --strict tests/benchmarks
+	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
 
 check-native: $(STAMPS)/check
 	@$(VENV)/bin/clang-format --dry-run -Werror $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))

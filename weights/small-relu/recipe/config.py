@@ -1,0 +1,99 @@
+"""Every choice of the recipe in one place: text, sizes, schedule. No step has defaults of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[3]
+BUILD = ROOT / "build" / "recipe"
+"""Where everything is made; git doesn't see it."""
+DATA = ROOT.parent / "shared" / "data"
+MODEL_FOLDER = Path(__file__).resolve().parents[1]
+
+CONTEXT = 512
+"""Tokens of a training window, and of the model's context."""
+
+MIXTURE = {
+    "dialogue": 0.30,
+    "sql": 0.21,
+    "novels": 0.40,
+    "math": 0.06,
+    "restaurants": 0.03,
+}
+"""Share of the training tokens that each domain gives, however many it has."""
+
+Activation = Literal["relu", "silu"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama: sizes under `transformers`' names where it has one."""
+
+    hidden_size: int = 256
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 4
+    intermediate_size: int = 1024
+    vocab_size: int = 4096
+    max_position_embeddings: int = CONTEXT
+    hidden_act: Activation = "relu"
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def parameters(self) -> int:
+        """Embeddings are tied: they count once."""
+        width, neurons = self.hidden_size, self.intermediate_size
+        layer = 4 * width * width + 3 * width * neurons + 2 * width
+        return self.vocab_size * width + self.num_hidden_layers * layer + width
+
+
+SIZES = {
+    "small": Shape(),
+    "twin": Shape(hidden_size=192, num_hidden_layers=4, num_attention_heads=3, intermediate_size=768),
+    "large": Shape(hidden_size=384, num_attention_heads=6, intermediate_size=1536),
+    "tiny": Shape(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        vocab_size=512,
+        max_position_embeddings=64,
+    ),
+}
+"""`small` ships; `twin` is for comparisons; `large` is for a machine with a GPU; `tiny` is for tests."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run: what is trained, on how much, how fast. Equal settings and seed give equal models."""
+
+    shape: Shape = field(default_factory=Shape)
+    tokens: int = 45_000_000
+    batch_windows: int = 16
+    micro_windows: int = 4
+    """Windows per forward and backward pass: as many as stay in the processor's caches."""
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 100
+    decay_share: float = 0.2
+    """The last part of the run, in which the learning rate falls to zero."""
+    clip_norm: float = 1.0
+    penalty: bool = True
+    target_zeros: float = 0.92
+    """Share of gate activations that shall be zero, mean over layers, from `target_share` of the run on."""
+    target_share: float = 0.5
+    seed: int = 1
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.batch_windows * self.shape.max_position_embeddings
+
+    @property
+    def steps(self) -> int:
+        return max(1, self.tokens // self.batch_tokens)

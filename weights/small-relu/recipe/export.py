@@ -1,0 +1,148 @@
+"""A checkpoint as a Hugging Face folder, and back: the weights that a folder or a bundle stands for.
+
+    python -m recipe.export --name small
+
+writes the folder from which `ondevice convert` makes the bundle, as it does from any other model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+
+from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
+from ondevice.bundle.reader import Bundle
+from recipe.config import BUILD, Shape
+from recipe.model import Llama
+from recipe.tokenizer import Encoder, write_tokenizer
+from recipe.train import load_checkpoint, training_of
+
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+"""What `ondevice chat` samples with unless it is told otherwise."""
+
+
+def hugging_face_config(shape: Shape, bos_id: int, end_id: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_attention_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "hidden_act": shape.hidden_act,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": True,
+        "bos_token_id": bos_id,
+        "eos_token_id": end_id,
+        "torch_dtype": "float32",
+    }
+
+
+def export(model: Llama, tokenizer: bytes, folder: Path) -> None:
+    """Write the folder: config, float32 weights, tokenizer with chat template, sampling defaults."""
+    folder.mkdir(parents=True, exist_ok=True)
+    encoder = Encoder(tokenizer)
+    config = hugging_face_config(model.shape, encoder.bos_id, encoder.end_id)
+    ends = {"bos_token_id": encoder.bos_id, "eos_token_id": encoder.end_id}
+    for name, values in (("config.json", config), ("generation_config.json", ends | SAMPLING)):
+        (folder / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_tokenizer(folder, tokenizer, model.shape.max_position_embeddings)
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def model_of_checkpoint(folder: Path) -> Llama:
+    """The model of a run's folder."""
+    state = load_checkpoint(folder)
+    model = Llama(training_of(state).shape)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def model_of_bundle(folder: Path) -> Llama:
+    """The model whose weights are what a bundle's codes stand for: no float checkpoint is needed."""
+    bundle = Bundle.open(folder)
+    config, bits = bundle.config, bundle.quant.bits
+    activation = config.hidden_act
+    if config.architecture != "llama" or not config.tie_embeddings or activation not in ("relu", "silu"):
+        raise ValueError(f"{folder} isn't a model of this recipe")
+    shape = Shape(
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_context,
+        hidden_act=activation,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_theta,
+    )
+    resident = load_file(folder / RESIDENT)
+    row = RowLayout(config.hidden_size, bits)
+    embedding = load_file(folder / EMBEDDING)["records"]
+    weights = {
+        "model.norm.weight": resident["final_norm.weight"],
+        "model.embed_tokens.weight": rows(embedding[:, : row.nbytes], row),
+    }
+    for i in range(config.num_layers):
+        layer, source = f"model.layers.{i}", f"layers.{i}"
+        qkv = np.split(_matrix(resident, f"{source}.attention.qkv", row), 3)
+        for name, matrix in zip("qkv", qkv, strict=True):
+            weights[f"{layer}.self_attn.{name}_proj.weight"] = matrix
+        weights[f"{layer}.self_attn.o_proj.weight"] = _matrix(resident, f"{source}.attention.out", row)
+        weights[f"{layer}.input_layernorm.weight"] = resident[f"{source}.attention_norm.weight"]
+        weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"{source}.feed_forward_norm.weight"]
+        records = load_file(folder / neuron_file_name(i))["records"]
+        second = bundle.neuron_layout.part_offsets[1]
+        for name, at in (("gate", 0), ("up", second), ("down", second + row.nbytes)):
+            matrix = rows(records[:, at : at + row.nbytes], row)
+            weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
+    model = Llama(shape)
+    model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
+    return model
+
+
+def _matrix(resident: dict[str, NDArray[Any]], name: str, row: RowLayout) -> NDArray[np.float32]:
+    parts = [resident[key] for part in ("codes", "scales", "biases") if (key := f"{name}.{part}") in resident]
+    return rows(np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1), row)
+
+
+def rows(stored: NDArray[np.uint8], row: RowLayout) -> NDArray[np.float32]:
+    """(n, row.nbytes) of codes, scales and biases as (n, row.cols) weights; see `weights/README.md`."""
+    if row.bits == 16:
+        return np.ascontiguousarray(stored).view(np.float16)[:, : row.cols].astype(np.float32)
+    codes, affine = stored[:, : row.codes_bytes], np.ascontiguousarray(stored[:, row.codes_bytes :])
+    if row.bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), row.padded_cols)
+    scales, biases = np.split(affine.view(np.float16).astype(np.float32), 2, axis=1)
+    group = row.padded_cols // row.groups
+    values = np.repeat(scales, group, axis=1) * codes + np.repeat(biases, group, axis=1)
+    return values[:, : row.cols].astype(np.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write a run's model as a Hugging Face folder.")
+    parser.add_argument("--name", default="small", help="the run's folder under BUILD/runs")
+    parser.add_argument("--build", type=Path, default=BUILD)
+    parser.add_argument("--output", type=Path, help="BUILD/export/NAME unless given")
+    arguments = parser.parse_args()
+    folder = arguments.output or arguments.build / "export" / arguments.name
+    tokenizer = (arguments.build / "tokenizer.model").read_bytes()
+    export(model_of_checkpoint(arguments.build / "runs" / arguments.name), tokenizer, folder)
+    print(json.dumps({"folder": str(folder)}))
+
+
+if __name__ == "__main__":
+    main()

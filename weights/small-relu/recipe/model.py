@@ -1,0 +1,215 @@
+"""The model in PyTorch: `transformers`' LlamaForCausalLM, with its parameter names, made fast on a CPU.
+
+Matrices are multiplied in bfloat16 while training and in float32 while evaluating; the residual stream,
+norms and losses are float32 always. B windows, T tokens, D width, F neurons, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recipe.config import Shape
+
+LOSS_CHUNK = 1024
+"""Tokens whose logits exist at a time."""
+QUERY_BLOCK = 256
+"""Queries that attend together; what lies after the block isn't multiplied."""
+INITIAL_STD = 0.03
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.heads, self.head_dim = shape.num_attention_heads, shape.head_dim
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        batch, tokens, width = x.shape
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).to(dtype)
+        qkv = functional.linear(x.to(dtype), weight).view(batch, tokens, 3 * self.heads, self.head_dim)
+        q, k, v = qkv.transpose(1, 2).split(self.heads, dim=1)
+        scale = 1 / math.sqrt(self.head_dim)
+        q = rotate(q.float() * scale, cos, sin).to(dtype)
+        mixed = causal_attention(q, rotate(k.float(), cos, sin).to(dtype), v)
+        mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
+        return functional.linear(mixed, self.o_proj.weight.to(dtype))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, heads, T, head_dim), pairing element j with j + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(B, heads, T, head_dim) of queries that are scaled already.
+
+    By hand, in blocks: half the time of torch's own kernel here, whose backward pass is slow on CPUs.
+    """
+    tokens = q.shape[2]
+    mixed = []
+    for start in range(0, tokens, QUERY_BLOCK):
+        end = min(tokens, start + QUERY_BLOCK)
+        scores = (q[:, :, start:end] @ k[:, :, :end].transpose(2, 3)).float()
+        positions = torch.arange(end)
+        hidden = positions[None, :] > positions[start:, None]
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1).to(v.dtype)
+        mixed.append(weights @ v[:, :, :end])
+    return torch.cat(mixed, dim=2)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.activation = functional.relu if shape.hidden_act == "relu" else functional.silu
+
+    def gate(self, x: Tensor) -> Tensor:
+        """(B, T, F) gate activations."""
+        return self.activation(self.gate_proj(x))
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The layer's output, and its gates' (share of zeros, mean magnitude)."""
+        weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).to(dtype)
+        gate, up = functional.linear(x.to(dtype), weight).chunk(2, dim=-1)
+        active = self.activation(gate.float())
+        seen = torch.stack([(active == 0).float().mean(), active.abs().mean()])
+        return functional.linear((active * up).to(dtype), self.down_proj.weight.to(dtype)), seen
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = FeedForward(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype)
+        change, seen = self.mlp(self.post_attention_layernorm(x), dtype)
+        return x + change, seen
+
+
+class Decoder(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = self.embed_tokens(ids)
+        seen = []
+        for layer in self.layers:
+            x, gates = layer(x, cos, sin, dtype)
+            seen.append(gates)
+        return self.norm(x).to(dtype), torch.stack(seen)
+
+
+class Llama(nn.Module):
+    """The whole model; its head is the embedding table."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        turns = torch.arange(shape.max_position_embeddings)[:, None] * _frequencies(shape)
+        self._cos, self._sin = turns.cos(), turns.sin()
+        self._run: Callable[..., tuple[Tensor, Tensor]] = self.model.forward
+        self._initialise()
+
+    def compile(self) -> None:
+        """Compile what training runs, for the sizes that it sees first."""
+        self._run = torch.compile(self.model.forward, dynamic=False)
+        LinearCrossEntropy.softmax_errors = torch.compile(softmax_errors, dynamic=False)
+
+    def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Training loss of (B, T + 1) windows in bfloat16, and per layer (zeros, mean gate): (L, 2)."""
+        ids, targets = windows[:, :-1], windows[:, 1:]
+        hidden, seen = self._run(ids, *self._turns(ids), torch.bfloat16)
+        weight = self.model.embed_tokens.weight
+        loss: Tensor = LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten())
+        return loss, seen
+
+    def logits_and_gates(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, T, V) in float32, as `transformers` has them in that type, and per layer as `loss` has it."""
+        hidden, seen = self.model(ids, *self._turns(ids), torch.float32)
+        return functional.linear(hidden, self.model.embed_tokens.weight), seen
+
+    def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = ids.shape[1]
+        return self._cos[:tokens], self._sin[:tokens]
+
+    def _initialise(self) -> None:
+        depth = math.sqrt(2 * self.shape.num_hidden_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                ends_block = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=INITIAL_STD / (depth if ends_block else 1.0))
+
+
+def _frequencies(shape: Shape) -> Tensor:
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    return 1.0 / shape.rope_theta**exponents
+
+
+def softmax_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses (N,), and the derivative of their sum by the logits (N, V) in the logits' type."""
+    wide = logits.float()
+    log_sums = torch.logsumexp(wide, dim=-1)
+    hit = torch.arange(logits.shape[1])[None, :] == targets[:, None]
+    losses = log_sums - wide.masked_fill(~hit, 0.0).sum(-1)
+    return losses, (torch.exp(wide - log_sums[:, None]) - hit.float()).to(logits.dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of hidden (N, D) through a head (V, D), without ever holding all logits.
+
+    Gradients are computed on the way forward, chunk by chunk, while the logits are in the caches.
+    """
+
+    softmax_errors = softmax_errors
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        head = weight.to(hidden.dtype)
+        into_hidden = torch.empty_like(hidden)
+        into_weight = torch.zeros_like(weight)
+        total = torch.zeros(())
+        for start in range(0, len(hidden), LOSS_CHUNK):
+            part = slice(start, start + LOSS_CHUNK)
+            losses, errors = LinearCrossEntropy.softmax_errors(hidden[part] @ head.t(), targets[part])
+            total += losses.sum()
+            errors = errors / len(hidden)
+            into_hidden[part] = errors @ head
+            into_weight += errors.t() @ hidden[part]
+        ctx.save_for_backward(into_hidden, into_weight)
+        return total / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        into_hidden, into_weight = ctx.saved_tensors
+        return into_hidden * gradients[0].to(into_hidden.dtype), into_weight * gradients[0], None

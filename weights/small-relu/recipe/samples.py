@@ -1,0 +1,116 @@
+"""What the model says, through our runtime: SQL that is counted, dialogues and stories to read.
+
+    python -m recipe.samples --model ..
+
+asks 300 held-out WikiSQL questions, and continues 20 held-out dialogues and 10 openings of held-out novels:
+greedily, but for the stories. Continuations go unedited to SAMPLES.md beside the model; the SQL figures are
+printed as one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import ondevice
+from recipe import sql
+from recipe.config import DATA, MODEL_FOLDER
+from recipe.data import Document, split_documents
+from recipe.export import SAMPLING
+
+QUESTIONS, DIALOGUES, STORIES = 300, 20, 10
+SEED = 3
+REPLY_TOKENS, STORY_TOKENS = 96, 120
+STORY_SAMPLING = {"temperature": SAMPLING["temperature"], "top_p": SAMPLING["top_p"], "seed": SEED}
+"""As `ondevice chat` samples; greedy stories of small models go round in circles."""
+TURNS = 3
+"""What the user says in a dialogue before it is read: so many turns, each answered by the model."""
+
+
+def chosen(documents: list[Document], count: int) -> list[Document]:
+    """The same documents at every call."""
+    order = np.random.default_rng(SEED).permutation(len(documents))
+    return [documents[i] for i in order[:count]]
+
+
+def questions(data: Path, count: int) -> list[sql.Example]:
+    """Held-out questions that come with their table's columns."""
+    examples = [
+        example
+        for example in sql.read(data / "prompts" / "wikisql" / "wikisql.json.bz2")
+        if example.split == "test" and example.prompt != example.question
+    ]
+    order = np.random.default_rng(SEED).permutation(len(examples))
+    return [examples[i] for i in order[:count]]
+
+
+def judge_sql(model: ondevice.Model, examples: list[sql.Example]) -> dict[str, Any]:
+    """How many answers SQLite can parse, and how many are the reference, letter case aside."""
+    parsed, exact, wrong = 0, 0, []
+    for example in examples:
+        answer = model.session().respond(example.prompt, max_tokens=REPLY_TOKENS).text.strip()
+        good = sql.parses(answer, example.columns)
+        parsed += good
+        exact += answer.lower() == example.query.lower()
+        if not good:
+            wrong.append(answer)
+    return {
+        "questions": len(examples),
+        "parse_share": parsed / len(examples),
+        "exact_match_share": exact / len(examples),
+        "unparsed": wrong,
+    }
+
+
+def dialogues(model: ondevice.Model, documents: list[Document]) -> Iterator[str]:
+    """The user's turns of held-out dialogues, every answer the model's own."""
+    for number, document in enumerate(documents, 1):
+        session = model.session()
+        lines = [f"### Dialogue {number}", ""]
+        for said in [text for role, text in document if role == "user"][:TURNS]:
+            reply = session.respond(said, max_tokens=REPLY_TOKENS).text
+            lines += [f"User: {said}", "", f"**Model:** {reply}", ""]
+        yield "\n".join(lines)
+
+
+def stories(model: ondevice.Model, documents: list[Document]) -> Iterator[str]:
+    """Openings of pieces of held-out novels, continued."""
+    for number, document in enumerate(documents, 1):
+        text = document[0][1]
+        opening = text[: text.find(" ", 160)]
+        reply = model.generate(opening, max_tokens=STORY_TOKENS, **STORY_SAMPLING).text
+        yield "\n".join([f"### Story {number}", "", f"{opening} **|**{reply}", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Sample the model on held-out prompts.")
+    parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="a bundle of this recipe")
+    parser.add_argument("--data", type=Path, default=DATA, help="the folder of text")
+    parser.add_argument("--output", type=Path, help="SAMPLES.md in the model's folder unless given")
+    parser.add_argument("--questions", type=int, default=QUESTIONS)
+    arguments = parser.parse_args()
+    held = {domain: split_documents(arguments.data, domain)[1] for domain in ("dialogue", "novels")}
+    with ondevice.load(arguments.model) as model:
+        text = [
+            f"# What {model.name} says\n",
+            "Written by `python -m recipe.samples`, unedited. All prompts are held out. Dialogues are "
+            f"greedy; stories are sampled ({', '.join(f'{k} {v}' for k, v in STORY_SAMPLING.items())}).\n",
+            "## Dialogues\n",
+            *dialogues(model, chosen(held["dialogue"], DIALOGUES)),
+            "## Stories\n",
+            "The model's part begins after the bar.\n",
+            *stories(model, chosen(held["novels"], STORIES)),
+        ]
+        result = judge_sql(model, questions(arguments.data, arguments.questions))
+    output = arguments.output or arguments.model / "SAMPLES.md"
+    output.write_text("\n".join(text), encoding="utf-8")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

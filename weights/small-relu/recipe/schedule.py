@@ -1,0 +1,64 @@
+"""What changes while a run goes on: the learning rate, and how hard zeros are asked for. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recipe.config import Training
+
+FIRST_WEIGHT, LEAST_WEIGHT, MOST_WEIGHT = 1e-2, 1e-4, 10.0
+GAIN = 0.02
+MEMORY = 0.9
+
+
+@dataclass
+class Schedule:
+    """Warm-up, a constant learning rate, and a decay to zero whose start may be called at any time."""
+
+    training: Training
+    decay_from: int
+    decay_steps: int
+
+    @staticmethod
+    def of(training: Training) -> Schedule:
+        decay_steps = max(1, round(training.steps * training.decay_share))
+        return Schedule(training, training.steps - decay_steps, decay_steps)
+
+    def decay_now(self, step: int) -> None:
+        """End the run early, with a decay of the usual share of it."""
+        if step < self.decay_from:
+            share = self.training.decay_share
+            self.decay_from, self.decay_steps = step, max(1, round(step * share / (1 - share)))
+
+    @property
+    def steps(self) -> int:
+        return self.decay_from + self.decay_steps
+
+    def learning_rate(self, step: int) -> float:
+        """Of the update that follows `step` updates."""
+        warm = min(1.0, (step + 1) / self.training.warmup_steps)
+        left = min(1.0, (self.steps - step) / self.decay_steps)
+        return self.training.learning_rate * min(warm, left)
+
+
+@dataclass
+class Penalty:
+    """The weight of the gate penalty, steered so that the share of zeros follows its target."""
+
+    training: Training
+    weight: float = FIRST_WEIGHT
+    zeros: float = 0.5
+    """Moving mean, over layers and time."""
+
+    def target(self, step: int, steps: int) -> float:
+        """A straight line from the half that are zero by chance to the share that is wanted."""
+        way = min(1.0, step / max(1.0, steps * self.training.target_share))
+        return 0.5 + way * (self.training.target_zeros - 0.5)
+
+    def observe(self, zeros: float, step: int, steps: int) -> None:
+        """zeros: of the last step."""
+        self.zeros = MEMORY * self.zeros + (1 - MEMORY) * zeros
+        # Relative to how many are left active: 0.90 and 0.91 differ as much as 0.0 and 0.1 do.
+        lack = (1 - self.zeros) / (1 - self.target(step, steps)) - 1
+        change = 1 + GAIN * max(-1.0, min(1.0, lack))
+        self.weight = min(MOST_WEIGHT, max(LEAST_WEIGHT, self.weight * change))
