@@ -7,14 +7,17 @@ so that the tolerance covers rounding of float32 sums and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
+from ondevice.bundle.layout import neuron_layout
+from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
-from tests.sources import quantise_rows
+from tests.sources import ArrayFeedForward, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
 ENGINES = {(target, threads): _native.Engine(threads, target) for target in TARGETS for threads in (1, 2)}
@@ -35,16 +38,21 @@ def on_every_target(run: Callable[[_native.Engine], Float32]) -> Float32:
     return first
 
 
-def quantised_activations(x: Float32) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def quantised_activations(x: Float32) -> NDArray[np.float64]:
     """What the kernels multiply with: x as int8 codes times a scale per group of 64, in float64."""
     padded = np.zeros((len(x), -(-x.shape[1] // 64) * 64), dtype=np.float32)
     padded[:, : x.shape[1]] = x
     groups = padded.reshape(len(x), -1, 64)
-    largest = np.abs(groups).max(axis=2, keepdims=True)
+    codes, scales = blockwise_int8(groups)
+    return (codes * scales).reshape(padded.shape)
+
+
+def blockwise_int8(x: Float32) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """x (..., n) as the kernels quantise a vector: int8 codes (..., n) and one scale (..., 1), both exact."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        codes = np.where(largest > 0, np.rint(groups * (np.float32(127) / largest)), 0)
-    scales = largest / np.float32(127)
-    return (codes.astype(np.float64) * scales).reshape(padded.shape), padded.astype(np.float64)
+        codes = np.where(largest > 0, np.rint(x * (np.float32(127) / largest)), 0)
+    return codes.astype(np.float64), (largest / np.float32(127)).astype(np.float64)
 
 
 def packed(engine: _native.Engine, weight: Float32, bits: int) -> tuple[_native.Matrix, NDArray[np.float64]]:
@@ -74,7 +82,7 @@ def test_linear(bits: int, shape: tuple[int, int]) -> None:
 
     out = on_every_target(run)
     exact = packed(ENGINES[TARGETS[0], 1], weight, bits)[1]
-    used = x.astype(np.float64) if bits == 16 else quantised_activations(x)[0][:, :cols]
+    used = x.astype(np.float64) if bits == 16 else quantised_activations(x)[:, :cols]
     # Where columns are padded, the padding's codes meet zero activations.
     np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
 
@@ -105,6 +113,100 @@ def test_extreme_codes_do_not_saturate(bits: int) -> None:
 
     exact = packed(ENGINES[TARGETS[0], 1], weight, bits)[1]
     np.testing.assert_allclose(on_every_target(run), x.astype(np.float64) @ exact.T, rtol=1e-4)
+
+
+def hidden_activations(engine: _native.Engine, source: ArrayFeedForward, x: Float32) -> Float32:
+    """silu(gate) * up, by kernels that have oracles of their own: the bits that the down projection gets."""
+    gate, up = np.empty((2, len(x), source.num_neurons), dtype=np.float32)
+    packed(engine, source.gate, source.bits)[0].forward(engine, x, None, gate)
+    packed(engine, source.up, source.bits)[0].forward(engine, x, None, up)
+    h = np.empty(gate.size, dtype=np.float32)
+    _native.activate(engine, ACTIVATIONS.index("silu"), gate.reshape(-1), up.reshape(-1), h)
+    return h.reshape(gate.shape)
+
+
+def down_oracle(h: Float32, down: Float32, bits: Literal[4, 8]) -> NDArray[np.float64]:
+    """(T, D) from h (T, F) and down (F, D), as feed_forward.cc says: h * scale in int8, blocks of 64 neurons.
+
+    The codes count from their middle; the biases' share isn't quantised.
+    """
+    _, scales, biases, exact = quantise_rows(down, bits)
+    middle = 8 if bits == 4 else 128
+    neurons, hidden = down.shape
+    out = np.zeros((len(h), hidden))
+    for group, columns in enumerate(slice(j, j + 64) for j in range(0, hidden, 64)):
+        scale, bias = scales[:, group].astype(np.float32), biases[:, group].astype(np.float64)
+        offset = bias + middle * scale.astype(np.float64)
+        # What is left of a weight is scale * (code - middle), and the scale has moved into the activation.
+        centred = (exact[:, columns] - offset[:, None]) / np.where(scale == 0, 1, scale)[:, None]
+        moved = h * scale
+        for block in (slice(n, n + 64) for n in range(0, neurons, 64)):
+            codes, step = blockwise_int8(moved[:, block])
+            out[:, columns] += codes * step @ np.rint(centred[block])
+        out[:, columns] += (h.astype(np.float64) @ offset)[:, None]
+    return out
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
+def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> None:
+    gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
+    layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+    source = ArrayFeedForward(gate, up, down, bits, layout)
+    x, blocks = normal(TOKENS, hidden, seed=3), -(-neurons // 64)
+    first, second = layout.part_offsets
+    offsets = (first, second, second + layout.parts[0][0].nbytes)
+
+    def run(engine: _native.Engine) -> Float32:
+        layer = _native.FeedForward(hidden, bits, layout.stride, *offsets)
+        segment = _native.Segment(layer.segment_bytes(blocks))
+        layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
+        out = np.full((TOKENS, hidden), np.nan, dtype=np.float32)
+        layer.begin(engine, x)
+        layer.add(engine, [segment], TOKENS, ACTIVATIONS.index("silu"))
+        layer.finish(engine, out)
+        return out
+
+    out = on_every_target(run)
+    h = hidden_activations(ENGINES[TARGETS[0], 1], source, x)
+    if bits == 16:
+        expected = h.astype(np.float64) @ quantise_rows(down, 16)[3].astype(np.float64)
+    else:
+        expected = down_oracle(h, down, bits)
+    terms = np.abs(h).astype(np.float64) @ np.abs(down)
+    assert (np.abs(out - expected) <= 1e-6 * terms).all(), np.max(np.abs(out - expected) / terms)
+
+
+@pytest.mark.parametrize("window", [0, 1, 37])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])
+def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) -> None:
+    """Against softmax(q k / sqrt(dim)) v in float64, over keys and values as they are stored."""
+    tokens = 150
+    q, k, v = (normal(tokens, n, dim, seed=n + 7 * i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    block_bytes = kv_heads * 2 * 64 * (dim * bits // 8 + (4 if bits == 8 else 0))
+
+    def run(engine: _native.Engine) -> Float32:
+        memory = np.zeros((3, block_bytes), dtype=np.uint8)
+        blocks = np.array([block.ctypes.data for block in memory], dtype=np.uint64)
+        _native.kv_write(engine, blocks, 0, bits, 0, k, v)
+        out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
+        for first, last in ((0, 1), (1, 70), (70, 150)):
+            part = slice(first, last)
+            _native.attention(engine, q[part], blocks, 0, bits, kv_heads, first, window, out[part])
+        return out
+
+    stored = []
+    for x in (k, v):
+        codes, scales = blockwise_int8(x) if bits == 8 else (x.astype(np.float16).astype(np.float64), 1.0)
+        stored.append(np.repeat(codes * scales, heads // kv_heads, axis=1).swapaxes(0, 1))
+    keys, values = stored
+    scores = q.astype(np.float64).swapaxes(0, 1) @ keys.swapaxes(1, 2) / np.sqrt(dim)
+    age = np.arange(tokens)[:, None] - np.arange(tokens)
+    scores[:, (age < 0) | (age >= (window or tokens))] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    expected = (weights / weights.sum(axis=2, keepdims=True) @ values).swapaxes(0, 1).reshape(tokens, -1)
+    np.testing.assert_allclose(on_every_target(run), expected, rtol=0, atol=2e-6)
 
 
 BROKEN = [[np.nan], [np.inf], [-np.inf], [np.nan, 3.0], [np.inf, np.nan, 1.0]]
