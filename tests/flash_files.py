@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ondevice.bundle.reader import CheckedFile
+from ondevice.flash.prefetch import Extent
 from ondevice.kernels import _native
 
 HEADER_BYTES = 4096
@@ -43,6 +45,11 @@ def write_plain(path: Path, nbytes: int, unit: int, seed: int = 0) -> tuple[Chec
     data = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     path.write_bytes(data.tobytes())
     return CheckedFile(path, nbytes, 0, (unit,), _native.crc32c(data, (unit,))), data
+
+
+def slot_bytes(extents: Sequence[Extent], unit: int = max(PARTS)) -> int:
+    """What a stream's slot needs at most for any of `extents` of files checked in units of up to `unit`."""
+    return max(extent.nbytes for extent in extents) + 2 * unit + 2 * 4096
 
 
 def flip_byte(path: Path, offset: int) -> None:

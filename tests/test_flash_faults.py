@@ -47,9 +47,9 @@ def run_under(shim: Path, folder: Path, body: Callable[[Path], None], **settings
 
 def read_everything(folder: Path) -> None:
     import numpy as np
-    from flash_files import HEADER_BYTES, STRIDE, write_plain, write_records
+    from flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_plain, write_records
 
-    from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+    from ondevice.flash.prefetch import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
 
     records = write_records(folder / "records.flash", 3000)
@@ -62,7 +62,7 @@ def read_everything(folder: Path) -> None:
             ids = np.random.default_rng(0).integers(0, 3000, 200)
             reader.read_records(0, ids, rows)
             np.testing.assert_array_equal(rows, records.data[ids])
-            with ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 3, True) as stream:
+            with ExtentStream(reader, extents, slot_bytes(extents), 3, True) as stream:
                 for step in range(60):
                     extent = extents[step % 12]
                     np.testing.assert_array_equal(
@@ -80,10 +80,10 @@ def test_short_and_interrupted_reads_go_on(shim: Path, tmp_path: Path, fault: st
 def recover_from_io_errors(folder: Path) -> None:
     import numpy as np
     import pytest
-    from flash_files import HEADER_BYTES, STRIDE, write_records
+    from flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
 
     from ondevice.errors import FlashReadError
-    from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+    from ondevice.flash.prefetch import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
 
     records = write_records(folder / "records.flash", 800)
@@ -103,7 +103,7 @@ def recover_from_io_errors(folder: Path) -> None:
                 )
         assert 20 < len(messages) < 180
         assert all(expected in message for message, expected in messages)
-        with ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 4, True) as stream:
+        with ExtentStream(reader, extents, slot_bytes(extents), 4, True) as stream:
             failures = 0
             for step in range(200):
                 extent = extents[step % 50]
@@ -139,9 +139,9 @@ def close_while_reads_stall(folder: Path) -> None:
     import threading
     import time
 
-    from flash_files import HEADER_BYTES, STRIDE, write_records
+    from flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
 
-    from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+    from ondevice.flash.prefetch import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
 
     # Extents of four pieces: when the end comes, most of what the consumer waits for hasn't been asked for.
@@ -161,7 +161,7 @@ def close_while_reads_stall(folder: Path) -> None:
             outcomes.append(str(error))
 
     for end in ("stream", "reader"):
-        stream = ExtentStream(reader, extents, slot_bytes_needed(reader, extents), 20, True)
+        stream = ExtentStream(reader, extents, slot_bytes(extents), 20, True)
         consumer = threading.Thread(target=consume, args=(stream,))
         consumer.start()
         time.sleep(0.25)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flash_files import HEADER_BYTES, PARTS, STRIDE, RecordFile, flip_byte, write_plain, write_records
+from flash_files import HEADER_BYTES, STRIDE, RecordFile, flip_byte, slot_bytes, write_plain, write_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.errors import FlashReadError
-from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 
 RECORDS = 4000
@@ -26,7 +26,7 @@ def extent_of(first: int, count: int, file: int = 0) -> Extent:
 def open_stream(
     reader: FlashReader, extents: list[Extent], slots: int = 3, cyclic: bool = True
 ) -> ExtentStream:
-    return ExtentStream(reader, extents, slot_bytes_needed(reader, extents), slots, cyclic)
+    return ExtentStream(reader, extents, slot_bytes(extents), slots, cyclic)
 
 
 def settle(stream: ExtentStream) -> int:
@@ -75,7 +75,10 @@ def test_the_schedule_in_order(
                     np.testing.assert_array_equal(view, expected)
                 stream.release()
                 held.pop(0)
-        assert stream.held == len(held)
+        for _ in held:
+            stream.release()
+        with pytest.raises(ValueError, match="no extent is held"):
+            stream.release()
 
 
 @settings(max_examples=40, deadline=None)
@@ -103,7 +106,8 @@ def test_reading_ahead_stops_at_the_last_free_slot(reader: FlashReader, records:
     extents = [extent_of(16 * i, 16) for i in range(10)]
     one = 16 * STRIDE  # a whole number of pages
     with open_stream(reader, extents, slots=4) as stream:
-        assert stream.nbytes == 4 * one
+        with_pages = -(-slot_bytes(extents) // 4096) * 4096
+        assert stream.nbytes == 4 * with_pages
         assert settle(stream) == 4 * one
         views = [stream.next() for _ in range(3)]
         with pytest.raises(ValueError, match=r"release\(\).*3 of 4"):
@@ -168,7 +172,8 @@ def test_rewind(reader: FlashReader, records: RecordFile) -> None:
                     stream.release()
                     continue
                 stream.rewind()  # gives back what is held, too
-                assert stream.held == 0
+                with pytest.raises(ValueError, match="no extent is held"):
+                    stream.release()
                 break
             stream.rewind()
         # At its start a cyclic schedule keeps what it has read ahead, after a whole turn as well.
@@ -189,6 +194,7 @@ def test_errors_come_in_order_and_pass(tmp_path: Path) -> None:
         flip_byte(records.checked.path, extents[index].offset + 5 * STRIDE)
     with FlashReader([records.checked], threads=3) as reader, open_stream(reader, extents, 4) as stream:
         for _ in range(3):
+            held = 0
             for index in range(10):
                 if index in damaged:
                     with pytest.raises(FlashReadError, match=f"from {extents[index].offset + 5 * STRIDE} "):
@@ -196,8 +202,10 @@ def test_errors_come_in_order_and_pass(tmp_path: Path) -> None:
                     continue
                 view = stream.next()
                 np.testing.assert_array_equal(view, records.bytes_at(extents[index].offset, view.size))
-                while stream.held and index != 3:  # which is held across the errors behind it
+                held += 1
+                while held and index != 3:  # which is held across the errors behind it
                     stream.release()
+                    held -= 1
             stream.rewind()
         for index in damaged:
             flip_byte(records.checked.path, extents[index].offset + 5 * STRIDE)
@@ -252,7 +260,7 @@ def test_two_streams_and_record_reads_share_the_threads(records: RecordFile, tmp
     with (
         FlashReader([records.checked, plain], threads=2) as reader,
         open_stream(reader, first, 3) as a,
-        open_stream(reader, second, 2) as b,
+        ExtentStream(reader, second, slot_bytes(second, 1 << 20), 2, True) as b,
     ):
         rows = np.empty((2, STRIDE), np.uint8)
         for step in range(60):
@@ -269,15 +277,22 @@ def test_two_streams_and_record_reads_share_the_threads(records: RecordFile, tmp
         assert total >= a.stats.bytes_read + b.stats.bytes_read - 10_000_000
 
 
+def test_a_slot_holds_whole_units_and_pages_and_no_more(reader: FlashReader, records: RecordFile) -> None:
+    # Sixteen records are seven pages; two units within one page; one unit across the end of a page.
+    for offset, nbytes, needed in ((0, 16 * STRIDE, 7 * 4096), (100, 640, 4096), (4000, 100, 2 * 4096)):
+        extent = Extent(0, HEADER_BYTES + offset, nbytes)
+        with ExtentStream(reader, [extent], needed, 2, True) as stream:
+            for _ in range(5):
+                np.testing.assert_array_equal(stream.next(), records.bytes_at(extent.offset, nbytes))
+                stream.release()
+        with pytest.raises(ValueError, match=f"can't hold the largest extent \\({needed} bytes"):
+            ExtentStream(reader, [extent], needed - 4096, 2, True)
+
+
 def test_impossible_streams(reader: FlashReader) -> None:
-    extent = extent_of(0, 16)
-    needed = slot_bytes_needed(reader, [extent])
-    assert needed == 16 * STRIDE
-    assert slot_bytes_needed(reader, [Extent(0, HEADER_BYTES + 100, PARTS[0])]) == 4096
+    extent, needed = extent_of(0, 16), 16 * STRIDE
     with pytest.raises(ValueError, match="at least 2 slots"):
         ExtentStream(reader, [extent], needed, 1, True)
-    with pytest.raises(ValueError, match="can't hold the largest"):
-        ExtentStream(reader, [extent], needed - 4096, 2, True)
     with pytest.raises(ValueError, match="at least one extent"):
         ExtentStream(reader, [], needed, 2, True)
     for bad in (Extent(1, HEADER_BYTES, 1), Extent(0, 0, 8192), extent_of(RECORDS, 1), Extent(0, 4096, 0)):

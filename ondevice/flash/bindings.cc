@@ -11,6 +11,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -187,14 +188,7 @@ void bind_stream(nb::module_& m) {
             return std::make_pair(times(stats.reads), stats.wait_seconds);
           },
           Release())
-      .def_prop_ro("held", &ExtentStream::held)
       .def_prop_ro("nbytes", &ExtentStream::nbytes);
-  m.def(
-      "slot_bytes_needed",
-      [](FlashReader& reader, const Extents& extents) {
-        return ExtentStream::slot_bytes_needed(reader, make_extents(extents));
-      },
-      nb::arg("reader"), nb::arg("extents"));
 }
 
 void raise(const char* type, const char* message) {
@@ -213,6 +207,10 @@ void bind_flash(nb::module_& m) {
       raise("FlashReadError", error.what());
     } catch (const DirectRefused& error) {
       raise("BackendUnavailableError", error.what());
+    } catch (const std::system_error& error) {
+      raise("OndeviceError", (std::string("the system refuses a thread: ") + error.what() +
+                              "; lower --threads, or raise the limit that the process runs under")
+                                 .c_str());
     }
   });
   m.def("crc32c", &crc32c, nb::arg("data").noconvert(), nb::arg("units"), nb::arg("target") = "auto");

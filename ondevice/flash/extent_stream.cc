@@ -13,15 +13,6 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 }  // namespace
 
-size_t ExtentStream::slot_bytes_needed(const FlashReader& reader, const std::vector<Extent>& extents) {
-  int64_t most = 0;
-  for (const Extent& extent : extents) {
-    Range units = reader.file(extent.file).expand(extent.offset, extent.nbytes);
-    most = std::max(most, page_up(units.end) - page_down(units.begin));
-  }
-  return static_cast<size_t>(most);
-}
-
 ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
                            size_t slot_bytes, size_t slots, bool cyclic)
     : reader_(std::move(reader)),
@@ -37,18 +28,19 @@ ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vecto
 
 std::vector<ExtentStream::Planned> ExtentStream::planned(const std::vector<Extent>& extents) const {
   if (extents.empty()) throw std::invalid_argument("a stream needs at least one extent");
-  size_t needed = slot_bytes_needed(*reader_, extents);
-  if (slot_bytes_ < needed)
-    throw std::invalid_argument("slots of " + std::to_string(slot_bytes_) +
-                                " bytes can't hold the largest extent (" + std::to_string(needed) +
-                                " bytes with its page and checksum boundaries)");
+  int64_t needed = 0;
   std::vector<Planned> schedule;
   for (const Extent& extent : extents) {
     const FlashFile& file = reader_->file(extent.file);
     Range units = file.expand(extent.offset, extent.nbytes);
-    schedule.push_back(
-        {&file, extent.offset, extent.nbytes, page_down(units.begin), file.cut(units, kPieceBytes)});
+    const int64_t base = page_down(units.begin);
+    needed = std::max(needed, page_up(units.end) - base);
+    schedule.push_back({&file, extent.offset, extent.nbytes, base, file.cut(units, kPieceBytes)});
   }
+  if (slot_bytes_ < static_cast<size_t>(needed))
+    throw std::invalid_argument("slots of " + std::to_string(slot_bytes_) +
+                                " bytes can't hold the largest extent (" + std::to_string(needed) +
+                                " bytes with its page and checksum boundaries)");
   return schedule;
 }
 
@@ -165,11 +157,6 @@ void ExtentStream::close() {
   reader_->pool().remove(this);
   std::lock_guard<std::mutex> lock(reader_->pool().mutex());
   memory_.reset();
-}
-
-size_t ExtentStream::held() {
-  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
-  return held_;
 }
 
 StreamStats ExtentStream::stats() {

@@ -29,11 +29,9 @@ struct StreamStats {
 // at a time; close() may come from any thread.
 class ExtentStream : public PieceSource {
  public:
-  // Bytes one slot needs for the largest extent: its whole checked units, to page boundaries.
-  static size_t slot_bytes_needed(const FlashReader& reader, const std::vector<Extent>& extents);
-
-  // Throws std::invalid_argument for fewer than 2 slots, slots that are too small, or an empty schedule;
-  // std::out_of_range for an extent outside its file.
+  // A slot holds the largest extent's whole checked units, to page boundaries. Throws std::invalid_argument
+  // for fewer than 2 slots, slots that are too small, or an empty schedule; std::out_of_range for an extent
+  // outside its file.
   ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
                size_t slots, bool cyclic);
   ~ExtentStream() override { close(); }
@@ -61,7 +59,6 @@ class ExtentStream : public PieceSource {
 
   // Slot memory.
   size_t nbytes() const { return slot_bytes_ * slots_.size(); }
-  size_t held();
   StreamStats stats();
 
   bool take(Piece* piece) override;

@@ -36,16 +36,12 @@ class StreamStats(FlashStats):
     wait_seconds: float
 
 
-def slot_bytes_needed(reader: FlashReader, extents: Sequence[Extent]) -> int:
-    """Bytes one slot needs for the largest of `extents`: whole checked units, to page boundaries."""
-    return _native.slot_bytes_needed(reader.native, _tuples(extents))
-
-
 class ExtentStream:
     """Hands out the extents of a schedule in order; with `cyclic` it begins again after the last.
 
     reader: whose threads read ahead and compare checksums.
-    slot_bytes: size of each slot, at least `slot_bytes_needed()`; rounded up to whole pages.
+    slot_bytes: size of each slot, rounded up to whole pages; it holds the largest extent's whole checked
+        units, to page boundaries.
     slots: at least 2. All but one can be held by the consumer at a time.
 
     One consumer at a time; `close()` may come from any thread.
@@ -61,11 +57,6 @@ class ExtentStream:
     def nbytes(self) -> int:
         """Memory of all slots."""
         return self._native.nbytes
-
-    @property
-    def held(self) -> int:
-        """Extents handed out and not yet released."""
-        return self._native.held
 
     @property
     def stats(self) -> StreamStats:

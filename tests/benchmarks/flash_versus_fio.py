@@ -26,7 +26,7 @@ from measure import drop_caches, machine, note, spread, summary
 
 from ondevice.bundle.reader import CheckedFile
 from ondevice.errors import BackendUnavailableError
-from ondevice.flash.prefetch import Extent, ExtentStream, slot_bytes_needed
+from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.kernels import _native
 
@@ -73,7 +73,7 @@ def stream_once(file: CheckedFile, extent_bytes: int, slots: int, threads: int) 
     ]
     with FlashReader([file], io="direct", threads=threads) as reader:
         start = time.perf_counter()
-        with ExtentStream(reader, extents, slot_bytes_needed(reader, extents), slots, cyclic=False) as stream:
+        with ExtentStream(reader, extents, per_extent * STRIDE, slots, cyclic=False) as stream:
             for _ in extents:
                 stream.next()
                 stream.release()

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -78,38 +79,60 @@ Data make_file(const std::string& path) {
   return data;
 }
 
-std::vector<Extent> make_extents() {
+std::vector<Extent> make_extents(const std::vector<int64_t>& order) {
   std::vector<Extent> extents;
-  for (int64_t i = 0; i < kExtents; ++i)
+  for (const int64_t i : order)
     extents.push_back({0, kHeader + i * kPerExtent * kStride, kPerExtent * kStride});
   return extents;
 }
 
-// Consumes with random holds and rewinds; every extent must be the schedule's next.
+std::vector<int64_t> all_extents() {
+  std::vector<int64_t> order(kExtents);
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+constexpr size_t kSlotBytes = kPerExtent * kStride + 2 * 4096;  // what a page begins or ends with included
+
+// The schedule: extents of the file in some order, some of them twice or not at all.
+std::vector<int64_t> shuffled(std::mt19937& random) {
+  std::vector<int64_t> order;
+  for (size_t i = 0, n = 1 + random() % kExtents; i < n; ++i)
+    order.push_back(static_cast<int64_t>(random() % kExtents));
+  return order;
+}
+
+// Consumes with random holds, rewinds and other schedules; every extent must be the schedule's next.
 void consume(const std::shared_ptr<FlashReader>& reader, const Data& data, unsigned seed, int steps) {
   std::mt19937 random(seed);
-  std::vector<Extent> extents = make_extents();
+  std::vector<int64_t> order = all_extents();
   const size_t slots = 2 + random() % 4;
-  ExtentStream stream(reader, extents, ExtentStream::slot_bytes_needed(*reader, extents), slots, true);
-  int64_t at = 0;
+  ExtentStream stream(reader, make_extents(order), kSlotBytes, slots, true);
+  size_t at = 0, held = 0;
   for (int step = 0; step < steps; ++step) {
-    if (at == kDamaged) {
+    if (order[at] == kDamaged) {
       expect(throws<FlashError>([&] { stream.next(); }), "damage went unnoticed");
     } else {
       ExtentStream::View view = stream.next();
       expect(view.nbytes == kPerExtent * kStride, "an extent of the wrong size");
-      expect(memcmp(view.data, data.record(at * kPerExtent), view.nbytes) == 0,
+      expect(memcmp(view.data, data.record(order[at] * kPerExtent), view.nbytes) == 0,
              "an extent's bytes are wrong");
+      ++held;
     }
-    at = (at + 1) % kExtents;
+    at = (at + 1) % order.size();
     // Failed extents behind a held one fill the ring too; hold one less than the ring allows.
-    while (stream.held() + 2 > slots - 1 || (stream.held() > 0 && random() % 2)) {
-      if (stream.held() == 0) break;
+    while (held > 0 && (held + 2 > slots - 1 || random() % 2)) {
       stream.release();
+      --held;
     }
     if (random() % 23 == 0) {
       stream.rewind();
-      at = 0;
+      at = held = 0;
+    }
+    if (random() % 11 == 0) {
+      order = shuffled(random);
+      stream.reschedule(make_extents(order));
+      at = held = 0;
     }
     (void)stream.stats();
   }
@@ -132,15 +155,16 @@ void read_records(const std::shared_ptr<FlashReader>& reader, const Data& data, 
   }
 }
 
-// Closes the stream, or its reader, while another thread consumes.
+// Closes the stream, or its reader, while another thread consumes and reschedules.
 void close_under_a_consumer(const Data& data, bool close_reader, unsigned pause_us) {
   auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, IoMode::kAuto, 3);
-  std::vector<Extent> extents = make_extents();
-  ExtentStream stream(reader, extents, ExtentStream::slot_bytes_needed(*reader, extents), 3, true);
+  ExtentStream stream(reader, make_extents(all_extents()), kSlotBytes, 3, true);
   std::atomic<bool> refused{false};
   std::thread consumer([&] {
+    std::mt19937 random(pause_us);
     while (!refused) {
       try {
+        if (random() % 4 == 0) stream.reschedule(make_extents(shuffled(random)));
         ExtentStream::View view = stream.next();
         expect(view.data[0] == view.owner->data()[view.data - view.owner->data()],
                "a view outside its owner");
