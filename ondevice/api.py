@@ -26,7 +26,7 @@ from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
-from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare
+from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare, system_refusals
 from ondevice.errors import UsageError
 from ondevice.generate import Event, check_prompt
 from ondevice.kernels import _native
@@ -111,7 +111,8 @@ def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None]
 
 def open_model(model: Name | None, runtime: RuntimeConfig) -> Prepared:
     """What `load` does before it reads a weight; raises what it raises, but not BudgetError."""
-    return prepare(Bundle.open(find_model(model)), runtime)
+    with system_refusals():
+        return prepare(Bundle.open(find_model(model)), runtime)
 
 
 def text_tokenizer(prepared: Prepared) -> Tokenizer:

@@ -7,12 +7,13 @@ reading a weight is `Prepared`; the plan in it is the one that the engine alloca
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
 import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -126,6 +127,7 @@ class Engine:
         self._reader = FlashReader(bundle_files(self._bundle), self._runtime.io)
         with ExitStack() as undo:
             undo.callback(self.close)
+            undo.enter_context(system_refusals())
             self._generator = self._load(prepared.tokenizer)
             undo.pop_all()
 
@@ -144,7 +146,8 @@ class Engine:
         try:
             kv.truncate(common_prefix(kv.tokens, prompt))
             self._lend_more(kv, len(prompt) + 1)
-            yield from self._generator.stream(prompt, kv, sampling, cancelled)
+            with system_refusals():
+                yield from self._generator.stream(prompt, kv, sampling, cancelled)
         finally:
             self._at_work = ()
             if key is None:
@@ -156,7 +159,8 @@ class Engine:
         self._at_work = (kv,)
         try:
             self._lend_more(kv, len(tokens))
-            yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
+            with system_refusals():
+                yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
         except Cancelled:
             raise OndeviceError("the computation was cancelled") from None
         finally:
@@ -168,7 +172,8 @@ class Engine:
         kv = self._cache(source)
         self._at_work = (kv,)
         try:
-            self._caches[target] = kv.fork()
+            with system_refusals():
+                self._caches[target] = kv.fork()
         except BudgetError:
             log.info("no room for a second KV cache: the fork will compute its own")
         finally:
@@ -184,7 +189,8 @@ class Engine:
         self._drop_idle(plan.kv_limit_bytes)
         self._lend(plan.segments_for(self._kv_bytes))
         if plan.embedding_resident and self._cpu is not None:
-            self._cpu.hold_embedding(True)
+            with system_refusals():
+                self._cpu.hold_embedding(True)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -298,6 +304,20 @@ class Engine:
             neuron_cache_lookups=0 if self._cpu is None else self._cpu.neuron_lookups,
             peak_memory_bytes=process_memory().peak_bytes,
         )
+
+
+@contextmanager
+def system_refusals() -> Iterator[None]:
+    """Turns the system's refusal of memory, which a plan can't foresee, into an OndeviceError."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise OndeviceError(
+            "the system refuses memory that the budget allows; lower --dram-budget, or raise the limit that "
+            "the process runs under"
+        ) from error
 
 
 def _trim_heap() -> None:

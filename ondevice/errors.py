@@ -66,3 +66,10 @@ class FlashReadError(OndeviceError):
     """Flash doesn't give what the bundle promises: unreadable, cut short, or not matching its checksum."""
 
     exit_code = 6
+
+
+def thread_refused(reason: RuntimeError) -> OndeviceError:
+    """For what Python raises when the system has no thread to give."""
+    return OndeviceError(
+        f"the system refuses a thread: {reason}; raise the limit that the process runs under"
+    )

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from ondevice.errors import OndeviceError
+from ondevice.errors import OndeviceError, thread_refused
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
@@ -135,8 +135,11 @@ class OwnerThread(Generic[T]):
     def _submit(self, job: _Job, urgent: bool = False) -> None:
         with self._lock:
             if not self._started:
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    raise thread_refused(error) from error
                 self._started = True
-                self._thread.start()
         self._jobs.put(job, urgent)
 
     def _join(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ondevice.backends.base import Bytes, Float32, RowChunk
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RESIDENT
 from ondevice.bundle.reader import Bundle
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, thread_refused
 from ondevice.flash.reader import FlashReader
 
 RESIDENT_FILE = 0
@@ -36,7 +36,10 @@ class ReadAhead:
     def next(self) -> Any:
         """The next task's result. Raises what the task raised."""
         while len(self._pending) <= READ_AHEAD and (task := next(self._tasks, None)) is not None:
-            self._pending.append(self._pool.submit(task))
+            try:
+                self._pending.append(self._pool.submit(task))
+            except RuntimeError as error:
+                raise thread_refused(error) from error
         return self._pending.popleft().result()
 
     def __enter__(self) -> ReadAhead:

@@ -104,7 +104,13 @@ class SegmentPool:
         while len(self._empty) < min(SEGMENTS_AHEAD, missing):
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
-            self._empty.append(self._allocator.submit(_native.Segment, self._segment_bytes))
+            try:
+                self._empty.append(self._allocator.submit(_native.Segment, self._segment_bytes))
+            except RuntimeError as error:
+                # The system has no thread for it just now: passes go on from flash, and ask again.
+                log.warning("no thread to allocate feed-forward segments: %s", error)
+                self._allocator = None
+                return
 
     def _drop_empty(self) -> None:
         future = self._empty.pop()
