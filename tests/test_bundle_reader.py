@@ -17,7 +17,7 @@ from malformed.rules import RULES, Rule, put
 from safetensors.numpy import load_file
 
 from ondevice.bundle.layout import resident_tensors
-from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig, RopeScaling
@@ -142,14 +142,23 @@ def test_tokenizer_files_are_checked_when_read(tmp_path: Path) -> None:
         bundle.read_small("resident.safetensors")
 
 
-def test_tokenizer_file_size_is_capped(tmp_path: Path) -> None:
-    recipe = Recipe(tokenizer=TokenizerInfo("sentencepiece"), blobs={"tokenizer.model": b"pieces"})
-    bundle = _written(tmp_path / "b", recipe)
-    with (bundle.path / "tokenizer.model").open("r+b") as file:
-        file.truncate((64 << 20) + 1)
-    put("files", "tokenizer.model", "bytes", value=(64 << 20) + 1)(bundle.path)
-    put("files", "tokenizer.model", "crc", value={"offset": 449, "count": 65})(bundle.path)
-    with pytest.raises(BundleError, match="limit is 67108864"):
+@pytest.mark.parametrize(
+    ("info", "limit"),
+    [
+        (TokenizerInfo("sentencepiece"), 16 << 20),
+        (TokenizerInfo("tokenizers"), 32 << 20),
+        (TokenizerInfo(chat_template="chat_template.jinja"), 4 << 16),
+    ],
+)
+def test_size_of_files_read_whole_is_capped(info: TokenizerInfo, limit: int, tmp_path: Path) -> None:
+    (name,) = info.files
+    bundle = _written(tmp_path / "b", Recipe(tokenizer=info, blobs={name: b"pieces"}))
+    assert MAX_BLOB_BYTES[name] == limit
+    with (bundle.path / name).open("r+b") as file:
+        file.truncate(limit + 1)
+    put("files", name, "bytes", value=limit + 1)(bundle.path)
+    put("files", name, "crc", value={"offset": 449, "count": limit // (1 << 20) + 1})(bundle.path)
+    with pytest.raises(BundleError, match=f"has {limit + 1} bytes; the limit is {limit}"):
         Bundle.open(bundle.path)
 
 

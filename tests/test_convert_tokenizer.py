@@ -11,12 +11,14 @@ import pytest
 from models import write_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from ondevice.bundle.layout import TOKENIZER_FILES
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.reader import Bundle
+from ondevice.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
-from ondevice.tokenizer import load_tokenizer
+from ondevice.tokenizer import MAX_TOKENIZER_BYTES, load_tokenizer
 
 VOCAB = 300
 
@@ -221,8 +223,25 @@ def test_templates_that_are_no_text(source: Path) -> None:
     (source / "chat_template.jinja").unlink()
     (source / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
     refused(source, "isn't UTF-8")
-    write_json(source / "tokenizer_config.json", chat_template="x" * ((1 << 20) + 1))
-    refused(source, "larger than")
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f600"])
+def test_the_longest_template_that_the_runtime_takes(source: Path, character: str) -> None:
+    write_json(source / "tokenizer_config.json", chat_template=character * (MAX_TEMPLATE_CHARS + 1))
+    refused(source, "has 65537 characters; the limit is 65536, so shorten it")
+    (source / "chat_template.jinja").write_text(character * (MAX_TEMPLATE_CHARS + 1))
+    refused(source, "has 65537 characters|larger than 262144 bytes; download it again")
+    (source / "chat_template.jinja").write_text(character * MAX_TEMPLATE_CHARS)
+    longest = converted(source)[1].read_small("chat_template.jinja").decode()
+    assert ChatTemplate(longest).render([{"role": "user", "content": "x"}]) == longest
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "tokenizers"])
+def test_a_tokenizer_above_the_runtimes_cap_is_refused(source: Path, kind: str) -> None:
+    file, limit = TOKENIZER_FILES[kind], MAX_TOKENIZER_BYTES[kind]
+    with (source / file).open("wb") as stream:
+        stream.truncate(limit + 1)
+    refused(source, f"{file} is larger than {limit} bytes")
 
 
 def test_a_tokenizer_of_another_model(source: Path) -> None:

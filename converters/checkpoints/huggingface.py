@@ -99,7 +99,7 @@ def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTenso
             if name in tensors:
                 other = tensors[name].file.path.name
                 raise CheckpointError(
-                    f"{other} and {shard_name} both hold {name}, and which is meant isn't known; download both"
+                    f"{other} and {shard_name} both hold {name}; which is meant isn't known; download both"
                 )
             tensors[name] = tensor
     return tensors

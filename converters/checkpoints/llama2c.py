@@ -11,7 +11,8 @@ import struct
 from math import prod
 from pathlib import Path
 
-from ondevice.bundle.manifest import TokenizerInfo
+from ondevice.bundle.layout import TOKENIZER_FILES
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.config import ModelConfig
 from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM, HEAD, LayerNames
 from ondevice.converters.checkpoints import sentencepiece_model as proto
@@ -27,7 +28,6 @@ from ondevice.errors import CheckpointError, OndeviceError
 
 HEADER = struct.Struct("<7i")
 BOS, EOS = 1, 2
-_MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 16
 _REPLACE = "it belongs to another model: put this model's in its place"
 
@@ -157,9 +157,16 @@ def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
     folder = SourceFolder(path.parent)
     for name in (f"tok{vocab_size}.bin", "tokenizer.bin"):
         if folder.has(name):
-            model = convert_tokenizer(folder.read(name, _MAX_TOKENIZER_BYTES), vocab_size, name)
+            file = TOKENIZER_FILES["sentencepiece"]
+            limit = MAX_BLOB_BYTES[file]
+            model = convert_tokenizer(folder.read(name, limit), vocab_size, name)
+            if len(model) > limit:
+                raise CheckpointError(
+                    f"{name} makes a {file} of {len(model)} bytes; the limit is {limit}, so remove it to "
+                    "convert for use with token ids"
+                )
             info = TokenizerInfo("sentencepiece", bos_id=BOS, eos_ids=(BOS, EOS), add_bos=True)
-            return TokenizerFiles(info, {"tokenizer.model": model})
+            return TokenizerFiles(info, {file: model})
     logger.warning(
         "no tok%d.bin or tokenizer.bin beside %s; the bundle will take and give token ids, not text",
         vocab_size,

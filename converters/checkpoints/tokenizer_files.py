@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
-from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, TokenizerInfo, TokenizerKind
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.bundle.strict_json import unique_keys
+from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -23,7 +24,6 @@ from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import load_tokenizer
 from ondevice.tokenizer.base import LibraryErrors, valid_unicode
 
-MAX_TEMPLATE_BYTES = 1 << 20
 MAX_ENDS = 32
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def read_tokenizer(
     if kind is not None:
         file = TOKENIZER_FILES[kind]
         inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
-        blobs[file] = folder.read(file, MAX_TOKENIZER_BYTES)
+        blobs[file] = folder.read(file, MAX_BLOB_BYTES[file])
         with _damage():
             vocabulary = inspect(blobs[file])
         _check_size(vocabulary.size, vocab_size, file)
@@ -171,7 +171,7 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
 def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
     """The template's text, never run here: a file of its own, or a key of tokenizer_config.json."""
     if folder.has(CHAT_TEMPLATE):
-        data = folder.read(CHAT_TEMPLATE, MAX_TEMPLATE_BYTES)
+        data = folder.read(CHAT_TEMPLATE, MAX_BLOB_BYTES[CHAT_TEMPLATE])
     else:
         template = settings.get("chat_template")
         if isinstance(template, list):
@@ -184,8 +184,11 @@ def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | No
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"the chat template isn't UTF-8 text: {error}") from error
-    if len(data) > MAX_TEMPLATE_BYTES:
-        raise CheckpointError(f"the chat template is larger than {MAX_TEMPLATE_BYTES} bytes")
+    if len(text) > MAX_TEMPLATE_CHARS:
+        raise CheckpointError(
+            f"the chat template has {len(text)} characters; the limit is {MAX_TEMPLATE_CHARS}, so shorten "
+            "it, or remove it for a plain transcript"
+        )
     return data if text.strip() else None
 
 

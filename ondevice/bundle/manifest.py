@@ -27,12 +27,16 @@ from ondevice.bundle.layout import (
     neuron_layout,
 )
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.config import GROUP_SIZE, Activation, ModelConfig, QuantConfig, RopeScaling
 from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 
 MAX_FILE_BYTES = 1 << 48
-MAX_TOKENIZER_BYTES = 64 << 20
-"""Largest tokenizer file or chat template, which are read whole."""
+MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZER_BYTES.items()} | {
+    CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
+}
+"""Most bytes of the files that are read whole, by name: what the runtime accepts of each, and no more."""
 _MAX_TOKENS = 1 << 24
 _MAX_EOS = 64
 _MAX_CRCS = 1 << 40

@@ -28,7 +28,7 @@ from ondevice.bundle.layout import (
     resident_header,
     resident_tensors,
 )
-from ondevice.bundle.manifest import MAX_TOKENIZER_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.config import ModelConfig, QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError
@@ -158,8 +158,8 @@ class Bundle:
                 expected = entry.nbytes if layout.nbytes is None else layout.nbytes
                 crc = CrcRange(next_crc, layout.crc_count(expected))
                 next_crc += crc.count
-                if layout.nbytes is None and not 1 <= expected <= MAX_TOKENIZER_BYTES:
-                    raise BundleError(f"{name} has {expected} bytes; the limit is {MAX_TOKENIZER_BYTES}")
+                if layout.nbytes is None and not 1 <= expected <= MAX_BLOB_BYTES[name]:
+                    raise BundleError(f"{name} has {expected} bytes; the limit is {MAX_BLOB_BYTES[name]}")
             if entry.nbytes != expected:
                 raise BundleError(f"manifest: {name} has {entry.nbytes} bytes; this model needs {expected}")
             if entry.crc != crc:

@@ -18,12 +18,10 @@ import numpy as np
 from ondevice.bundle.digest import Crc32c, FileDigest
 from ondevice.bundle.files import publish, sync_folder, temporary_path, write_durably
 from ondevice.bundle.layout import (
-    CHAT_TEMPLATE,
     CHECKSUMS,
     EMBEDDING,
     MANIFEST,
     RESIDENT,
-    TOKENIZER_FILES,
     FileLayout,
     RecordLayout,
     TensorSpec,
@@ -32,7 +30,7 @@ from ondevice.bundle.layout import (
     resident_tensors,
 )
 from ondevice.bundle.manifest import (
-    MAX_TOKENIZER_BYTES,
+    MAX_BLOB_BYTES,
     CrcRange,
     FileEntry,
     Manifest,
@@ -129,10 +127,10 @@ class BundleWriter:
 
     def add_blob(self, name: str, data: bytes) -> None:
         """Writes a tokenizer file or chat template."""
-        if name not in (*TOKENIZER_FILES.values(), CHAT_TEMPLATE):
+        if name not in MAX_BLOB_BYTES:
             raise ValueError(f"{name!r} is not a tokenizer file of a bundle")
-        if not 1 <= len(data) <= MAX_TOKENIZER_BYTES:
-            raise ValueError(f"{name} has {len(data)} bytes; it must have 1 to {MAX_TOKENIZER_BYTES}")
+        if not 1 <= len(data) <= MAX_BLOB_BYTES[name]:
+            raise ValueError(f"{name} has {len(data)} bytes; it must have 1 to {MAX_BLOB_BYTES[name]}")
         digest = FileDigest(self._layout(name), self._crc32c)
         digest.update(np.frombuffer(data, np.uint8))
         with _disk_errors(self.folder / name):

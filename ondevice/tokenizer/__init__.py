@@ -15,6 +15,7 @@ from ondevice.tokenizer.sentencepiece_model import SentencePieceTokenizer
 from ondevice.tokenizer.tokenizer_json import HuggingFaceTokenizer
 
 __all__ = [
+    "MAX_TOKENIZER_BYTES",
     "HuggingFaceTokenizer",
     "LeadingSpace",
     "SentencePieceTokenizer",
@@ -27,7 +28,8 @@ _KINDS: dict[str, type[SentencePieceTokenizer | HuggingFaceTokenizer]] = {
     "sentencepiece": SentencePieceTokenizer,
     "tokenizers": HuggingFaceTokenizer,
 }
-_MAX_FILE_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20}
+MAX_TOKENIZER_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20}
+"""Largest file of each kind, for it is read whole and takes several times its size once parsed."""
 
 
 def load_tokenizer(
@@ -47,8 +49,8 @@ def load_tokenizer(
     """
     if kind not in _KINDS:
         raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(_KINDS)}")
-    if len(data) > _MAX_FILE_BYTES[kind]:
-        raise BundleError(f"tokenizer file has {len(data)} bytes; the limit is {_MAX_FILE_BYTES[kind]}")
+    if len(data) > MAX_TOKENIZER_BYTES[kind]:
+        raise BundleError(f"tokenizer file has {len(data)} bytes; the limit is {MAX_TOKENIZER_BYTES[kind]}")
     tokenizer = _KINDS[kind](data, bos_id, tuple(eos_ids), add_bos)
     if vocab_size is not None:
         tokenizer.check_vocabulary(vocab_size)
