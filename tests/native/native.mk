@@ -7,7 +7,7 @@ NEON_CXX ?= aarch64-linux-gnu-g++
 NEON_RUN ?= qemu-aarch64 -cpu max
 VECTORS := build/native/vectors.bin
 
-# In a build: what needs no file but a folder to write in.
+# One build's programs beside kernel_vectors.
 NATIVE_RUN = $(1)/allocations; $(1)/pool_stress; $(1)/stream_stress build/native
 
 .PHONY: test-native test-neon test-sanitize test-tsan
