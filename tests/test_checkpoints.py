@@ -13,6 +13,7 @@ from engines import all_logits, running
 from llama2c_reference import Shape
 from models import save_safetensors, to_bfloat16
 
+from ondevice.bundle.manifest import MAX_BLOB_BYTES
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
 from ondevice.converters.checkpoints.llama2c import convert_tokenizer, is_llama2c
@@ -113,6 +114,25 @@ def test_a_folder_with_one_llama2c_file(tmp_path: Path, caplog: pytest.LogCaptur
     llama2c.write_checkpoint(tmp_path / "b.bin", Shape(), tied=True)
     with pytest.raises(CheckpointError, match=r"has 2 llama2\.c checkpoints; name one"):
         open_checkpoint(tmp_path)
+
+
+def test_a_llama2c_tokenizer_that_the_runtime_would_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spaces take three bytes in the tokenizer.model that it becomes."""
+    llama2c.write_checkpoint(tmp_path / "model.bin", Shape(), tied=True)
+    pieces = [b"%d" % token + b" " * (100 if token >= 259 else 0) for token in range(300)]
+    llama2c.write_vocabulary(tmp_path / "tok300.bin", llama2c.Vocabulary(pieces, [0.0] * 300))
+    assert open_checkpoint(tmp_path).tokenizer.info.kind == "sentencepiece"
+    size = (tmp_path / "tok300.bin").stat().st_size
+    limits = (
+        (size - 1, f"tok300.bin is larger than {size - 1} bytes"),
+        (size, f"makes a tokenizer.model of .* limit is {size}, so remove it"),
+    )
+    for limit, message in limits:
+        monkeypatch.setitem(MAX_BLOB_BYTES, "tokenizer.model", limit)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path)
 
 
 @pytest.fixture
