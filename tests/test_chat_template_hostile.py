@@ -27,7 +27,7 @@ def doubling(start: str, step: str) -> str:
 
 # n.x is a namespace that holds two, which hold two each, and so on.
 NAMESPACES = (
-    "{% set n = namespace(x=namespace(x=1)) %}{% for i in range(64) %}"
+    "{% set n = namespace(x=namespace(x=1)) %}{% for i in range(12) %}"
     "{% set n.x = namespace(x=[n.x, n.x]) %}" + END
 )
 
