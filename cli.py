@@ -6,7 +6,6 @@ The only module that prints. Commands import what they need when they run, so th
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import sys
@@ -22,17 +21,17 @@ from ondevice.config import QuantConfig
 from ondevice.errors import INTERRUPTED, ContextOverflowError, OndeviceError, UsageError
 from ondevice.options import Command, Text, add_options, json_option, model_option, option, read_text
 from ondevice.settings import (
+    MAX_CONTEXT,
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
-    read_settings,
     runtime_config,
     sampling_config,
-    settings_path,
     with_model_defaults,
 )
 
 if TYPE_CHECKING:
     from ondevice.api import ConversionProgress, Model
+    from ondevice.engine import Prepared
     from ondevice.generate import Event
 
 BROKEN_PIPE = 141
@@ -101,20 +100,16 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings=HELP)
 @click.version_option(package_name="ondevice")
 @option("--verbose", "-v", is_flag=True, help="Log to stderr what the engine does.")
-@click.pass_context
-def cli(context: click.Context, verbose: bool) -> None:
+def cli(verbose: bool) -> None:
     """Run a language model that is larger than the memory you give it.
 
     Every option may also be set as ONDEVICE_<OPTION> in the environment (--max-tokens as
-    ONDEVICE_MAX_TOKENS), and every option of a command in a TOML file: config.toml in the platform's
-    configuration folder, or the file that ONDEVICE_CONFIG names. A flag beats the environment, the
-    environment beats the file.
+    ONDEVICE_MAX_TOKENS), or as max_tokens in a TOML file: config.toml in the platform's configuration
+    folder, or the file that ONDEVICE_CONFIG names. A flag beats the environment, the environment beats
+    the file.
 
     Completion: eval "$(_ONDEVICE_COMPLETE=bash_source ondevice)", or zsh_source, or fish_source.
     """
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
-    context.obj = settings_path()
-    context.default_map = dict.fromkeys(cli.commands, read_settings(context.obj))
 
 
 @cli.command()
@@ -179,9 +174,13 @@ def convert(
 @json_option
 def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
+    from ondevice import api
+
     sampling = sampling_config(values)
     text = read_text(prompt) if prompt == "-" else prompt
-    with _loaded(model, values, prompt=text) as loaded:
+    prepared = _prepared(model, values)
+    api.check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
+    with _loaded(prepared) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
             _print_json(response.to_dict())
@@ -200,11 +199,14 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
+    from ondevice import api
     from ondevice.chat_commands import chat_command, read_turns
 
     default = click.core.ParameterSource.DEFAULT
     chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
-    with _loaded(model, values) as loaded:
+    prepared = _prepared(model, values)
+    api.text_tokenizer(prepared)
+    with _loaded(prepared) as loaded:
         recommended = loaded.bundle.manifest.generation
         sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
         if taken:
@@ -251,7 +253,12 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
 
 @cli.command()
 @model_option
-@option("--prompt-tokens", type=click.IntRange(1), default=BENCH_PROMPT_TOKENS, help="Length of the prompt.")
+@option(
+    "--prompt-tokens",
+    type=click.IntRange(1, MAX_CONTEXT),
+    default=BENCH_PROMPT_TOKENS,
+    help="Length of the prompt.",
+)
 @option("--max-tokens", type=click.IntRange(0), default=BENCH_MAX_TOKENS, help="Tokens to generate.")
 @option("--runs", type=click.IntRange(1), default=BENCH_RUNS, help="Repetitions; medians are shown.")
 @add_options(RUNTIME_OPTIONS)
@@ -260,11 +267,13 @@ def bench(
     model: str | None, prompt_tokens: int, max_tokens: int, runs: int, as_json: bool, **values: Any
 ) -> None:
     """Measure how fast a model runs: medians of a few runs over a made-up prompt."""
-    from ondevice import report
+    from ondevice import api, report
     from ondevice.scoring import benchmark_report
     from ondevice.stats import median_stats
 
-    with _loaded(model, values, text=False) as loaded:
+    prepared = _prepared(model, values)
+    api.check_tokens(prepared, range(prompt_tokens))
+    with _loaded(prepared) as loaded:
         measured = []
         for index in range(runs):
             measured.append(loaded.measure(prompt_tokens, max_tokens))
@@ -282,10 +291,15 @@ def bench(
 @json_option
 def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None:
     """Measure how well a model predicts a text: its perplexity."""
+    from ondevice import api
+
     content = read_text(text)
-    with _loaded(model, values) as loaded, _progress() as show:
+    prepared = _prepared(model, values)
+    tokens = api.text_tokenizer(prepared).encode(content)
+    api.scoring_windows(prepared, tokens)
+    with _loaded(prepared) as loaded, _progress() as show:
         score = loaded.score(
-            content, on_progress=lambda done, total: show(done / max(1, total), f"{done} of {total} tokens")
+            tokens=tokens, on_progress=lambda done, total: show(done / total, f"{done} of {total} tokens")
         )
     if as_json:
         _print_json(score.to_dict())
@@ -316,20 +330,20 @@ def _take_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@contextmanager
-def _loaded(
-    model: str | None, values: dict[str, Any], text: bool = True, prompt: str | None = None
-) -> Iterator[Model]:
-    """The model, its plan said before its weights are read, closed at the end.
-
-    text: it will get some; prompt: what, if it is known already. What is wrong with it comes before the plan.
-    """
-    from ondevice import api, report
+def _prepared(model: str | None, values: dict[str, Any]) -> Prepared:
+    """The model as `_loaded` takes it. What is wrong with what it will get is to be said in between."""
+    from ondevice import api
 
     prepared = api.open_model(model, runtime_config(values))
     _take_interrupts()
-    if text:
-        api.check_text(prepared, prompt)
+    return prepared
+
+
+@contextmanager
+def _loaded(prepared: Prepared) -> Iterator[Model]:
+    """The model, its plan said before its weights are read, closed at the end."""
+    from ondevice import api, report
+
     prepared.plan.require_fit(prepared.bundle.name)
     _say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
     with api.Model(prepared) as loaded:

@@ -125,15 +125,15 @@ def text_tokenizer(prepared: Prepared) -> Tokenizer:
     return prepared.tokenizer
 
 
-def check_text(prepared: Prepared, prompt: str | None) -> None:
-    """Refuse before loading what `generate` would refuse after it. Without a prompt, some text is to come.
+def check_tokens(prepared: Prepared, tokens: Sequence[int]) -> None:
+    """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError."""
+    check_prompt(tokens, prepared.plan.max_context, prepared.bundle.config.max_context)
 
-    Raises UsageError and ContextOverflowError.
-    """
-    tokenizer = text_tokenizer(prepared)
-    if prompt is not None:
-        limit = prepared.bundle.config.max_context
-        check_prompt(tokenizer.encode(prompt), prepared.plan.max_context, limit)
+
+def scoring_windows(prepared: Prepared, tokens: Sequence[int]) -> list[list[int]]:
+    """The pieces that `score` predicts. Raises UsageError if there is nothing to predict."""
+    settings = prepared.bundle.manifest.tokenizer
+    return windows(tokens, prepared.plan.max_context, settings.bos_id if settings.add_bos else None)
 
 
 def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
@@ -272,18 +272,16 @@ class Model:
     ) -> Score:
         """How well the model predicts a text: perplexity over pieces that fill a context each.
 
-        on_progress gets (tokens done, tokens in all). Raises UsageError for a text too short to predict.
+        on_progress gets (tokens predicted, of how many). Raises UsageError for a text too short to predict.
         """
         self._require_open()
-        ids = self.prompt_ids(text, tokens)
-        bos_id = self.bundle.manifest.tokenizer.bos_id if self.bundle.manifest.tokenizer.add_bos else None
-        if bos_id is not None and ids[:1] == [bos_id]:
-            ids = ids[1:]
+        pieces = scoring_windows(self._prepared, self.prompt_ids(text, tokens))
+        total = sum(len(piece) - 1 for piece in pieces)
         tally = Tally()
-        for piece in windows(ids, self.plan.max_context, bos_id):
+        for piece in pieces:
             for done in self._owner.stream(self._score_work(piece, tally)):
                 if on_progress is not None:
-                    on_progress(done, len(ids))
+                    on_progress(done, total)
         return tally.score()
 
     def measure(self, prompt_tokens: int, max_tokens: int) -> GenerationStats:

@@ -5,6 +5,7 @@ Prints nothing.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from ondevice.errors import OndeviceError, UsageError
-from ondevice.settings import Option, check_value, variable
+from ondevice.settings import Option, Settings, check_value, read_settings, settings_path, variable
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -38,7 +39,7 @@ class SettableOption(click.Option):
         if source is ParameterSource.ENVIRONMENT:
             return str(self.envvar)
         if source is ParameterSource.DEFAULT_MAP:
-            return f"{self.flag.lstrip('-')} in {context.obj}"
+            return f"{context.obj.keys[self.name]} in {context.obj.path}"
         return None
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
@@ -46,13 +47,34 @@ class SettableOption(click.Option):
         return origin or f"'{self.flag}'"
 
 
-class Command(click.Command):
-    """A command whose errors say where the settings they mention were made, if not in the command line.
+class SettingsContext(click.Context):
+    """A command's context: the settings file changes its defaults. `obj` is what the file says, once read.
 
-    Its `context.obj` is the settings file's path.
+    It is read when a command that runs asks for a default, so help and completion work whatever is in it.
     """
 
+    def read_settings(self) -> Settings:
+        """What the settings file says. Raises UsageError."""
+        if self.obj is None:
+            self.obj = read_settings(settings_path())
+            self.default_map = dict(self.obj.values)
+        return self.obj  # type: ignore[no-any-return]
+
+    def lookup_default(self, name: str, call: bool = True) -> Any:
+        """As click's; it is help that doesn't call."""
+        if call and not self.resilient_parsing:
+            self.read_settings()
+        return super().lookup_default(name, call)  # type: ignore[call-overload]
+
+
+class Command(click.Command):
+    """A command whose errors say where the settings they mention were made, if not in the command line."""
+
+    context_class = SettingsContext
+
     def invoke(self, ctx: click.Context) -> Any:
+        assert isinstance(ctx, SettingsContext)
+        _start_logging(ctx.find_root(), ctx.read_settings())
         try:
             return super().invoke(ctx)
         except OndeviceError as error:
@@ -62,6 +84,14 @@ class Command(click.Command):
                 if origin and _is_mentioned(message, option, ctx.params[option.name or ""]):
                     error.add_note(f"{option.opts[0]} was set by {origin}")
             raise
+
+
+def _start_logging(root: click.Context, settings: Settings) -> None:
+    """`--verbose` comes before the command; whether the file has a say is known only now."""
+    verbose = root.params["verbose"]
+    if root.get_parameter_source("verbose") is ParameterSource.DEFAULT:
+        verbose = settings.values.get("verbose", verbose)
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
 
 
 def _is_mentioned(message: str, option: click.Parameter, value: object) -> bool:

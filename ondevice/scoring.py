@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,28 +53,26 @@ class Tally:
         self.tokens += len(targets)
 
     def score(self) -> Score:
-        """Raises UsageError if nothing was predicted."""
-        if not self.tokens:
-            raise UsageError("the text is too short to score: it takes at least two tokens")
+        """Of one token or more."""
         mean = self.nll / self.tokens
         return Score(math.exp(mean) if mean < 700.0 else math.inf, mean, self.tokens)
 
 
-def windows(tokens: Sequence[int], context: int, bos_id: int | None) -> Iterator[list[int]]:
+def windows(tokens: Sequence[int], context: int, bos_id: int | None) -> list[list[int]]:
     """Cut a text into pieces that fill a context each and don't overlap; every piece begins with bos_id.
 
     Every token of a piece but its first is predicted. Without bos_id, pieces overlap by the one token that
-    would not be predicted otherwise. Raises UsageError for a context that holds no token to predict.
+    would not be predicted otherwise. Raises UsageError for a context or a text with no token to predict.
     """
     if context < 2:
         raise UsageError(f"a context of {context} tokens predicts nothing; scoring takes at least two")
-    if bos_id is not None:
-        step = context - 1
-        for start in range(0, len(tokens), step):
-            yield [bos_id, *tokens[start : start + step]]
-        return
-    for start in range(0, max(1, len(tokens) - 1), context - 1):
-        yield list(tokens[start : start + context])
+    first: list[int] = [] if bos_id is None else [bos_id]
+    if list(tokens[:1]) == first:
+        tokens = tokens[len(first) :]
+    if len(first) + len(tokens) < 2:
+        raise UsageError("the text is too short to score: it takes at least two tokens")
+    starts = range(0, len(tokens) - 1 + len(first), context - 1)
+    return [[*first, *tokens[start : start + context - len(first)]] for start in starts]
 
 
 def benchmark_prompt(count: int, vocab_size: int) -> list[int]:

@@ -19,6 +19,8 @@ from ondevice.units import parse_size
 
 MAX_THREADS = 256
 """More compute threads than this are a slip, and each takes memory of its own."""
+MAX_CONTEXT = 1 << 24
+"""No prompt or conversation is longer."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,18 @@ OTHER_SETTINGS: dict[str, type] = {
     "force": bool,
     "offline": bool,
     "as_json": bool,
+    "verbose": bool,
 }
-"""Settings that belong to commands and not to a config dataclass."""
+"""Settings that belong to the command line and not to a config dataclass."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a settings file says: `values` by option name, and the keys as they are spelt there."""
+
+    path: Path
+    values: Mapping[str, Any]
+    keys: Mapping[str, str]
 
 
 def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
@@ -168,7 +180,7 @@ def check_choices(config: RuntimeConfig) -> None:
         if get_origin(hint) is Literal and value not in get_args(hint):
             allowed = ", ".join(str(choice) for choice in get_args(hint))
             raise UsageError(f"{name} is {value!r}; it must be one of {allowed}")
-    limits = (("threads", 0, MAX_THREADS), ("max_context", 0, 1 << 24), ("prefill_chunk", 1, 1 << 16))
+    limits = (("threads", 0, MAX_THREADS), ("max_context", 0, MAX_CONTEXT), ("prefill_chunk", 1, 1 << 16))
     for name, least, most in limits:
         value = getattr(config, name)
         if type(value) is not int or not least <= value <= most:
@@ -203,15 +215,16 @@ def settings_path() -> Path:
     return platformdirs.user_config_path("ondevice", appauthor=False) / "config.toml"
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file, by option name; none if there is no file.
+def read_settings(path: Path) -> Settings:
+    """The settings in a TOML file; none if there is no file.
 
-    Raises UsageError for text that isn't TOML, for an unknown key and for a value of the wrong type.
+    Raises UsageError for text that isn't TOML, for a key that is unknown or set already in another spelling,
+    and for a value of the wrong type.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return {}
+        return Settings(path, {}, {})
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the settings file {path} can't be read: {error}") from error
     try:
@@ -221,16 +234,21 @@ def read_settings(path: Path) -> dict[str, Any]:
     names = {_key(_flag(name)): name for name in (*_OPTIONS, *OTHER_SETTINGS)} | {
         name: name for name in _OPTIONS
     }
-    settings: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     for key, value in parsed.items():
         name = names.get(key.replace("-", "_"))
         if name is None:
             known = ", ".join(sorted(_key(_flag(name)) for name in (*_OPTIONS, *OTHER_SETTINGS)))
             raise UsageError(f"the settings file {path} has an unknown key {key!r}; known are {known}")
+        if name in keys:
+            raise UsageError(
+                f"the settings file {path} has both {keys[name]} and {key}, which are one option; keep one"
+            )
         if not _has_type(name, value):
             raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
-        settings[name] = _as_option(name, value)
-    return settings
+        values[name], keys[name] = _as_option(name, value), key
+    return Settings(path, values, keys)
 
 
 def _has_type(name: str, value: Any) -> bool:

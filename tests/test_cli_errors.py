@@ -92,6 +92,32 @@ def test_usage_errors_come_before_the_plan(ondevice: Run, token_bundle: Path, co
     assert ondevice("bench", "-m", token_bundle, "--runs", 1, "--max-tokens", 2).code == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "-p", "x", "--stop", ""], 2, "stop is ('',); it must be strings that aren't empty"),
+        (["chat", "--stop", "a", "--stop", ""], 2, "strings that aren't empty"),
+        (["eval", "--text", "-"], 2, "too short to score"),
+        (["eval", "--text", "-", "--max-context", 1], 2, "a context of 1 tokens predicts nothing"),
+        (["bench", "--prompt-tokens", CONTEXT + 1], 4, f"the context holds {CONTEXT}; shorten"),
+        (["bench", "--prompt-tokens", 10**30], 2, "--prompt-tokens"),
+    ],
+)
+def test_what_no_model_could_do_is_refused_before_anything_is_loaded(
+    ondevice: Run,
+    chat_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[object],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.setattr(Model, "__init__", lambda *_: pytest.fail("loaded"))
+    result = ondevice(*arguments, "-m", chat_bundle)
+    assert result.code == code
+    assert message in result.err
+    assert "plan" not in result.err
+
+
 def test_a_prompt_that_cannot_run_is_refused_before_anything_is_loaded(
     ondevice: Run, chat_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

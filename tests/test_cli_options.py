@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -90,13 +91,32 @@ def all_options() -> dict[str, set[click.Option]]:
     return found
 
 
-def test_every_option_can_come_from_the_environment_and_a_commands_from_the_file() -> None:
+def test_every_option_can_come_from_the_environment_and_from_the_file() -> None:
     found = all_options()
-    assert set(found) == {*RUNTIME_OPTIONS, *SAMPLING_OPTIONS, *OTHER_SETTINGS, "verbose"}
+    assert set(found) == {*RUNTIME_OPTIONS, *SAMPLING_OPTIONS, *OTHER_SETTINGS}
     for options in found.values():
         for option in options:
             flag = next(name for name in option.opts if name.startswith("--"))
             assert option.envvar == "ONDEVICE_" + flag[2:].replace("-", "_").upper()
+
+
+def test_verbose_may_be_set_anywhere(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda level, **_: levels.append(level))
+
+    def level(*flags: str) -> int:
+        assert ondevice(*flags, "inspect", "-m", chat_bundle).code == 0
+        return levels.pop()
+
+    assert level() == logging.WARNING
+    assert level("-v") == logging.INFO
+    (tmp_path / "config.toml").write_text("verbose = true")
+    assert level() == logging.INFO
+    monkeypatch.setenv("ONDEVICE_VERBOSE", "0")
+    assert level() == logging.WARNING
+    assert level("--verbose") == logging.INFO
 
 
 def test_options_of_one_command_come_from_everywhere_too(
@@ -160,9 +180,34 @@ def test_a_settings_file_that_is_not_there_is_named(
     ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "absent.toml"))
-    result = ondevice("inspect", "-m", chat_bundle)
-    assert result.code == 2
-    assert str(tmp_path / "absent.toml") in result.err
+    for name in ("inspect", "verify"):
+        result = ondevice(name, "-m", chat_bundle)
+        assert result.code == 2
+        assert str(tmp_path / "absent.toml") in result.err
+
+
+@pytest.mark.parametrize("file", ["absent.toml", "config.toml"])
+def test_help_and_completion_work_with_a_settings_file_that_does_not(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    (tmp_path / "config.toml").write_text("modle = 1")
+    monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / file))
+    for arguments in (["--help"], ["--version"], ["bench", "--runs", "3", "--help"], ["eval", "-h"]):
+        result = ondevice(*arguments)
+        assert (result.code, result.err) == (0, "")
+    environment = os.environ | {"_ONDEVICE_COMPLETE": "bash_complete", "COMP_CWORD": "2"}
+    environment["COMP_WORDS"] = "ondevice bench --ru"
+    done = subprocess.run(command(), env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "plain,--runs\n"
+
+
+@pytest.mark.parametrize("key", ["dram-budget", "dram_budget"])
+def test_an_error_spells_a_key_as_the_settings_file_does(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, key: str
+) -> None:
+    (tmp_path / "config.toml").write_text(f'{key} = "2MB"')
+    result = ondevice("generate", "-m", chat_bundle, "-p", "x")
+    assert f"--dram-budget was set by {key} in {tmp_path / 'config.toml'}" in result.err
 
 
 def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:

@@ -93,16 +93,18 @@ def test_an_integer_is_a_number() -> None:
 def test_one_stop_string_of_a_settings_file_is_a_list_of_one(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('stop = "a b"')
-    assert read_settings(path) == {"stop": ["a b"]}
+    assert read_settings(path).values == {"stop": ["a b"]}
 
 
 def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(
         'dram-budget = "4GB"\ntemp = 0.5\nkv_bits = 8\nmodel = "m"\noffline = true\nstop = ["x"]\n'
-        "prompt-tokens = 7\njson = true\n"
+        "prompt-tokens = 7\njson = true\nverbose = true\n"
     )
-    assert read_settings(path) == {
+    settings = read_settings(path)
+    assert (settings.keys["dram_budget"], settings.keys["kv_bits"]) == ("dram-budget", "kv_bits")
+    assert settings.values == {
         "dram_budget": "4GB",
         "temperature": 0.5,
         "kv_bits": "8",
@@ -111,6 +113,7 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
         "stop": ["x"],
         "prompt_tokens": 7,
         "as_json": True,
+        "verbose": True,
     }
 
 
@@ -126,6 +129,8 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
         ("io = 3", "wrong type"),
         ("offline = 'no'", "wrong type"),
         ("stop = ['a', 1]", "wrong type"),
+        ("temp = 1\ntemperature = 1", "both temp and temperature, which are one option; keep one"),
+        ("dram_budget = 1\ndram-budget = 1", "both dram_budget and dram-budget"),
     ],
 )
 def test_a_bad_settings_file_is_refused_with_its_path(tmp_path: Path, text: str, message: str) -> None:
@@ -144,7 +149,7 @@ def test_a_settings_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_settings_file_is_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_settings(tmp_path / "absent.toml") == {}
+    assert read_settings(tmp_path / "absent.toml").values == {}
     monkeypatch.setenv("ONDEVICE_CONFIG", str(tmp_path / "mine.toml"))
     with pytest.raises(UsageError, match=r"ONDEVICE_CONFIG names .*mine\.toml"):
         settings_path()
