@@ -1,4 +1,4 @@
-# What a fresh machine needs: Python 3.11 or later, a C++17 compiler and make. Everything else is set up here.
+# What a fresh machine needs: Python 3.11 or later, make, and GCC 12 or later or Clang. The rest is set up here.
 #
 #   make chat         set up, then chat (piped input works: echo "Once upon a time" | make chat)
 #   make test         set up, then every fast test
