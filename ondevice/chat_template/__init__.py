@@ -19,6 +19,7 @@ MAX_SECONDS = 5.0
 _MAX_UNITS = 4_000_000
 _UNITS_PER_MESSAGE = 1000
 _UNITS_PER_CHAR = 64
+_REMEDY = "put another chat_template.jinja into the checkpoint's folder and convert it again"
 
 DEFAULT_TEMPLATE = """\
 {% for message in messages %}
@@ -66,7 +67,8 @@ class ChatTemplate:
         source = DEFAULT_TEMPLATE if source is None else source
         if len(source) > MAX_TEMPLATE_CHARS:
             raise BundleError(
-                f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}"
+                f"the chat template has {len(source)} characters; the limit is {MAX_TEMPLATE_CHARS}; "
+                f"{_REMEDY}"
             )
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
         self._lock = threading.Lock()
@@ -78,7 +80,7 @@ class ChatTemplate:
         try:
             text = None if source is None else source.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BundleError(f"the chat template is not UTF-8: {error}") from error
+            raise BundleError(f"the chat template is not UTF-8: {error}; {_REMEDY}") from error
         bos = "" if tokenizer.bos_id is None else tokenizer.piece(tokenizer.bos_id)
         eos = tokenizer.piece(tokenizer.eos_ids[0]) if tokenizer.eos_ids else ""
         return ChatTemplate(text, bos_token=bos, eos_token=eos)
@@ -134,7 +136,7 @@ class ChatTemplate:
         try:
             self._template = self._environment.compile_guarded(source)
         except (jinja2.TemplateError, *_FAILURES) as error:
-            raise BundleError(f"the chat template can't be used: {_reason(error)}") from error
+            raise BundleError(f"the chat template can't be used: {_reason(error)}; {_REMEDY}") from error
 
     def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
         import jinja2
@@ -156,7 +158,7 @@ class ChatTemplate:
             except MessagesRefused as error:
                 raise UsageError(f"the chat template refuses these messages: {error}") from error
             except (jinja2.TemplateError, *_FAILURES) as error:
-                raise BundleError(f"the chat template failed: {_reason(error)}") from error
+                raise BundleError(f"the chat template failed: {_reason(error)}; {_REMEDY}") from error
 
 
 def _checked(message: Message) -> dict[str, str]:
