@@ -179,8 +179,8 @@ class Plan:
 
     @property
     def _loading_bytes(self) -> int:
-        """The peak while weights are loaded, of which a small model has less to be read ahead."""
-        return self._always_bytes - self.activation_bytes + min(LOADING_BYTES, self.weights_bytes)
+        """The peak while weights are loaded: read ahead, bytes lie in a piece and in a block or a buffer."""
+        return self._always_bytes - self.activation_bytes + min(LOADING_BYTES, 2 * self.weights_bytes)
 
     @property
     def _always_bytes(self) -> int:

@@ -63,7 +63,30 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     assert plan.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 2
     assert plan.embedding_bytes == 32000 * 2560
     assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
-    assert 8 * MB < plan.stream.nbytes < 20 * MB
+    # Eight slots and one packed, each of 256 records of 3 x 4096 weights.
+    assert plan.stream.nbytes == pytest.approx(9 * 256 * 3 * 4096 * per_weight, rel=0.05)
+    # A chunk of 256 tokens: residual, norm, projections and feed-forward; then 16 rows of logits, twice.
+    per_token = 4 * (5.25 * 4096 + 3 * 4096 + 4096) + 64 * 128 + 4096 * 1.2
+    working = 256 * per_token + 2 * 4 * 16 * 32000 + 4 * 32 * (4096 + 256) + (2 << 20)
+    assert plan.activation_bytes == pytest.approx(1.25 * working, rel=0.01)
+    needed = plan.weights_bytes + plan.stream.nbytes + plan.kv_cache_bytes + plan.activation_bytes
+    assert plan.minimum_budget_bytes == needed + plan.process_bytes + REPEAT_MARGIN_BYTES
+    assert plan.full_bytes == (
+        plan.minimum_budget_bytes
+        - REPEAT_MARGIN_BYTES
+        + plan.segment.total * plan.segment.nbytes
+        + plan.embedding_bytes
+    )
+
+
+def test_loading_is_the_peak_of_a_short_context() -> None:
+    wide = replace(TINY, hidden_size=1024, tie_embeddings=False)
+    for vocab, ahead in ((50_000, 48 << 20), (5_000, None)):
+        plan = plan_for(replace(wide, vocab_size=vocab), F16, 0, max_context=64)
+        held = 2 * plan.weights_bytes if ahead is None else ahead
+        assert plan.minimum_budget_bytes == (
+            plan.weights_bytes + plan.process_bytes + held + REPEAT_MARGIN_BYTES
+        )
 
 
 @pytest.mark.parametrize("budget", [0, 1000 * MB, 3700 * MB, 4000 * MB, 6000 * MB, 20000 * MB])

@@ -1,0 +1,76 @@
+"""The plan against the system's own account of a process that runs a model of a hundred megabytes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.bundles import convert_bundle
+from tests.models import save_safetensors, tensor_shapes, tiny_config
+
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "vocab_size": 16384,
+    "max_position_embeddings": 1024,
+}
+PROGRAM = """
+import json, sys, ondevice
+budget, prompt, options = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+if budget == "smallest":
+    budget = ondevice.inspect(sys.argv[1], **options).minimum_budget_bytes
+with ondevice.load(sys.argv[1], dram_budget=budget, threads=1, **options) as model:
+    for _ in range(20):
+        stats = model.measure(prompt, 8)
+        if stats.neuron_cache_hit_rate == 1.0:
+            break
+    plan = model.plan
+    figures = stats.peak_memory_bytes, plan.budget_bytes, plan.total_bytes, stats.neuron_cache_hit_rate
+    print(json.dumps(figures))
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """35 MB of weights that every token uses, 42 of feed-forward, 17 of embedding."""
+    folder = tmp_path_factory.mktemp("footprint")
+    config = tiny_config(**SHAPE)  # type: ignore[arg-type]
+    noise = np.random.default_rng(0).standard_normal(1 << 18, dtype=np.float32) / 32
+    tensors = {
+        name: np.ones(shape, np.float32) if name.endswith("norm.weight") else np.resize(noise, shape)
+        for name, shape in tensor_shapes(config).items()
+    }
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    save_safetensors(folder / "hf" / "model.safetensors", tensors, "F16")
+    return convert_bundle(folder / "hf", folder / "bundle", "q8")
+
+
+def run(bundle: Path, budget: str, prompt: int, **options: int) -> tuple[int, int, int, float]:
+    """(peak, budget, planned total, hit rate) of a process of its own."""
+    arguments = [str(bundle), budget, str(prompt), json.dumps(options)]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True, check=True
+    )
+    peak, allowed, total, hit_rate = json.loads(done.stdout)
+    return peak, allowed, total, hit_rate
+
+
+def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
+    peak, allowed, total, _ = run(bundle, "smallest", 4, max_context=64)
+    assert 0.85 * total <= peak <= allowed
+
+
+@pytest.mark.parametrize(("chunk", "least"), [(64, 0.92), (1024, 0.85)])
+def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
+    """A wide chunk's working memory is a third of all, and planned a little generously."""
+    peak, _, total, hit_rate = run(bundle, "8GB", 1000, max_context=1024, prefill_chunk=chunk)
+    assert hit_rate == 1.0
+    assert least * total <= peak <= total
