@@ -12,7 +12,7 @@ import operator
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -156,7 +156,10 @@ class Model:
         self._figures = LastFigures()
         self._keys = itertools.count()
         self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
-        self._engine: Engine = self._owner.call(lambda: Engine(prepared))
+        with ExitStack() as undo:
+            undo.callback(self._owner.close)
+            self._engine: Engine = self._owner.call(lambda: Engine(prepared))
+            undo.pop_all()
         self._finalizer = weakref.finalize(self, self._owner.close, self._engine.close)
 
     @property

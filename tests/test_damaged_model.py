@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,12 +52,14 @@ class Victim:
         """What the bundle raises when it runs with these bytes in a file, at either end of its budgets."""
         (self.folder / name).write_bytes(data)
         errors: list[OndeviceError] = []
+        threads = threading.active_count()
         try:
             for full in (True, False):
                 try:
                     assert said(self.folder, full) == self.sound
                 except DAMAGE as error:
                     errors.append(error)
+            assert threading.active_count() <= threads
         finally:
             (self.folder / name).write_bytes(self.files[name])
         return errors[0] if errors else None

@@ -127,7 +127,7 @@ def test_the_first_pass_allocates_nothing(bundle: Path) -> None:
         pool.resize([4, 4, 4])
         expected = logits(model, passes=1)
         assert pool.nbytes == 0
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         assert logits(model, passes=1) == expected
         assert pool.nbytes > 0
 
