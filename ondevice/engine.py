@@ -9,14 +9,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-import mmap
 import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, make_engine
@@ -26,6 +23,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
+from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
 from ondevice.memory_sizes import logits_rows
 from ondevice.model.kv_cache import KVCache
@@ -259,8 +257,8 @@ class Engine:
         target = self.plan.segments_for(self._kv_bytes + nbytes)
         if target < self._segments:
             self._lend(target)
-        private = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block = np.frombuffer(private, dtype=np.uint8)
+        # Whole at once: pages that come as tokens are written would hit a memory limit token by token.
+        block = _native.allocate(nbytes)
         self._kv_bytes += nbytes
         return block
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.backends.cpu import CpuBackend
 from ondevice.errors import OndeviceError
+from ondevice.kernels import _native
 from ondevice.owner import OwnerThread
 from tests.chat import PROMPT
 
@@ -26,7 +26,7 @@ MESSAGE = "the system refuses memory"
 TOKENS = list(range(3, 90))
 
 
-def refuse_mapping(*arguments: Any, **options: Any) -> None:
+def refuse_call(*arguments: Any, **options: Any) -> None:
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
@@ -36,7 +36,7 @@ def refuse_array(*arguments: Any) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "refuse"),
-    [(mmap, "mmap", refuse_mapping), (CpuBackend, "attention", refuse_array)],
+    [(_native, "allocate", refuse_array), (CpuBackend, "attention", refuse_call)],
     ids=["a block", "an array"],
 )
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_is_no_refusal_of_memory_keeps_its_type(model: Model, monkeypatch: 
     def broken(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(mmap, "mmap", broken)
+    monkeypatch.setattr(_native, "allocate", broken)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         model.logits(TOKENS)
 

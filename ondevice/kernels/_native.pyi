@@ -9,6 +9,7 @@ Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 Uint16 = NDArray[np.uint16]
 
+def allocate(nbytes: int) -> Bytes: ...
 def available_targets() -> list[str]: ...
 
 class Engine:

@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
+
 #include "dispatch.h"
 #include "layers.h"
 
@@ -170,6 +172,19 @@ NB_MODULE(_native, m) {
   // A program that ends while one of its threads still holds a model is none of its users' business.
   nb::set_leak_warnings(false);
   m.def("available_targets", &available_targets);
+  m.def(
+      "allocate",
+      [](size_t nbytes) {
+        auto buffer = std::make_unique<Buffer>();
+        {
+          nb::gil_scoped_release release;
+          *buffer = Buffer(nbytes);
+        }
+        nb::capsule owner(buffer.get(), [](void* held) noexcept { delete static_cast<Buffer*>(held); });
+        uint8_t* data = buffer.release()->data();
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner);
+      },
+      nb::arg("nbytes"));
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
       .def_prop_ro("target", &Engine::target);
