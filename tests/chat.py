@@ -13,6 +13,7 @@ import pytest
 import ondevice
 from ondevice.api import Model
 from ondevice.engine import IsCancelled
+from ondevice.memory_plan import REPEAT_MARGIN_BYTES
 from tests.bundles import EOS
 
 PROMPT = "Once upon a time"
@@ -26,6 +27,12 @@ def budget_between(bundle: Path, quarters: int) -> int:
     """A budget from the smallest (0) to everything resident (4), by what this process holds right now."""
     plan = ondevice.inspect(bundle)
     return plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters // 4
+
+
+def squeeze(model: Model, segments: int = 0) -> None:
+    """Keep a loaded model to what it needs with a full context, and so many segments."""
+    bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
+    model.set_dram_budget(bare + segments * model.plan.segment.nbytes)
 
 
 def pause_engine(

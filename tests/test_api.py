@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice import memory_plan, memory_sizes
+from ondevice import memory_sizes
 from ondevice.api import Model, load
 from ondevice.errors import (
     BackendUnavailableError,
@@ -25,7 +25,7 @@ from ondevice.errors import (
     UsageError,
 )
 from tests.bundles import CONTEXT, EOS, VOCAB_SIZE
-from tests.chat import PROMPT
+from tests.chat import PROMPT, squeeze
 
 LAST_LAYER = "neurons-00002.safetensors"
 
@@ -202,10 +202,9 @@ def test_damage_found_while_running_is_a_typed_error(chat_bundle: Path, tmp_path
 
 def test_damage_found_while_generating_is_a_typed_error_and_passes(chat_bundle: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(chat_bundle, tmp_path / "damaged")
-    plan = ondevice.inspect(copy)
     bias = {EOS: -math.inf}
-    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
-    with load(copy, dram_budget=bare) as model, open(copy / LAST_LAYER, "r+b") as file:
+    with load(copy) as model, open(copy / LAST_LAYER, "r+b") as file:
+        squeeze(model)
         expected = model.generate(PROMPT, max_tokens=200, logit_bias=bias).tokens
         assert model.stats.neuron_cache_hit_rate < 1.0
         file.seek(-700, 2)

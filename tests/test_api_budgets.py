@@ -16,7 +16,7 @@ from ondevice import memory_plan
 from ondevice.api import Model, load
 from ondevice.errors import BackendUnavailableError, BudgetError
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
-from tests.chat import PROMPT, budget_between, greedy
+from tests.chat import PROMPT, budget_between, greedy, squeeze
 
 
 def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Model) -> None:
@@ -163,9 +163,9 @@ def test_the_embedding_table_goes_and_comes_back_with_the_budget(chat_bundle: Pa
 
 
 def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> None:
-    plan = ondevice.inspect(chat_bundle)
-    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
-    with load(chat_bundle, dram_budget=bare + plan.segment.nbytes) as model:
+    with load(chat_bundle) as model:
+        squeeze(model, segments=1)
+        greedy(model, 2)
         at_start = model._engine._segments
         greedy(model, 230)
         after = model._engine._segments
@@ -176,11 +176,10 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
 
 
 def test_residency_comes_back_between_the_windows_of_a_score(chat_bundle: Path) -> None:
-    plan = ondevice.inspect(chat_bundle)
-    bare = plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
-    with load(chat_bundle, dram_budget=bare + plan.segment.nbytes) as model:
+    with load(chat_bundle) as model:
+        squeeze(model, segments=1)
         for call in (model.logits, lambda tokens: model.score(tokens=tokens)):
-            call([1] * (plan.max_context - 1))
+            call([1] * (model.plan.max_context - 1))
             at_full_context = model._engine._segments
             call([1, 2])
             assert model._engine._segments > at_full_context

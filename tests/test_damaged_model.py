@@ -19,8 +19,7 @@ from ondevice.errors import (
     OndeviceError,
     UnsupportedModelError,
 )
-from ondevice.memory_plan import REPEAT_MARGIN_BYTES
-from tests.chat import PROMPT
+from tests.chat import PROMPT, squeeze
 
 Said = tuple[tuple[int, ...], tuple[int, ...], bytes]
 DAMAGE = (BundleError, FlashReadError, ModelNotFoundError, UnsupportedModelError)
@@ -32,7 +31,7 @@ def said(bundle: Path, full: bool = True) -> Said:
     """What the runtime makes of a bundle: tokens of a text and of a chat, and bits of logits."""
     with load(bundle, threads=1) as model:
         if not full:
-            model.set_dram_budget(model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES)
+            squeeze(model)
         assert model.plan.streams != full
         text = model.generate(PROMPT, max_tokens=4).tokens
         reply = model.session("Be brief.").respond("Hello", max_tokens=3).tokens

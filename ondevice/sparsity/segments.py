@@ -107,8 +107,8 @@ class SegmentPool:
             try:
                 self._empty.append(self._allocator.submit(_native.Segment, self._segment_bytes))
             except RuntimeError as error:
-                # The system has no thread for it just now: passes go on from flash, and ask again.
-                log.warning("no thread to allocate feed-forward segments: %s", error)
+                # The system has no thread for it just now, or the program ends: passes go on from flash.
+                log.info("no thread to allocate feed-forward segments: %s", error)
                 self._allocator = None
                 return
 
