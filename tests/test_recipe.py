@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights" / "small-relu"))
 
-from recipe import data, evaluate, export, pack, samples, sparsity, sql, tokenizer, train  # noqa: E402
+from recipe import data, evaluate, export, optimizer, pack, samples, sparsity, sql, tokenizer, train  # noqa: E402
 from recipe.config import MIXTURE, SIZES, Training  # noqa: E402
 from recipe.schedule import Penalty, Schedule  # noqa: E402
 
@@ -197,6 +197,21 @@ def test_batches_keep_to_the_mixture_and_go_on_where_they_stopped() -> None:
     assert (pack.Batches(streams, shares, 16, seed=5).draw(80) != drawn).any()
     starts = drawn[:, 0]
     assert len(set(starts[:30].tolist())) > 25
+
+
+def test_updates_of_matrices_are_orthogonal_and_momentum_is_saved() -> None:
+    stack = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(optimizer.orthogonal(stack))
+    assert 0.5 < values.min() <= values.max() < 1.4
+    layer = torch.nn.Linear(8, 20, bias=False)
+    muon = optimizer.Muon([layer.weight], weight_decay=0.5)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.randn(20, 8, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        muon.step(0.1)
+    change = layer.weight.detach() - before * (1 - 0.1 * 0.5)
+    assert change.square().mean().sqrt() == pytest.approx(0.1 * optimizer.UPDATE_RMS, rel=0.2)
+    assert (change * layer.weight.grad).sum() < 0
 
 
 def test_the_learning_rate_warms_up_holds_and_falls_even_when_called_early() -> None:

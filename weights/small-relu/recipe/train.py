@@ -25,6 +25,7 @@ from torch import Tensor
 from ondevice.units import usable_cores
 from recipe.config import BUILD, MIXTURE, SIZES, Shape, Training
 from recipe.model import Llama
+from recipe.optimizer import Optimizer
 from recipe.pack import Batches, held_out_windows, read_stream
 from recipe.schedule import Penalty, Schedule
 
@@ -33,7 +34,6 @@ SAVE_SECONDS = 240.0
 LOG_STEPS, EVALUATE_STEPS = 20, 200
 CURVE_WINDOWS = 16
 """Held-out windows per domain in the curve; `recipe.evaluate` uses more."""
-BETAS = (0.9, 0.95)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Run:
 
     training: Training
     model: Llama
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     batches: Batches
     schedule: Schedule
     penalty: Penalty
@@ -62,10 +62,8 @@ class Run:
             zeros_sum += seen[:, 0].mean().item() / passes
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.clip_norm, foreach=True)
         rate = self.schedule.learning_rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(rate)
+        self.model.zero_grad(set_to_none=True)
         if training.penalty:
             self.penalty.observe(zeros_sum, self.step, self.schedule.steps)
         self.step += 1
@@ -81,7 +79,7 @@ class Run:
         return {
             "training": dataclasses.asdict(self.training),
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state(),
             "drawn": self.batches.drawn,
             "decay": [self.schedule.decay_from, self.schedule.decay_steps],
             "penalty": [self.penalty.weight, self.penalty.zeros],
@@ -96,7 +94,7 @@ def start(training: Training, build: Path) -> Run:
     context = training.shape.max_position_embeddings
     streams = {domain: read_stream(build, domain, "train") for domain in MIXTURE}
     batches = Batches(streams, MIXTURE, context, training.seed)
-    optimizer = _optimizer(model, training)
+    optimizer = Optimizer(model, training.weight_decay)
     return Run(training, model, optimizer, batches, Schedule.of(training), Penalty(training))
 
 
@@ -104,7 +102,7 @@ def resume(state: dict[str, Any], build: Path) -> Run:
     """A run where its checkpoint left it."""
     run = start(training_of(state), build)
     run.model.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
+    run.optimizer.load(state["optimizer"])
     run.batches.drawn = dict(state["drawn"])
     run.schedule.decay_from, run.schedule.decay_steps = state["decay"]
     run.penalty.weight, run.penalty.zeros = state["penalty"]
@@ -115,17 +113,6 @@ def resume(state: dict[str, Any], build: Path) -> Run:
 def training_of(state: dict[str, Any]) -> Training:
     values = dict(state["training"])
     return Training(**(values | {"shape": Shape(**values["shape"])}))
-
-
-def _optimizer(model: Llama, training: Training) -> torch.optim.Optimizer:
-    """AdamW; vectors (the norms) don't decay."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=BETAS, fused=True)
 
 
 def load_checkpoint(folder: Path) -> dict[str, Any]:
