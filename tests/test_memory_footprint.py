@@ -68,7 +68,7 @@ def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
     assert 0.85 * total <= peak <= allowed
 
 
-@pytest.mark.parametrize(("chunk", "least"), [(64, 0.92), (1024, 0.85)])
+@pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's working memory is a third of all, and planned a little generously."""
     peak, _, total, hit_rate = run(bundle, "8GB", 1000, max_context=1024, prefill_chunk=chunk)
