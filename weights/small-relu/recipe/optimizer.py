@@ -61,7 +61,9 @@ class Optimizer:
     """Both, under one learning rate."""
 
     def __init__(self, model: nn.Module, weight_decay: float) -> None:
-        inside, tables, vectors = [], [], []
+        inside: list[nn.Parameter] = []
+        tables: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             group = vectors if parameter.dim() == 1 else tables if "embed" in name else inside
             group.append(parameter)

@@ -26,7 +26,11 @@ from recipe.export import SAMPLING
 QUESTIONS, DIALOGUES, STORIES = 300, 20, 10
 SEED = 3
 REPLY_TOKENS, STORY_TOKENS = 96, 120
-STORY_SAMPLING = {"temperature": SAMPLING["temperature"], "top_p": SAMPLING["top_p"], "seed": SEED}
+STORY_SAMPLING: dict[str, Any] = {
+    "temperature": SAMPLING["temperature"],
+    "top_p": SAMPLING["top_p"],
+    "seed": SEED,
+}
 """As `ondevice chat` samples; greedy stories of small models go round in circles."""
 TURNS = 3
 """What the user says in a dialogue before it is read: so many turns, each answered by the model."""
