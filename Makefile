@@ -124,9 +124,9 @@ $(RECIPE_BUILD)/streams.json: $(RECIPE_BUILD)/tokenizer.model
 train: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).train $(TRAIN_ARGS)
 	@$(RECIPE).export
-	@$(VENV)/bin/ondevice convert $(RECIPE_BUILD)/export/small --output $(RECIPE_BUILD)/bundles/small-q8 \
+	@$(VENV)/bin/ondevice convert $(RECIPE_BUILD)/export/small-relu --output $(RECIPE_BUILD)/bundles/small-relu-q8 \
 		--quant q8 --force </dev/null >&2
-	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-q8; its files belong in $(MODEL_FOLDER)" >&2
+	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-relu-q8; to ship it: cp $(RECIPE_BUILD)/bundles/small-relu-q8/* $(MODEL_FOLDER)/" >&2
 
 evaluate-model: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).evaluate

@@ -1,6 +1,6 @@
 """Held-out bits per byte and perplexity, the same windows for everyone: PyTorch, `transformers`, our runtime.
 
-    python -m recipe.evaluate --name small
+    python -m recipe.evaluate --name small-relu
 
 converts the exported folder at three widths, prints a table and one JSON line, and exits 0 only if the first
 three agree within 0.5 %, q8 within 0.5 % and q4 within 3 % of the training framework, in every domain.
@@ -136,7 +136,7 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare frameworks on held-out text.")
-    parser.add_argument("--name", default="small", help="the run; it must have been exported")
+    parser.add_argument("--name", default="small-relu", help="the run; it must have been exported")
     parser.add_argument("--build", type=Path, default=BUILD)
     parser.add_argument("--windows", type=int, default=WINDOWS, help="windows per domain")
     arguments = parser.parse_args()

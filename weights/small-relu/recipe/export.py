@@ -1,6 +1,6 @@
 """A checkpoint as a Hugging Face folder, and back: the weights that a folder or a bundle stands for.
 
-    python -m recipe.export --name small
+    python -m recipe.export --name small-relu
 
 writes the folder from which `ondevice convert` makes the bundle, as it does from any other model's.
 """
@@ -134,7 +134,7 @@ def rows(stored: NDArray[np.uint8], row: RowLayout) -> NDArray[np.float32]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write a run's model as a Hugging Face folder.")
-    parser.add_argument("--name", default="small", help="the run's folder under BUILD/runs")
+    parser.add_argument("--name", default="small-relu", help="the run's folder under BUILD/runs")
     parser.add_argument("--build", type=Path, default=BUILD)
     parser.add_argument("--output", type=Path, help="BUILD/export/NAME unless given")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Training: seeded, resumable, and as fast as two processor cores allow.
 
-    python -m recipe.train --name small --minutes 60
+    python -m recipe.train --name small-relu --minutes 60
 
 goes on from the run's checkpoint if it has one, and stops after an hour with another. `--decay` ends a run
 early: its learning rate falls to zero from here on. The folder of a run has `checkpoint.pt`, and `log.jsonl`
@@ -199,7 +199,7 @@ def _training(arguments: argparse.Namespace) -> Training:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a model, or go on with it.")
-    parser.add_argument("--name", default="small", help="the run's folder under BUILD/runs")
+    parser.add_argument("--name", default="small-relu", help="the run's folder under BUILD/runs")
     parser.add_argument("--build", type=Path, default=BUILD, help="where the token streams are")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--act", choices=("relu", "silu"), default="relu", help="the gates' activation")
