@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,19 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights" / "small-relu"))
 
-from recipe import data, evaluate, export, optimizer, pack, samples, sparsity, sql, tokenizer, train  # noqa: E402
+from recipe import (  # noqa: E402
+    data,
+    evaluate,
+    export,
+    model,
+    optimizer,
+    pack,
+    samples,
+    sparsity,
+    sql,
+    tokenizer,
+    train,
+)
 from recipe.config import MIXTURE, SIZES, Training  # noqa: E402
 from recipe.schedule import Penalty, Schedule  # noqa: E402
 
@@ -87,6 +100,23 @@ def test_a_resumed_run_repeats_the_losses_of_one_that_never_stopped(
     losses += [second.update()["loss"] for _ in range(TINY.steps - 3)]
     assert losses == trained[1]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_attention_and_its_gradients_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = 2 * model.QUERY_BLOCK + 37
+    q, k, v, into = (torch.randn(2, 3, tokens, 16, generator=generator) for _ in range(4))
+    found, wanted = [], []
+    for attend, gradients in (
+        (model.CausalAttention.apply, found),
+        (partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=1.0), wanted),
+    ):
+        inputs = [x.clone().requires_grad_() for x in (q / 4, k, v)]
+        out = attend(*inputs)
+        out.backward(into)
+        gradients += [out.detach(), *(x.grad for x in inputs)]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_stops_for_time_and_its_log_forgets_what_wasnt_saved(build: Path, tmp_path: Path) -> None:
