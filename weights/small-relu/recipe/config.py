@@ -74,7 +74,7 @@ class Training:
     """One run: what is trained, on how much, how fast. Equal settings and seed give equal models."""
 
     shape: Shape = field(default_factory=Shape)
-    tokens: int = 26_000_000
+    tokens: int = 20_000_000
     batch_windows: int = 16
     micro_windows: int = 4
     """Windows per forward and backward pass: as many as stay in the processor's caches."""
