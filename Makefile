@@ -6,7 +6,8 @@
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
 #   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
-#   make evaluate-model  its figures: frameworks compared, sparsity, samples (after make train)
+#   make evaluate-model  frameworks compared on held-out text (after make train)
+#   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 40 GB of disk)
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
@@ -38,7 +39,7 @@ MODEL_FOLDER := weights/small-relu
 RECIPE_BUILD := build/recipe
 
 .PHONY: help build chat test test-slow check check-python check-types check-native format bench clean train \
-	evaluate-model
+	evaluate-model model-tables
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -130,6 +131,8 @@ train: $(RECIPE_BUILD)/streams.json
 
 evaluate-model: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).evaluate
+
+model-tables: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).sparsity
 	@$(RECIPE).samples --data $(abspath $(SHARED)/data)
 

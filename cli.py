@@ -6,7 +6,6 @@ The only module that prints. Commands import what they need when they run, so th
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
@@ -18,8 +17,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ondevice.config import QuantConfig
-from ondevice.errors import INTERRUPTED, ContextOverflowError, OndeviceError, UsageError
-from ondevice.options import Command, Text, add_options, json_option, model_option, option, read_text
+from ondevice.errors import INTERRUPTED, OndeviceError, UsageError
+from ondevice.options import (
+    CommandGroup,
+    Text,
+    add_options,
+    broken_pipe,
+    complete_path,
+    json_option,
+    model_option,
+    option,
+    read_text,
+)
 from ondevice.settings import (
     MAX_CONTEXT,
     RUNTIME_OPTIONS,
@@ -34,8 +43,7 @@ if TYPE_CHECKING:
     from ondevice.engine import Prepared
     from ondevice.generate import Event
 
-BROKEN_PIPE = 141
-BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS = 128, 64, 3
+BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS, BENCH_WARM_UP_TOKENS = 128, 64, 3, 8
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
@@ -52,19 +60,13 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        return _broken_pipe()
+        return broken_pipe()
     except MemoryError:
         return _fail("out of memory: lower --dram-budget", OndeviceError.exit_code)
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
         return _fail(f"{named}{error.strerror or error}", OndeviceError.exit_code)
     return code if isinstance(code, int) else 0
-
-
-def _broken_pipe() -> int:
-    """The reader of stdout went away. Python would complain again when it flushes stdout at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
 
 
 def _fail(message: str, code: int) -> int:
@@ -85,19 +87,7 @@ def _print_json(value: dict[str, Any]) -> None:
     click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-class _Commands(click.Group):
-    """A group that ends quietly, with the shell's code, when the reader of stdout goes away."""
-
-    command_class = Command
-
-    def invoke(self, context: click.Context) -> Any:
-        try:
-            return super().invoke(context)
-        except BrokenPipeError:
-            context.exit(_broken_pipe())
-
-
-@click.group(cls=_Commands, context_settings=HELP)
+@click.group(cls=CommandGroup, context_settings=HELP)
 @click.version_option(package_name="ondevice")
 @option("--verbose", "-v", is_flag=True, help="Log to stderr what the engine does.")
 def cli(verbose: bool) -> None:
@@ -106,14 +96,14 @@ def cli(verbose: bool) -> None:
     Every option may also be set as ONDEVICE_<OPTION> in the environment (--max-tokens as
     ONDEVICE_MAX_TOKENS), or as max_tokens in a TOML file: config.toml in the platform's configuration
     folder, or the file that ONDEVICE_CONFIG names. A flag beats the environment, the environment beats
-    the file.
+    the file. ONDEVICE_HOME is the folder of converted models, by name.
 
     Completion: eval "$(_ONDEVICE_COMPLETE=bash_source ondevice)", or zsh_source, or fish_source.
     """
 
 
 @cli.command()
-@click.argument("source")
+@click.argument("source", shell_complete=complete_path)
 @option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
 @option(
     "--quant",
@@ -195,12 +185,12 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
 @click.pass_context
 def chat(context: click.Context, /, model: str | None, system_prompt: str | None, **values: Any) -> None:
-    """Talk to a model. From a pipe, every line is a turn, until the context is full; /reset begins anew.
+    """Talk to a model; /help lists what else can be asked. From a pipe, every line is a turn.
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
     from ondevice import api
-    from ondevice.chat_commands import chat_command, read_turns
+    from ondevice import chat_commands as commands
 
     default = click.core.ParameterSource.DEFAULT
     chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
@@ -215,24 +205,22 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
         session = loaded.session(system_prompt)
         if loaded.chat_template.is_default:
             _say("this model has no chat template: it continues a plain User and Assistant transcript")
-        for number, line in read_turns(_say):
+        for number, line in commands.read_turns(_say):
             try:
-                if line.startswith("/"):
-                    _say(chat_command(loaded, session, line))
-                else:
-                    _stream(session.stream_response(line, sampling=sampling))
+                if commands.is_command(line):
+                    _say(commands.chat_command(loaded, session, line))
+                elif _stream(session.stream_response(commands.message(line), sampling=sampling)) == "length":
+                    _say(commands.cut_short(loaded.stats, sampling.max_tokens))
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
                 _say("")
-            except ContextOverflowError as error:
+            except OndeviceError as error:
+                advice = commands.advice(error, session)
                 if not sys.stdin.isatty():
-                    error.add_note(
-                        f"line {number} of stdin, and what follows it, wasn't answered; a line with /reset "
-                        "before it begins anew"
-                    )
+                    error.add_note(f"line {number} of stdin, and what follows it, wasn't answered{advice}")
                     raise
-                _say(f"error: {error}; /reset begins anew")
+                _say(f"error: {error}{advice}")
         _say_figures(loaded)
 
 
@@ -266,14 +254,16 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
 def bench(
     model: str | None, prompt_tokens: int, max_tokens: int, runs: int, as_json: bool, **values: Any
 ) -> None:
-    """Measure how fast a model runs: medians of a few runs over a made-up prompt."""
+    """Measure how fast a model runs, once it is warm: medians of a few runs over a made-up prompt."""
     from ondevice import api, report
     from ondevice.scoring import benchmark_report
     from ondevice.stats import median_stats
 
     prepared = _prepared(model, values)
-    api.check_tokens(prepared, range(prompt_tokens))
+    api.check_tokens(prepared, range(prompt_tokens), max_tokens)
     with _loaded(prepared) as loaded:
+        # Memory fills in the first passes: they aren't what a run of any length is like.
+        loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
         measured = []
         for index in range(runs):
             measured.append(loaded.measure(prompt_tokens, max_tokens))
@@ -286,7 +276,7 @@ def bench(
 
 @cli.command("eval")
 @model_option
-@option("--text", required=True, metavar="FILE|-", help="The text to predict.")
+@option("--text", required=True, metavar="FILE|-", shell_complete=complete_path, help="The text to predict.")
 @add_options(RUNTIME_OPTIONS)
 @json_option
 def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None:
@@ -350,13 +340,14 @@ def _loaded(prepared: Prepared) -> Iterator[Model]:
         yield loaded
 
 
-def _stream(events: Iterator[Event]) -> None:
-    """Write a text as it comes; what was interrupted still ends its line."""
-    begun = False
+def _stream(events: Iterator[Event]) -> str | None:
+    """Write a text as it comes; what was interrupted still ends its line. Returns why it ended."""
+    begun, reason = False, None
     try:
         for event in events:
-            begun = True
+            begun, reason = True, event.finish_reason
             _write(event.text)
+        return reason
     finally:
         events.close()  # type: ignore[attr-defined]
         if begun:

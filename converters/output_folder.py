@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Container
+from contextlib import suppress
 from pathlib import Path
 
 from ondevice.bundle.files import sync_folder
@@ -50,6 +51,7 @@ class OutputFolder:
         if self.partial.is_dir():
             _check_contents(self.partial, "conversions work there")
             if not (resume or force) and any(self.partial.iterdir()):
+                self._require_unlocked()
                 raise UsageError(
                     f"{self.partial} holds an unfinished conversion; continue it with --resume, or start "
                     "again with --force"
@@ -61,12 +63,7 @@ class OutputFolder:
         """Make the partial folder, empty unless resuming. Raises OndeviceError if that can't be done."""
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.partial, os.O_RDONLY)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise OndeviceError(
-                f"another conversion is writing {self.partial}; wait for it, or stop it"
-            ) from error
+            self._descriptor = self._locked()
         except OSError as error:
             raise OndeviceError(
                 f"{self.partial} can't be made: {error.strerror}; choose an --output you may write to"
@@ -121,13 +118,34 @@ class OutputFolder:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _require_unlocked(self) -> None:
+        """Raises OndeviceError if another conversion is at work in the partial folder."""
+        with suppress(OSError):
+            os.close(self._locked())
+
+    def _locked(self) -> int:
+        """The partial folder, open, and ours until it is closed. Raises OndeviceError, OSError."""
+        descriptor = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise OndeviceError(
+                f"another conversion is writing {self.partial}; wait for it, or stop it"
+            ) from error
+        return descriptor
+
     def _check_output(self) -> None:
         if not os.path.lexists(self.output):
             return
+        if not (self.output / MANIFEST).is_file():
+            raise UsageError(
+                f"{self.output} exists and isn't a bundle, so nothing replaces it; choose another --output"
+            )
         if not self._force:
             raise UsageError(f"{self.output} exists; choose another --output, or replace it with --force")
-        if not (self.output / MANIFEST).is_file():
-            raise UsageError(f"{self.output} exists and isn't a bundle, so --force won't replace it")
         if not self.output.is_symlink():
             _check_contents(self.output, "--force replaces nothing but a bundle")
 

@@ -125,9 +125,12 @@ def text_tokenizer(prepared: Prepared) -> Tokenizer:
     return prepared.tokenizer
 
 
-def check_tokens(prepared: Prepared, tokens: Sequence[int]) -> None:
-    """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError."""
-    check_prompt(tokens, prepared.plan.max_context, prepared.bundle.config.max_context)
+def check_tokens(prepared: Prepared, tokens: Sequence[int], wanted: int = 0) -> None:
+    """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
+
+    wanted: tokens that there must be room for behind these.
+    """
+    check_prompt(tokens, prepared.plan.max_context, prepared.bundle.config.max_context, wanted)
 
 
 def scoring_windows(prepared: Prepared, tokens: Sequence[int]) -> list[list[int]]:

@@ -8,10 +8,11 @@ from contextlib import suppress
 from importlib import import_module
 
 from ondevice.api import Model
-from ondevice.errors import OndeviceError, UsageError
+from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.options import decode_text
 from ondevice.report import figures, plan_summary
 from ondevice.session import Session
+from ondevice.stats import GenerationStats
 
 CHAT_HELP = """\
 /help           this list
@@ -20,33 +21,38 @@ CHAT_HELP = """\
 /load FILE      go on with one from a file
 /stats          figures of the last reply, and the memory plan
 /budget SIZE    another DRAM budget from now on
-Ctrl-C stops a reply, Ctrl-D quits."""
+//...           a message that begins with one /
+Ctrl-C stops a reply; Ctrl-D, /quit and /exit end the chat."""
+QUIT = ("/quit", "/exit")
 
 
 def chat_command(model: Model, session: Session, line: str) -> str:
-    """Do what `line` asks and return what to tell the person; what is wrong with it is told as well."""
+    """Do what `line` asks and return what to tell the person.
+
+    Raises UsageError for what is no command, and what doing it raises.
+    """
     command, _, argument = line.partition(" ")
     argument = argument.strip()
-    try:
-        match command:
-            case "/help":
-                return CHAT_HELP
-            case "/reset":
-                session.reset()
-                return "the conversation is forgotten"
-            case "/stats":
-                return f"{figures(model.stats)}\n{plan_summary(model.plan)}"
-            case "/save" if argument:
-                session.save(argument)
-                return f"saved to {argument}"
-            case "/load" if argument:
-                session.load(argument)
-                return f"{len(session.transcript)} messages loaded"
-            case "/budget" if argument:
-                return plan_summary(model.set_dram_budget(argument))
-    except OndeviceError as error:
-        return f"error: {error}"
-    return f"{line!r} is not a command, or lacks its argument; /help lists them"
+    match command:
+        case "/help":
+            return CHAT_HELP
+        case "/reset":
+            session.reset()
+            return "the conversation is forgotten"
+        case "/stats":
+            return f"{figures(model.stats)}\n{plan_summary(model.plan)}"
+        case "/save" if argument:
+            session.save(argument)
+            return f"saved to {argument}"
+        case "/load" if argument:
+            session.load(argument)
+            return f"{len(session.transcript)} messages loaded"
+        case "/budget" if argument:
+            return plan_summary(model.set_dram_budget(argument))
+    raise UsageError(
+        f"{line!r} is not a command, or lacks its argument; /help lists them, and // begins a message "
+        "with one /"
+    )
 
 
 def read_turns(tell: Callable[[str], None]) -> Iterator[tuple[int, str]]:
@@ -55,8 +61,35 @@ def read_turns(tell: Callable[[str], None]) -> Iterator[tuple[int, str]]:
     Raises UsageError for a line of a pipe that isn't UTF-8; a person is told, and asked again.
     """
     for number, line in enumerate(_typed(tell) if sys.stdin.isatty() else _piped(), 1):
+        if line in QUIT:
+            return
         if line:
             yield number, line
+
+
+def is_command(line: str) -> bool:
+    return line.startswith("/") and not line.startswith("//")
+
+
+def message(line: str) -> str:
+    """What a line that is no command says."""
+    return line.removeprefix("/")
+
+
+def cut_short(stats: GenerationStats, max_tokens: int) -> str:
+    """What to tell of a reply that ended for its length."""
+    if stats.generated_tokens >= max_tokens:
+        return f"(cut short after {max_tokens} tokens: --max-tokens)"
+    return "(cut short: the context is full; /reset begins anew)"
+
+
+def advice(error: OndeviceError, session: Session) -> str:
+    """What to add to an error in a conversation; empty if there is nothing."""
+    if not isinstance(error, ContextOverflowError):
+        return ""
+    if any(said["role"] == "user" for said in session.transcript):
+        return "; /reset begins anew"
+    return "; the system prompt counts too" if session.transcript else ""
 
 
 def _piped() -> Iterator[str]:

@@ -166,14 +166,23 @@ class Generator:
         return logits
 
 
-def check_prompt(prompt: Sequence[int], max_context: int, limit: int) -> None:
-    """Raises UsageError for no tokens, ContextOverflowError for more than max_context; limit: the model's."""
+def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:
+    """Raises UsageError for no tokens, ContextOverflowError for more than max_context.
+
+    limit: the model's own; wanted: tokens that there must be room for behind the prompt.
+    """
     if not len(prompt):
         raise UsageError("the prompt has no tokens; give at least one")
     if len(prompt) > max_context:
+        remedy = f" or raise --max-context (this model's limit is {limit})" if max_context < limit else ""
         raise ContextOverflowError(
-            f"the prompt has {len(prompt)} tokens and the context holds {max_context}; shorten the prompt or "
-            f"raise --max-context (this model's limit is {limit})"
+            f"the prompt, with what was said before, has {len(prompt)} tokens and the context holds "
+            f"{max_context}; shorten it{remedy}"
+        )
+    if len(prompt) + wanted > max_context:
+        raise ContextOverflowError(
+            f"{len(prompt)} tokens of prompt and {wanted} of text don't fit the context of {max_context}; "
+            "ask for fewer"
         )
 
 

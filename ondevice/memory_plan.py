@@ -134,6 +134,7 @@ class Plan:
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
             "buffers and working memory": self.stream.nbytes + self.activation_bytes,
             "the process itself": self.process_bytes,
+            "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
         }
         listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts.items())
         raise BudgetError(

@@ -19,6 +19,7 @@ from ondevice.errors import (
     BundleError,
     ModelNotFoundError,
     UnsupportedModelError,
+    UsageError,
 )
 
 MANIFEST = "bundle.json"
@@ -77,23 +78,35 @@ def shipped_folder() -> Path:
 def find_model(name: str | os.PathLike[str] | None = None) -> Path:
     """The bundle folder that `name` means; without a name, the model that ships.
 
-    Raises ModelNotFoundError with the `ondevice convert` line that would make it.
+    Raises ModelNotFoundError with the `ondevice convert` line that would make it, UsageError for no name.
     """
     if name is None:
         return _shipped_model()
+    if not isinstance(name, str | os.PathLike):
+        raise UsageError(f"a model is a path, a name or an alias, not {name!r}")
     text = os.fspath(name)
+    if not text:
+        raise UsageError("the model's name is empty; give a bundle's folder, or leave --model out")
     path = Path(text).expanduser()
     if path.is_dir() or isinstance(name, os.PathLike):
         return _checked_path(path)
     is_repository = _REPOSITORY.fullmatch(text) is not None
-    if (os.sep in text and not is_repository) or text in ("", ".", ".."):
+    if os.sep in text and not is_repository:
         return _checked_path(path)
     folder_name = text.rsplit("/", 1)[-1]
     for folder in (model_home(), shipped_folder()):
         if (folder / folder_name / MANIFEST).is_file():
             return folder / folder_name
+    if path.is_file():
+        return _checked_path(path)
     source = ALIASES.get(text, text if is_repository else None)
     raise ModelNotFoundError(_missing(text, folder_name, source))
+
+
+def known_models() -> list[str]:
+    """Names of the bundles in the model folders."""
+    folders = (model_home(), shipped_folder())
+    return sorted({path.parent.name for folder in folders for path in folder.glob(f"*/{MANIFEST}")})
 
 
 def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
@@ -135,7 +148,7 @@ def _download(repository: str) -> Path:
 
 def _shipped_model() -> Path:
     folder = shipped_folder()
-    bundles = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}")) if folder.is_dir() else []
+    bundles = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
     if bundles:
         return bundles[0]
     line = _convert_line("CHECKPOINT", model_home() / "NAME")
@@ -147,6 +160,11 @@ def _shipped_model() -> Path:
 def _checked_path(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
+    if path.is_file() and path.name == MANIFEST:
+        raise ModelNotFoundError(f"{path} is a bundle's manifest; give its folder, {path.parent}")
+    if path.is_file():
+        line = _convert_line(str(path), model_home() / path.stem)
+        raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
     if path.is_dir() and (path / RESIDENT).is_file():
         raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
     if path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.bin"))):

@@ -6,6 +6,7 @@ Prints nothing.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,9 +15,13 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.settings import Option, Settings, check_value, read_settings, settings_path, variable
+
+BROKEN_PIPE = 141
+"""Exit code of a command whose reader went away, as the shell would give it for the signal."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -86,6 +91,24 @@ class Command(click.Command):
             raise
 
 
+class CommandGroup(click.Group):
+    """A group that ends quietly, with the shell's code, when the reader of stdout goes away."""
+
+    command_class = Command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            ctx.exit(broken_pipe())
+
+
+def broken_pipe() -> int:
+    """The reader of stdout went away. Python would complain again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
+
+
 def _start_logging(root: click.Context, settings: Settings) -> None:
     """`--verbose` comes before the command; whether the file has a say is known only now."""
     verbose = root.params["verbose"]
@@ -113,12 +136,29 @@ class Text(click.types.StringParamType):
         return (rv,)
 
 
+def complete_path(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Leaves it to the shell, which knows its files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def _complete_model(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    from ondevice.models import known_models
+
+    names = [CompletionItem(name) for name in known_models() if name.startswith(incomplete)]
+    return [*names, CompletionItem(incomplete, type="dir")]
+
+
 option = partial(click.option, cls=SettableOption)
 
 model_option = option(
     "--model",
     "-m",
     metavar="NAME|DIR",
+    shell_complete=_complete_model,
     help="A bundle's folder, a name under the model folders, or an alias; the shipped model if not given.",
 )
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")

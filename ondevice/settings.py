@@ -246,9 +246,20 @@ def read_settings(path: Path) -> Settings:
                 f"the settings file {path} has both {keys[name]} and {key}, which are one option; keep one"
             )
         if not _has_type(name, value):
-            raise UsageError(f"the settings file {path} has {key} = {value!r}, which has the wrong type")
+            raise UsageError(f"the settings file {path} has {key} = {value!r}; it must be {_wanted(name)}")
         values[name], keys[name] = _as_option(name, value), key
     return Settings(path, values, keys)
+
+
+def _wanted(name: str) -> str:
+    """What a TOML value of this option is."""
+    option = _OPTIONS.get(name)
+    if option is not None and option.multiple:
+        return "a string or a list of strings"
+    if name == "dram_budget":
+        return "a string, or a number of bytes"
+    names = {int: "an integer, without quotes", float: "a number, without quotes", bool: "true or false"}
+    return names.get(OTHER_SETTINGS[name] if option is None else option.kind, "a string")
 
 
 def _has_type(name: str, value: Any) -> bool:

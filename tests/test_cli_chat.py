@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.bundles import CONTEXT
 from tests.command_line import Run, command
 
@@ -30,18 +32,49 @@ def test_chat_honours_the_models_sampling_and_says_so(ondevice: Run, chat_bundle
 
 def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
     talk = tmp_path / "talk.json"
-    lines = f"Hello\n/save {talk}\n/reset\n/load {talk}\n/stats\n/budget 8GB\n/budget 1MB\n/help\n"
-    lines += "/nonsense\n/save\n"
+    lines = f"Hello\n/save {talk}\n/reset\n/load {talk}\n/stats\n/budget 8GB\n/help\n/quit\nmore\n"
     result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 4, "--system-prompt", "Hi.", stdin=lines)
     assert result.code == 0
     assert result.out.count("\n") >= 1
     saved = json.loads(talk.read_text())["messages"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]
     assert result.out == saved[-1]["content"] + "\n"
-    for part in ("3 messages loaded", "forgotten", "budget 8.00 GB", "too small", "Ctrl-D quits"):
+    for part in ("3 messages loaded", "forgotten", "budget 8.00 GB", "cut short after 4 tokens", "Ctrl-D"):
         assert part in result.err
-    for wrong in ("'/nonsense'", "'/save'"):
-        assert wrong in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("/load nowhere.json", 2, "no saved session"),
+        ("/budget 1MB", 5, "too small"),
+        ("/nonsense", 2, "'/nonsense' is not a command"),
+        ("/save", 2, "'/save' is not a command, or lacks its argument"),
+    ],
+)
+def test_a_command_that_fails_ends_a_piped_chat(
+    ondevice: Run, chat_bundle: Path, line: str, code: int, message: str
+) -> None:
+    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 4, stdin=f"Hello\n{line}\nmore\n")
+    assert result.code == code
+    assert message in result.err
+    assert "line 2 of stdin, and what follows it, wasn't answered" in result.err
+    assert result.out.count("\n") == 1
+
+
+def test_a_message_may_begin_with_a_slash(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
+    talk = tmp_path / "talk.json"
+    lines = f"//etc is a folder\n/save {talk}\n"
+    assert ondevice("chat", "-m", chat_bundle, "--max-tokens", 4, stdin=lines).code == 0
+    assert json.loads(talk.read_text())["messages"][0]["content"] == "/etc is a folder"
+
+
+def test_a_system_prompt_that_leaves_no_room_is_named(ondevice: Run, chat_bundle: Path) -> None:
+    options = ("-m", chat_bundle, "--max-tokens", 2, "--system-prompt", "x" * CONTEXT)
+    result = ondevice("chat", *options, stdin="Hello\n")
+    assert result.code == 4
+    assert "the system prompt counts too" in result.err
+    assert "/reset" not in result.err
 
 
 def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
@@ -58,17 +91,23 @@ def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
     assert advised.out.count("\n") == 3
 
 
-def test_a_conversation_that_cannot_be_saved_goes_on(
-    ondevice: Run, chat_bundle: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/save {tmp}/no/where", "can't be saved to {tmp}/no/where: No such file or directory"),
+        ("/save {tmp}", "can't be saved to {tmp}: Is a directory"),
+        ("/save a\0b", "null byte"),
+        (f"/load {'x' * 300}", "File name too long"),
+    ],
+)
+def test_a_conversation_that_cannot_be_saved_or_loaded(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, line: str, message: str
 ) -> None:
-    lines = f"/save {tmp_path}/no/where\n/save {tmp_path}\n/load {'x' * 300}\n/save a\0b\nHello\n"
+    lines = f"{line.format(tmp=tmp_path)}\nHello\n"
     result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 2, stdin=lines)
-    assert result.code == 0
-    assert result.out.count("\n") == 1
-    assert f"can't be saved to {tmp_path}/no/where: No such file or directory" in result.err
-    assert f"can't be saved to {tmp_path}: Is a directory" in result.err
-    assert "null byte" in result.err
-    assert "File name too long" in result.err
+    assert result.code in (1, 2)
+    assert result.out == ""
+    assert message.format(tmp=tmp_path) in result.err
     assert "Errno" not in result.err
     assert list(tmp_path.parent.glob("*.partial")) == []
 
@@ -121,6 +160,8 @@ def test_chat_on_a_terminal(chat_bundle: Path) -> None:
         os.kill(terminal.process.pid, signal.SIGINT)
         terminal.until("> ")
         terminal.interrupt_until("(Ctrl-D quits)")
+        terminal.type("/nonsense\r")
+        terminal.until("is not a command")
         terminal.type("/stats\r")
         terminal.until("tokens/s")
         terminal.until("> ")

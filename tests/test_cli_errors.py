@@ -100,6 +100,7 @@ def test_usage_errors_come_before_the_plan(ondevice: Run, token_bundle: Path, co
         (["eval", "--text", "-"], 2, "too short to score"),
         (["eval", "--text", "-", "--max-context", 1], 2, "a context of 1 tokens predicts nothing"),
         (["bench", "--prompt-tokens", CONTEXT + 1], 4, f"the context holds {CONTEXT}; shorten"),
+        (["bench", "--prompt-tokens", CONTEXT - 1, "--max-tokens", 2], 4, "don't fit the context"),
         (["bench", "--prompt-tokens", 10**30], 2, "--prompt-tokens"),
     ],
 )

@@ -201,6 +201,23 @@ def test_help_and_completion_work_with_a_settings_file_that_does_not(
     assert done.stdout == "plain,--runs\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("ondevice generate --model t", "plain,tale\ndir,t\n"),
+        ("ondevice eval --text so", "file,so\n"),
+        ("ondevice convert so", "file,so\n"),
+    ],
+)
+def test_completion_of_models_and_files(tmp_path: Path, words: str, offered: str) -> None:
+    (tmp_path / "tale").mkdir()
+    (tmp_path / "tale" / "bundle.json").touch()
+    environment = os.environ | {"_ONDEVICE_COMPLETE": "bash_complete", "ONDEVICE_HOME": str(tmp_path)}
+    environment |= {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(command(), env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == offered
+
+
 @pytest.mark.parametrize("key", ["dram-budget", "dram_budget"])
 def test_an_error_spells_a_key_as_the_settings_file_does(
     ondevice: Run, chat_bundle: Path, tmp_path: Path, key: str

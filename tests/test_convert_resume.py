@@ -209,14 +209,17 @@ def test_the_old_bundle_lives_until_the_new_one_is_whole(source: Path, tmp_path:
     assert folder_bytes(output) == before
 
 
-def test_two_conversions_do_not_share_a_folder(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"resume": True}, {"force": True}, {}])
+def test_two_conversions_do_not_share_a_folder(
+    source: Path, tmp_path: Path, options: dict[str, bool]
+) -> None:
     """The second is started while the first is inside its progress callback."""
     refused: list[OndeviceError] = []
 
     def again(_: Progress) -> None:
         if not refused:
             with pytest.raises(OndeviceError, match="another conversion") as error:
-                convert(source, tmp_path / "b", resume=True)
+                convert(source, tmp_path / "b", **options)
             refused.append(error.value)
 
     convert(source, tmp_path / "b", on_progress=again)

@@ -18,6 +18,7 @@ from ondevice.errors import (
     BundleError,
     ModelNotFoundError,
     UnsupportedModelError,
+    UsageError,
 )
 
 
@@ -80,10 +81,39 @@ def test_a_missing_model_gets_the_line_that_makes_it(home: Path, name: str, line
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../..", "/"])
+@pytest.mark.parametrize("name", [".", "..", "../..", "/"])
 def test_names_that_are_no_names_find_nothing(home: Path, name: str) -> None:
     with pytest.raises(ModelNotFoundError):
         models.find_model(name)
+
+
+@pytest.mark.parametrize("name", ["", 3, b"tiny"])
+def test_what_can_be_no_name_is_refused(home: Path, name: Any) -> None:
+    with pytest.raises(UsageError):
+        models.find_model(name)
+
+
+def test_a_file_is_no_bundle_and_is_told_what_it_may_be(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "tale.bin"
+    checkpoint.touch()
+    with pytest.raises(ModelNotFoundError, match=f"ondevice convert {checkpoint} --output {home}/tale$"):
+        models.find_model(str(checkpoint))
+    bundle = make_bundle(tmp_path / "tale")
+    with pytest.raises(ModelNotFoundError, match=f"give its folder, {bundle}$"):
+        models.find_model(str(bundle / "bundle.json"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        models.find_model("tale.bin")
+
+
+def test_known_models_are_those_of_both_folders(home: Path, tmp_path: Path) -> None:
+    assert models.known_models() == []
+    make_bundle(home / "tale")
+    make_bundle(tmp_path / "weights" / "tiny")
+    (home / "unfinished").mkdir()
+    assert models.known_models() == ["tale", "tiny"]
 
 
 def test_a_checkpoint_is_told_from_a_bundle(home: Path, tmp_path: Path) -> None:

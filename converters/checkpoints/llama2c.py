@@ -29,6 +29,7 @@ from ondevice.errors import CheckpointError, OndeviceError
 HEADER = struct.Struct("<7i")
 BOS, EOS = 1, 2
 _MAX_PIECE_BYTES = 1 << 16
+_REMEDY = "give such a .bin file, or a Hugging Face folder"
 _REPLACE = "it belongs to another model: put this model's in its place"
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def is_llama2c(path: Path) -> bool:
     try:
         with path.open("rb") as stream:
             header = stream.read(HEADER.size)
-        config, tied = _config(header)
+        config, tied = _config(path.name, header)
         return HEADER.size + 4 * _floats(config, tied) == path.stat().st_size
     except (OSError, OndeviceError):
         return False
@@ -51,7 +52,7 @@ def open_llama2c(path: Path) -> Checkpoint:
     Raises CheckpointError if the header or size is wrong, or the tokenizer is another model's.
     """
     file = SourceFile(path)
-    config, tied = _config(file.read(0, HEADER.size))
+    config, tied = _config(path.name, file.read(0, HEADER.size))
     expected = HEADER.size + 4 * _floats(config, tied)
     if file.nbytes != expected:
         raise CheckpointError(
@@ -68,12 +69,12 @@ def open_llama2c(path: Path) -> Checkpoint:
     )
 
 
-def _config(header: bytes) -> tuple[ModelConfig, bool]:
+def _config(name: str, header: bytes) -> tuple[ModelConfig, bool]:
     if len(header) < HEADER.size:
-        raise CheckpointError("a llama2.c checkpoint starts with a header of 28 bytes")
+        raise CheckpointError(f"{name} is no llama2.c checkpoint: that starts with 28 bytes; {_REMEDY}")
     dim, hidden_dim, layers, heads, kv_heads, vocab, context = HEADER.unpack(header[: HEADER.size])
     if min(dim, hidden_dim, layers, heads, kv_heads, abs(vocab), context) < 1 or dim % heads:
-        raise CheckpointError("the header isn't that of a llama2.c checkpoint in its legacy format")
+        raise CheckpointError(f"{name} hasn't the header of a llama2.c checkpoint (legacy format); {_REMEDY}")
     config = ModelConfig(
         architecture="llama",
         hidden_size=dim,
