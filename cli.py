@@ -79,7 +79,10 @@ def _say(message: str, newline: bool = True) -> None:
 
 
 def _write(text: str) -> None:
-    click.echo(text, nl=False)
+    """A model's text, as it is: without `color`, a pipe would lose what looks like a terminal's sequences."""
+    from ondevice.report import harmless
+
+    click.echo(harmless(text) if sys.stdout and sys.stdout.isatty() else text, nl=False, color=True)
     sys.stdout.flush()
 
 

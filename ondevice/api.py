@@ -28,7 +28,7 @@ from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare, system_refusals
 from ondevice.errors import UsageError
-from ondevice.generate import Event, check_prompt
+from ondevice.generate import Event, check_context, check_prompt
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
@@ -256,6 +256,7 @@ class Model:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
         self._require_open()
         ids = _token_ids(tokens)
+        check_context(len(ids), self.plan.max_context)
         out = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
 
         def fill(cancelled: IsCancelled) -> Iterator[int]:

@@ -146,6 +146,10 @@ class RuntimeConfig:
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
 
 
+LEAST_TEMPERATURE = 1e-6
+"""Above 0, no finite logit divided by this overflows."""
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How the next token is chosen from the logits. The defaults are greedy decoding."""
@@ -164,10 +168,9 @@ class SamplingConfig:
         """Raises UsageError for a value of the wrong type or out of range."""
         self._check_types()
         checks = (
-            # Above 0, no finite logit divided by one of these overflows.
             (
                 "temperature",
-                self.temperature == 0.0 or 1e-6 <= self.temperature <= 100.0,
+                self.temperature == 0.0 or LEAST_TEMPERATURE <= self.temperature <= 100.0,
                 "0, or 1e-6 to 100",
             ),
             ("top_k", self.top_k >= 0, "0 (off) or more"),

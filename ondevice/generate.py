@@ -95,11 +95,7 @@ class Generator:
 
         Raises ContextOverflowError if they don't fit, Cancelled, and what a pass raises.
         """
-        if kv.length + len(tokens) > self.max_context:
-            raise ContextOverflowError(
-                f"{kv.length + len(tokens)} tokens don't fit the context of {self.max_context}; score the "
-                "text in shorter pieces or raise --max-context"
-            )
+        check_context(kv.length + len(tokens), self.max_context)
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
             yield from self.transformer.every_logits(chunk, kv, rows, cancelled)
@@ -183,6 +179,15 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
         raise ContextOverflowError(
             f"{len(prompt)} tokens of prompt and {wanted} of text don't fit the context of {max_context}; "
             "ask for fewer"
+        )
+
+
+def check_context(tokens: int, max_context: int) -> None:
+    """Raises ContextOverflowError if there are more tokens to score than the context holds."""
+    if tokens > max_context:
+        raise ContextOverflowError(
+            f"{tokens} tokens don't fit the context of {max_context}; score the text in shorter pieces or "
+            "raise --max-context"
         )
 
 

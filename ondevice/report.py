@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ondevice.bundle.reader import Bundle
@@ -9,6 +10,8 @@ from ondevice.memory_plan import Plan
 from ondevice.models import SparsityMode, sparsity_modes
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plan_summary(plan: Plan) -> str:
@@ -82,6 +85,11 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
         "fits: " + ("yes" if plan.fits else "no"),
     ]
     return "\n".join(lines)
+
+
+def harmless(text: str) -> str:
+    """For a terminal: control characters, with which a text could steer it, as U+FFFD."""
+    return _CONTROLS.sub("\ufffd", text)
 
 
 def duration(seconds: float | None) -> str:

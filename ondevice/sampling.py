@@ -134,7 +134,11 @@ def _adjust(
         adjusted[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
     if config.logit_bias:
         pairs = dict(config.logit_bias)
-        ids = _checked_ids(np.fromiter(pairs, np.int64, len(pairs)), logits.size, "logit_bias")
+        if wrong := [token for token in pairs if not 0 <= token < logits.size]:
+            raise UsageError(
+                f"logit_bias names token {wrong[0]}; ids of this model run from 0 to {logits.size - 1}"
+            )
+        ids = np.fromiter(pairs, np.int64, len(pairs))
         biases = np.fromiter(pairs.values(), np.float32, len(pairs))
         if np.isnan(biases).any() or biases.max() == np.inf:
             raise UsageError("a logit_bias is NaN or infinite; use a finite number, or -inf to ban a token")

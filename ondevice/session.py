@@ -116,9 +116,10 @@ class Session:
         return other
 
     def reset(self) -> None:
-        """Forget everything but the instructions."""
+        """Forget everything but the instructions. Raises UsageError while a reply is under way."""
         first = {"role": "system", "content": self._instructions or ""}
-        self._messages = [] if self._instructions is None else [first]
+        with self._silent():
+            self._messages = [] if self._instructions is None else [first]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the transcript to a file. Keys and values aren't saved: `load` computes them again.
@@ -139,7 +140,7 @@ class Session:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue the conversation that a file holds.
 
-        Raises UsageError if it holds none, OndeviceError if it can't be read.
+        Raises UsageError if it holds none or a reply is under way, OndeviceError if it can't be read.
         """
         source = Path(path)
         with _file_errors("loaded from", source):
@@ -153,9 +154,11 @@ class Session:
             content = json.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{source} is not a saved session: {error}") from error
-        self._messages = _messages(content, source)
-        first = self._messages[0] if self._messages else {}
-        self._instructions = first["content"] if first.get("role") == "system" else None
+        messages = _messages(content, source)
+        first = messages[0] if messages else {}
+        with self._silent():
+            self._messages = messages
+            self._instructions = first["content"] if first.get("role") == "system" else None
 
     def _sampling(self, sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
         config = sampling_options(sampling, options)
@@ -164,9 +167,7 @@ class Session:
     @contextmanager
     def _turn(self, text: str) -> Iterator[tuple[list[int], list[str]]]:
         """The ids to continue, and a list that takes what is said; both are remembered at the end."""
-        if not self._answering.acquire(blocking=False):
-            raise UsageError("this session is answering already; finish or close that reply, or fork()")
-        try:
+        with self._silent():
             messages = [*self._messages, {"role": "user", "content": text}]
             said: list[str] = []
             try:
@@ -174,6 +175,14 @@ class Session:
             finally:
                 if said:
                     self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+
+    @contextmanager
+    def _silent(self) -> Iterator[None]:
+        """Alone with the transcript. Raises UsageError while a reply is under way."""
+        if not self._answering.acquire(blocking=False):
+            raise UsageError("this session is answering already; finish or close that reply, or fork()")
+        try:
+            yield
         finally:
             self._answering.release()
 

@@ -83,6 +83,11 @@ def test_logits_are_those_that_generation_follows(model: Model) -> None:
     assert model.generate(tokens=ids, max_tokens=1).tokens == (int(logits[-1].argmax()),)
 
 
+def test_logits_beyond_the_context_are_refused_before_their_memory_is_asked_for(model: Model) -> None:
+    with pytest.raises(ContextOverflowError, match="score the text in shorter pieces"):
+        model.logits([1] * (10**7))
+
+
 def test_long_logits_are_computed_in_pieces_with_equal_bits(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +130,9 @@ def test_score_is_the_mean_of_the_log_probabilities(model: Model) -> None:
         ({"prompt": "a", "stop": 3}, UsageError),
         ({"tokens": [VOCAB_SIZE]}, UsageError),
         ({"tokens": [-1]}, UsageError),
+        ({"tokens": [1 << 70]}, UsageError),
+        ({"prompt": "a", "logit_bias": {1 << 70: 1.0}}, UsageError),
+        ({"prompt": "a", "logit_bias": {-1: 1.0}}, UsageError),
         ({"prompt": "a", "temperature": -1.0}, UsageError),
         ({"prompt": "a", "temprature": 1.0}, UsageError),
         ({"prompt": "a", "stop": [""]}, UsageError),

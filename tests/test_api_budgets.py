@@ -192,12 +192,13 @@ def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:
     assert not plan.streams
 
 
-def test_the_process_stays_below_its_budget(chat_bundle: Path) -> None:
+@pytest.mark.parametrize("call", ["generate", "session('Be brief.').respond"])
+def test_the_process_stays_below_its_budget(chat_bundle: Path, call: str) -> None:
     program = (
         "import sys, ondevice\n"
         "plan = ondevice.inspect(sys.argv[1])\n"
         "with ondevice.load(sys.argv[1], dram_budget=plan.minimum_budget_bytes) as model:\n"
-        "    stats = model.generate('Once', max_tokens=250, logit_bias={257: -1e9}).stats\n"
+        f"    stats = model.{call}('Once', max_tokens=200, logit_bias={{257: -1e9}}).stats\n"
         "    print(stats.peak_memory_bytes, model.plan.budget_bytes, model.plan.total_bytes)\n"
     )
     done = subprocess.run(

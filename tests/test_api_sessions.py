@@ -37,6 +37,20 @@ def test_a_session_remembers_and_computes_only_what_is_new(model: Model) -> None
     assert second.stats.prefill_tokens_per_second > 0
 
 
+def test_a_session_that_answers_is_neither_reset_nor_replaced(model: Model, tmp_path: Path) -> None:
+    session = model.session()
+    session.save(tmp_path / "empty.json")
+    reply = session.stream_response("Hello", max_tokens=4)
+    next(reply)
+    for act in (session.reset, lambda: session.load(tmp_path / "empty.json")):
+        with pytest.raises(UsageError, match="answering already"):
+            act()
+    list(reply)
+    assert len(session.transcript) == 2
+    session.reset()
+    assert session.transcript == []
+
+
 def test_a_turn_reuses_the_common_prefix(model: Model) -> None:
     session = model.session()
     session.respond("a" * 100, max_tokens=4)

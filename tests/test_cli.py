@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import re
 from pathlib import Path
 
 import pytest
 
+from ondevice import cli
 from ondevice.api import Model
 from ondevice.bundle.reader import Bundle
+from ondevice.report import harmless
 from ondevice.scoring import Score
 from tests.bundles import write_chat_checkpoint
 from tests.command_line import Run
@@ -117,7 +121,7 @@ def test_bench_json(ondevice: Run, chat_bundle: Path) -> None:
 
 def test_bench_shows_what_reading_costs_the_processors(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("bench", "-m", chat_bundle, "--runs", 1, "--prompt-tokens", 5, "--max-tokens", 3)
-    assert re.search(r"; flash \S+ kB/token, read in \d+\.\d\d s with \d+\.\d\d s of CPU; ", shown.out)
+    assert re.search(r"; flash \S+ k?B/token, read in \d+\.\d\d s with \d+\.\d\d s of CPU; ", shown.out)
 
 
 def test_eval_json(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
@@ -134,3 +138,20 @@ def test_eval_json_has_no_infinity(ondevice: Run, chat_bundle: Path, monkeypatch
     monkeypatch.setattr(Model, "score", lambda *_, **__: Score(math.inf, 800.0, 3))
     result = ondevice("eval", "-m", chat_bundle, "--text", "-", "--json", stdin="text")
     assert result.json == {"perplexity": None, "nll_per_token": 800.0, "tokens": 3}
+
+
+class TerminalText(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_text_for_a_terminal_loses_what_could_steer_it_and_no_other_text_does() -> None:
+    assert (
+        harmless("a\tb\nc\x1b]52;c;aGk=\x07 \x9b2J\r\u00e9")
+        == "a\tb\nc\ufffd]52;c;aGk=\ufffd \ufffd2J\ufffd\u00e9"
+    )
+    colours = "\x1b[31mred"
+    for stream, expected in ((io.StringIO(), colours), (TerminalText(), "\ufffd[31mred")):
+        with contextlib.redirect_stdout(stream):
+            cli._write(colours)
+        assert stream.getvalue() == expected

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import ondevice
+from ondevice.converters.quantize import dequantize, quantize
+from ondevice.kernels import _native
 from ondevice.tokenizer import load_tokenizer
 from tests.bundles import convert_bundle
 from tests.engines import all_logits, running
@@ -119,6 +121,22 @@ def test_attention_and_its_gradients_are_those_of_torch() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_are_rounded_as_a_bundle_rounds_them(bits: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 128, generator=generator)
+    weight[0, :64] = 0
+    weight[1, :64] = weight[1, :64].abs()
+    engine = _native.Engine(1, "auto")
+    exact = torch.from_numpy(dequantize(quantize(engine, weight.numpy(), bits, "w"), bits, 128))
+    torch.testing.assert_close(model.stored(weight, bits), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.stored(weight.t(), bits, dim=0), exact.t(), rtol=1e-5, atol=1e-6)
+    assert model.stored(weight, 0) is weight
+    weight.requires_grad_()
+    (model.stored(weight, bits) * exact).sum().backward()
+    torch.testing.assert_close(weight.grad, exact)
+
+
 def test_a_run_stops_for_time_and_its_log_forgets_what_wasnt_saved(build: Path, tmp_path: Path) -> None:
     run = train.start(TINY, build)
     assert list(train.train(run, build, tmp_path, minutes=0.0)) == []
@@ -126,8 +144,36 @@ def test_a_run_stops_for_time_and_its_log_forgets_what_wasnt_saved(build: Path, 
     assert [line["step"] for line in lines] == [TINY.steps, TINY.steps]
     assert set(lines[-1]["held_out"]) == set(MIXTURE)
     assert train.load_checkpoint(tmp_path)["step"] == TINY.steps
+    with (tmp_path / train.LOG).open("a") as log:
+        log.write('{"step": 1')
     train.forget_after(tmp_path, TINY.steps - 1)
     assert (tmp_path / train.LOG).read_text() == ""
+
+
+def test_a_run_that_isnt_at_its_end_is_exported_only_if_that_is_said(build: Path, tmp_path: Path) -> None:
+    run = train.start(TINY, build)
+    train.save_checkpoint(run, tmp_path)
+    with pytest.raises(ValueError, match=f"at step 0 of {TINY.steps}: go on with training"):
+        export.model_of_checkpoint(tmp_path)
+    assert export.model_of_checkpoint(tmp_path, unfinished=True).shape == TINY.shape
+
+
+def test_a_run_goes_on_with_its_own_settings_or_not_at_all(
+    build: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    train.save_checkpoint(train.start(TINY, build), folder)
+    options = ["train", "--build", str(tmp_path), "--name", "tiny", "--minutes", "0", "--no-compile"]
+    for stream in build.glob("*.bin"):
+        (tmp_path / stream.name).symlink_to(stream)
+    monkeypatch.setattr(sys, "argv", [*options, "--tokens", "999999"])
+    with pytest.raises(SystemExit) as refused:
+        train.main()
+    assert refused.value.code == 2
+    monkeypatch.setattr(sys, "argv", [*options, "--size", "tiny", "--seed", str(TINY.seed)])
+    train.main()
+    assert train.load_checkpoint(folder)["step"] == 0
 
 
 def test_the_exported_model_is_the_trained_one_everywhere(
@@ -174,7 +220,7 @@ def test_the_chat_template_gives_the_tokens_of_training(
     with ondevice.load(bundle) as model:
         ids = model.chat_ids(messages)
         names = model.tokenizer.special_tokens
-        assert model.tokenizer.eos_ids == (names["<|end|>"],)
+        assert set(model.tokenizer.eos_ids) == {names["<|end|>"], encoder.bos_id}
         with_system = model.chat_ids([{"role": "system", "content": "Be brief."}, *messages])
     assert ids == reply[: len(ids)]
     assert ids[-1] == names["<|assistant|>"]
@@ -185,9 +231,14 @@ def test_the_chat_template_gives_the_tokens_of_training(
 def test_byte_counts_add_up_to_the_text(build: Path) -> None:
     encoder = tokenizer.Encoder((build / "tokenizer.model").read_bytes())
     text = "a table, naïve 11:30\nin the town"
-    sizes = encoder.byte_counts()
-    # The tokenizer puts a space before every text.
-    assert sum(sizes[token] for token in encoder.encode((("user", text),))) == len(text.encode()) + 1
+    document = (("user", text), ("assistant", "\n" + text))
+    expected = sum(len(said.encode()) for _, said in document)
+    stream = np.array(encoder.encode(document), dtype=np.uint16)
+    assert encoder.text_bytes(stream) == expected
+    half = len(stream) // 2
+    windows = np.stack([stream[:half], stream[half - 1 : 2 * half - 1]])
+    rest = encoder.text_bytes(stream[2 * half - 2 :])
+    assert encoder.text_bytes(windows) + rest == expected
 
 
 def test_figures_are_taken_alike_from_every_framework(
@@ -277,6 +328,8 @@ def test_sql_is_written_for_sqlite() -> None:
     assert sql.parses(text, columns)
     assert not sql.parses(text, ("x",))
     assert not sql.parses("SELECT FROM records", columns)
+    for no_query in ("DROP TABLE records", "PRAGMA foo", 'SELECT "nowhere" FROM records'):
+        assert not sql.parses(no_query, columns)
     assert sql._parse("SELECT A_FIELD FROM B ;") is None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.bundle.manifest import GENERATION_RANGES
-from ondevice.config import ModelConfig
+from ondevice.config import LEAST_TEMPERATURE, ModelConfig
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
@@ -53,6 +53,8 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
         value: Any = values.get(name)
         if type(value) in (int, float) and low <= value <= high:
             found[name] = int(value) if isinstance(high, int) else float(value)
+    if found.get("temperature", 1.0) < LEAST_TEMPERATURE:
+        found["temperature"] = 0.0
     if values.get("do_sample") is True:
         found.setdefault("temperature", 1.0)
     elif found:

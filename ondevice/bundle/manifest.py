@@ -28,8 +28,8 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
-from ondevice.config import GROUP_SIZE, Activation, ModelConfig, QuantConfig, RopeScaling
-from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.config import GROUP_SIZE, Activation, ModelConfig, QuantConfig, RopeScaling, SamplingConfig
+from ondevice.errors import BundleError, UnsupportedModelError, UsageError
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 
 MAX_FILE_BYTES = 1 << 48
@@ -121,7 +121,7 @@ GENERATION_RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 22),
     "top_p": (1e-6, 1.0),
     "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-6, 100.0),
+    "repetition_penalty": (1e-3, 100.0),
 }
 
 
@@ -298,6 +298,10 @@ def _parse_generation(section: Section) -> dict[str, float]:
             read = section.integer if isinstance(high, int) else section.number
             values[name] = read(name, low, high)  # type: ignore[arg-type]
     section.close()
+    try:
+        SamplingConfig(**values)  # type: ignore[arg-type]
+    except UsageError as error:
+        raise BundleError(f"manifest.generation can't be sampled with: {error}") from error
     return values
 
 

@@ -119,12 +119,6 @@ static inline float reduce_add(F x) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-static inline float reduce_max(F x) {
-  const __m256 eight = _mm256_max_ps(x.a, x.b);
-  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
-}
 // Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
 static inline int32_t reduce_magnitude(F x) {
   const __m256i eight = _mm256_max_epi32(_mm256_castps_si256(x.a), _mm256_castps_si256(x.b));

@@ -81,7 +81,6 @@ static inline float reduce_add(F a) {
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-static inline float reduce_max(F a) { return _mm512_reduce_max_ps(a.v); }
 // Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
 static inline int32_t reduce_magnitude(F a) { return _mm512_reduce_max_epi32(_mm512_castps_si512(a.v)); }
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.

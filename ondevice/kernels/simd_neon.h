@@ -159,9 +159,6 @@ static inline float reduce_add(F a) {
   const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
-static inline float reduce_max(F a) {
-  return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
-}
 // Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
 static inline int32_t reduce_magnitude(F a) {
   const F low = max_magnitude(a, {{a.v[2], a.v[3], a.v[2], a.v[3]}});

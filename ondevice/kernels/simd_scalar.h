@@ -180,11 +180,6 @@ static inline float reduce_add(F a) {
     for (int i = 0; i < width; ++i) a.v[i] = a.v[i] + a.v[i + width];
   return a.v[0];
 }
-static inline float reduce_max(F a) {
-  float m = a.v[0];
-  for (int i = 1; i < 16; ++i) m = a.v[i] > m ? a.v[i] : m;
-  return m;
-}
 // Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
 static inline int32_t reduce_magnitude(F a) {
   int32_t largest = 0;

@@ -1,8 +1,8 @@
 """Rotary position embedding tables (arXiv 2104.09864), with linear and llama3 frequency scaling.
 
 Frequencies and angles are rounded to float32 as `transformers` rounds them. Cosine and sine come from IEEE
-additions and multiplications alone, so the tables have the same bits on every machine and for every split
-of a prompt; library cosines differ between both.
+additions and multiplications alone, so the tables have the same bits for every split of a prompt, and on
+every machine whose `pow` rounds a frequency to the same float32; library cosines differ between both.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(Vocabulary):
         return self._finished(ids, add_bos)
 
     def piece(self, token: int) -> str:
-        name = self._library.id_to_token(token) if token >= 0 else None
+        name = self._library.id_to_token(token) if 0 <= token < 1 << 32 else None
         return name if name is not None else ""
 
     def token_bytes(self, token: int) -> bytes:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import signal
 import statistics
 import subprocess
@@ -28,8 +29,8 @@ KILLED = "killed"
 STEADY_TOKENS = 8
 
 
-def require_rig() -> None:
-    """Exit with the reason if this machine can't be measured on."""
+def require_rig(fio: bool = False) -> None:
+    """Exit with the reason if this machine can't be measured on; fio: it is needed too."""
     missing = []
     if sys.platform != "linux":
         missing.append("Linux")
@@ -37,6 +38,8 @@ def require_rig() -> None:
         missing.append("root, to drop caches and to make cgroups")
     if not (MEMORY_CGROUP / "memory.limit_in_bytes").exists():
         missing.append(f"a cgroup v1 memory controller at {MEMORY_CGROUP}")
+    if fio and shutil.which("fio") is None:
+        missing.append("fio")
     if missing:
         raise SystemExit("this benchmark needs " + " and ".join(missing))
 

@@ -228,6 +228,7 @@ RULES = (
     Rule("add_bos without bos", put("tokenizer", "bos_id", value=None), "no bos_id"),
     Rule("generation key", put("generation", "num_beams", value=4), "unknown key 'num_beams'"),
     Rule("temperature", put("generation", "temperature", value=-1.0), "generation.temperature"),
+    Rule("temperature near 0", put("generation", "temperature", value=1e-9), "can't be sampled with"),
     Rule("top_k as float", put("generation", "top_k", value=1.5), "generation.top_k"),
     Rule("provenance source", put("provenance", "source", value=7), "provenance.source"),
     Rule("provenance error name", put("provenance", "quantisation_error", value={"\x1b[": 0.1}), "the name"),

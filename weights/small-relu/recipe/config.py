@@ -88,6 +88,8 @@ class Training:
     target_zeros: float = 0.92
     """Share of gate activations that shall be zero, mean over layers, from `target_share` of the run on."""
     target_share: float = 0.5
+    stored_bits: int = 4
+    """While the learning rate falls, weights are used as a bundle of so many bits has them; 0: never."""
     seed: int = 1
 
     @property

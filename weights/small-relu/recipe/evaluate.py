@@ -54,12 +54,10 @@ class Text:
 
 
 def held_out(build: Path, encoder: Encoder, context: int, limit: int) -> dict[str, Text]:
-    sizes = np.array(encoder.byte_counts())
     texts = {}
     for domain in MIXTURE:
         windows = held_out_windows(build, domain, context, limit)
-        predicted = windows[:, 1:]
-        texts[domain] = Text(windows, predicted.size, int(sizes[predicted].sum()))
+        texts[domain] = Text(windows, windows[:, 1:].size, encoder.text_bytes(windows))
     return texts
 
 

@@ -55,7 +55,8 @@ def export(model: Llama, tokenizer: bytes, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     encoder = Encoder(tokenizer)
     config = hugging_face_config(model.shape, encoder.bos_id, encoder.end_id)
-    ends = {"bos_token_id": encoder.bos_id, "eos_token_id": encoder.end_id}
+    # Plain text ends where the next document would begin.
+    ends = {"bos_token_id": encoder.bos_id, "eos_token_id": [encoder.end_id, encoder.bos_id]}
     for name, values in (("config.json", config), ("generation_config.json", ends | SAMPLING)):
         (folder / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     write_tokenizer(folder, tokenizer, model.shape.max_position_embeddings)
@@ -63,9 +64,14 @@ def export(model: Llama, tokenizer: bytes, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def model_of_checkpoint(folder: Path) -> Llama:
-    """The model of a run's folder."""
+def model_of_checkpoint(folder: Path, unfinished: bool = False) -> Llama:
+    """The model of a run's folder. Raises ValueError for a run that isn't at its end, unless it may be."""
     state = load_checkpoint(folder)
+    if not unfinished and state["step"] < sum(state["decay"]):
+        raise ValueError(
+            f"{folder} is at step {state['step']} of {sum(state['decay'])}: go on with training, or let it "
+            "end early with --decay; --unfinished takes it as it is"
+        )
     model = Llama(training_of(state).shape)
     model.load_state_dict(state["model"])
     return model
@@ -137,10 +143,12 @@ def main() -> None:
     parser.add_argument("--name", default="small-relu", help="the run's folder under BUILD/runs")
     parser.add_argument("--build", type=Path, default=BUILD)
     parser.add_argument("--output", type=Path, help="BUILD/export/NAME unless given")
+    parser.add_argument("--unfinished", action="store_true", help="take a run that isn't at its end")
     arguments = parser.parse_args()
     folder = arguments.output or arguments.build / "export" / arguments.name
     tokenizer = (arguments.build / "tokenizer.model").read_bytes()
-    export(model_of_checkpoint(arguments.build / "runs" / arguments.name), tokenizer, folder)
+    run = arguments.build / "runs" / arguments.name
+    export(model_of_checkpoint(run, arguments.unfinished), tokenizer, folder)
     print(json.dumps({"folder": str(folder)}))
 
 

@@ -21,7 +21,32 @@ LOSS_CHUNK = 1024
 QUERY_BLOCK = 128
 """Queries that attend together; what lies after the block isn't multiplied."""
 HIDDEN = -1e30
+GROUP = 64
+"""Weights that share a scale and a bias in a bundle."""
 INITIAL_STD = 0.03
+
+
+def stored(weight: Tensor, bits: int, dim: int = 1) -> Tensor:
+    """The weights as a bundle of so many bits would give them back, in groups along `dim`; 0: as they are.
+
+    The gradient passes straight through (Bengio and others, arXiv 1308.3432), so what is learnt survives
+    rounding. The arithmetic is the converter's.
+    """
+    if not bits:
+        return weight
+    groups = (weight if dim == 1 else weight.t()).unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    from_low = low.abs() > high.abs()
+    bias = torch.where(from_low, low, high)
+    scale = torch.where(from_low, high - low, low - high) / (2**bits - 1)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    zero = (bias / scale).round()
+    scale = torch.where(zero == 0, scale, bias / torch.where(zero == 0, torch.ones_like(zero), zero))
+    scale, bias = scale.half().float(), bias.half().float()
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    codes = ((groups - bias) / scale).round().clamp(0, 2**bits - 1)
+    rounded = (codes * scale + bias).flatten(1)
+    return weight + ((rounded if dim == 1 else rounded.t()) - weight).detach()
 
 
 class RMSNorm(nn.Module):
@@ -44,16 +69,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
         batch, tokens, width = x.shape
-        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]).to(dtype)
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        weight = stored(weight, bits).to(dtype)
         qkv = functional.linear(x.to(dtype), weight).view(batch, tokens, 3 * self.heads, self.head_dim)
         q, k, v = qkv.transpose(1, 2).split(self.heads, dim=1)
         scale = 1 / math.sqrt(self.head_dim)
         q = rotate(q.float() * scale, cos, sin).to(dtype)
         mixed: Tensor = CausalAttention.apply(q, rotate(k.float(), cos, sin).to(dtype), v)
         mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
-        return functional.linear(mixed, self.o_proj.weight.to(dtype))
+        return functional.linear(mixed, stored(self.o_proj.weight, bits).to(dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -116,13 +142,14 @@ class FeedForward(nn.Module):
         """(B, T, F) gate activations."""
         return self.activation(self.gate_proj(x))
 
-    def forward(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, dtype: torch.dtype, bits: int) -> tuple[Tensor, Tensor]:
         """The layer's output, and its gates' (share of zeros, mean magnitude)."""
-        weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).to(dtype)
+        weight = stored(torch.cat([self.gate_proj.weight, self.up_proj.weight]), bits).to(dtype)
         gate, up = functional.linear(x.to(dtype), weight).chunk(2, dim=-1)
         active = self.activation(gate.float())
         seen = torch.stack([(active == 0).float().mean(), active.abs().mean()])
-        return functional.linear((active * up).to(dtype), self.down_proj.weight.to(dtype)), seen
+        down = stored(self.down_proj.weight, bits, dim=0).to(dtype)
+        return functional.linear((active * up).to(dtype), down), seen
 
 
 class Block(nn.Module):
@@ -133,9 +160,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype)
-        change, seen = self.mlp(self.post_attention_layernorm(x), dtype)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype, bits)
+        change, seen = self.mlp(self.post_attention_layernorm(x), dtype, bits)
         return x + change, seen
 
 
@@ -146,13 +175,17 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, ids: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        x = self.embed_tokens(ids)
+    def forward(
+        self, ids: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the head multiplies, what the gates by layer showed, and the table that is the head too."""
+        table = stored(self.embed_tokens.weight, bits)
+        x = functional.embedding(ids, table)
         seen = []
         for layer in self.layers:
-            x, gates = layer(x, cos, sin, dtype)
+            x, gates = layer(x, cos, sin, dtype, bits)
             seen.append(gates)
-        return self.norm(x).to(dtype), torch.stack(seen)
+        return self.norm(x).to(dtype), torch.stack(seen), table
 
 
 class Llama(nn.Module):
@@ -164,7 +197,7 @@ class Llama(nn.Module):
         self.model = Decoder(shape)
         turns = torch.arange(shape.max_position_embeddings)[:, None] * _frequencies(shape)
         self._cos, self._sin = turns.cos(), turns.sin()
-        self._run: Callable[..., tuple[Tensor, Tensor]] = self.model.forward
+        self._run: Callable[..., tuple[Tensor, Tensor, Tensor]] = self.model.forward
         self._initialise()
 
     def compile(self) -> None:
@@ -172,17 +205,19 @@ class Llama(nn.Module):
         self._run = torch.compile(self.model.forward, dynamic=False)
         LinearCrossEntropy.softmax_errors = torch.compile(softmax_errors, dynamic=False)
 
-    def loss(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Training loss of (B, T + 1) windows in bfloat16, and per layer (zeros, mean gate): (L, 2)."""
+    def loss(self, windows: Tensor, bits: int = 0) -> tuple[Tensor, Tensor]:
+        """Training loss of (B, T + 1) windows in bfloat16, and per layer (zeros, mean gate): (L, 2).
+
+        bits: of `stored`, for every matrix.
+        """
         ids, targets = windows[:, :-1], windows[:, 1:]
-        hidden, seen = self._run(ids, *self._turns(ids), torch.bfloat16)
-        weight = self.model.embed_tokens.weight
-        loss: Tensor = LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten())
+        hidden, seen, head = self._run(ids, *self._turns(ids), torch.bfloat16, bits)
+        loss: Tensor = LinearCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten())
         return loss, seen
 
     def logits_and_gates(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T, V) in float32, as `transformers` has them in that type, and per layer as `loss` has it."""
-        hidden, seen = self.model(ids, *self._turns(ids), torch.float32)
+        hidden, seen, _ = self.model(ids, *self._turns(ids), torch.float32, 0)
         return functional.linear(hidden, self.model.embed_tokens.weight), seen
 
     def _turns(self, ids: Tensor) -> tuple[Tensor, Tensor]:

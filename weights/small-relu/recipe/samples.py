@@ -20,7 +20,7 @@ import numpy as np
 import ondevice
 from recipe import sql
 from recipe.config import DATA, MODEL_FOLDER
-from recipe.data import Document, split_documents
+from recipe.data import Document, clean, split_documents
 from recipe.export import SAMPLING
 
 QUESTIONS, DIALOGUES, STORIES = 300, 20, 10
@@ -54,13 +54,13 @@ def questions(data: Path, count: int) -> list[sql.Example]:
 
 
 def judge_sql(model: ondevice.Model, examples: list[sql.Example]) -> dict[str, Any]:
-    """How many answers SQLite can parse, and how many are the reference, letter case aside."""
+    """How many answers are a query that SQLite can parse, and how many the reference, letter case aside."""
     parsed, exact, wrong = 0, 0, []
     for example in examples:
-        answer = model.session().respond(example.prompt, max_tokens=REPLY_TOKENS).text.strip()
+        answer = model.session().respond(clean(example.prompt), max_tokens=REPLY_TOKENS).text.strip()
         good = sql.parses(answer, example.columns)
         parsed += good
-        exact += answer.lower() == example.query.lower()
+        exact += answer.lower() == clean(example.query).lower()
         if not good:
             wrong.append(answer)
     return {

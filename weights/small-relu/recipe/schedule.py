@@ -34,6 +34,10 @@ class Schedule:
     def steps(self) -> int:
         return self.decay_from + self.decay_steps
 
+    def bits(self, step: int) -> int:
+        """Bits per weight of the update that follows `step` updates; 0: as they are."""
+        return self.training.stored_bits if step >= self.decay_from else 0
+
     def learning_rate(self, step: int) -> float:
         """Of the update that follows `step` updates."""
         warm = min(1.0, (step + 1) / self.training.warmup_steps)

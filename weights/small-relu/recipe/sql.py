@@ -79,7 +79,12 @@ def read(path: Path) -> Iterator[Example]:
 
 
 def parses(query: str, columns: tuple[str, ...]) -> bool:
-    """Whether SQLite can compile the query against a table with these columns."""
+    """Whether it is a query that SQLite can compile against a table with these columns.
+
+    No double quotes: what they enclose and isn't a column, SQLite takes for a string.
+    """
+    if not query.startswith("SELECT ") or '"' in query:
+        return False
     with_table = sqlite3.connect(":memory:")
     try:
         with_table.execute(f"CREATE TABLE {TABLE} ({', '.join(columns)})")

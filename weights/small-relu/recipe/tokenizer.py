@@ -14,12 +14,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 
 from recipe.config import BUILD, DATA, MIXTURE, SIZES
 from recipe.data import Document, split_documents
 
 BOS, END = "<s>", "<|end|>"
+SPACE = "\u2581"
+"""How pieces spell a space."""
 ROLES = {"user": "<|user|>", "assistant": "<|assistant|>"}
 SAMPLE_CHARS = 16_000_000
 
@@ -96,18 +100,24 @@ class Encoder:
             ids += [self._roles[role], *words, self.end_id] if role else words
         return ids
 
-    def byte_counts(self) -> list[int]:
-        """UTF-8 bytes that each token stands for; none for those that steer."""
+    def text_bytes(self, tokens: NDArray[np.integer[Any]]) -> int:
+        """UTF-8 bytes of text that a stream of tokens, or windows of it (..., T), has behind its first token.
+
+        Tokens that steer have none, nor has the space that the tokenizer puts before a text.
+        """
         library = self._library
-        special = {self.bos_id, self.end_id, *self._roles.values()}
-        return [
-            0 if token in special else 1 if library.is_byte(token) else len(_text(library, token).encode())
-            for token in range(library.vocab_size())
-        ]
-
-
-def _text(library: sentencepiece.SentencePieceProcessor, token: int) -> str:
-    return str(library.id_to_piece(token)).replace("\u2581", " ")
+        pieces = [str(library.id_to_piece(token)) for token in range(library.vocab_size())]
+        steers = np.isin(np.arange(len(pieces)), [self.bos_id, self.end_id, *self._roles.values()])
+        sizes = np.array(
+            [
+                1 if library.is_byte(token) else len(piece.replace(SPACE, " ").encode())
+                for token, piece in enumerate(pieces)
+            ]
+        )
+        begins_with_space = np.array([piece.startswith(SPACE) for piece in pieces])
+        before, after = tokens[..., :-1], tokens[..., 1:]
+        prefixes = steers[before] & begins_with_space[after]
+        return int(np.where(steers, 0, sizes)[after].sum() - prefixes.sum())
 
 
 def write_tokenizer(folder: Path, model: bytes, context: int) -> None:

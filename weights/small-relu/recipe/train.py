@@ -56,7 +56,7 @@ class Run:
         weight = self.penalty.weight if training.penalty else 0.0
         loss_sum, zeros_sum = 0.0, 0.0
         for windows in torch.from_numpy(self.batches.draw(training.batch_windows)).chunk(passes):
-            loss, seen = self.model.loss(windows)
+            loss, seen = self.model.loss(windows, self.schedule.bits(self.step))
             ((loss + weight * seen[:, 1].mean()) / passes).backward()
             loss_sum += loss.item() / passes
             zeros_sum += seen[:, 0].mean().item() / passes
@@ -185,25 +185,33 @@ def train(run: Run, build: Path, folder: Path, minutes: float) -> Iterator[dict[
 def forget_after(folder: Path, step: int) -> None:
     """Take from the log what a run did after the checkpoint that it resumes from."""
     path = folder / LOG
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    # A last line without its end was being written when the run was killed.
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    path.write_text("".join(kept), encoding="utf-8")
 
 
-def _training(arguments: argparse.Namespace) -> Training:
-    shape = dataclasses.replace(SIZES[arguments.size], hidden_act=arguments.act)
+def _chosen(arguments: argparse.Namespace, training: Training) -> Training:
+    """`training` with what the command line says."""
+    shape = SIZES[arguments.size] if arguments.size else training.shape
+    activation = arguments.act or shape.hidden_act
+    penalty = training.penalty if arguments.penalty is None else bool(arguments.penalty)
     given = {name: getattr(arguments, name) for name in ("tokens", "seed", "learning_rate", "target_zeros")}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return Training(shape=shape, penalty=bool(arguments.penalty) and arguments.act == "relu", **chosen)
+    return dataclasses.replace(
+        training,
+        shape=dataclasses.replace(shape, hidden_act=activation),
+        penalty=penalty and activation == "relu",
+        **{name: value for name, value in given.items() if value is not None},
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a model, or go on with it.")
     parser.add_argument("--name", default="small-relu", help="the run's folder under BUILD/runs")
     parser.add_argument("--build", type=Path, default=BUILD, help="where the token streams are")
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--act", choices=("relu", "silu"), default="relu", help="the gates' activation")
-    parser.add_argument("--penalty", type=int, choices=(0, 1), default=1, help="0: ask for no zeros")
+    parser.add_argument("--size", choices=SIZES)
+    parser.add_argument("--act", choices=("relu", "silu"), help="the gates' activation")
+    parser.add_argument("--penalty", type=int, choices=(0, 1), help="0: ask for no zeros")
     parser.add_argument("--target-zeros", type=float)
     parser.add_argument("--tokens", type=int, help="length of the whole run")
     parser.add_argument("--learning-rate", type=float)
@@ -218,9 +226,14 @@ def main() -> None:
     folder = arguments.build / "runs" / arguments.name
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / CHECKPOINT).exists() and not arguments.fresh:
-        run = resume(load_checkpoint(folder), arguments.build)
+        state = load_checkpoint(folder)
+        if _chosen(arguments, training_of(state)) != training_of(state):
+            parser.error(
+                f"the run in {folder} has other settings; leave them out, or begin again with --fresh"
+            )
+        run = resume(state, arguments.build)
     else:
-        run = start(_training(arguments), arguments.build)
+        run = start(_chosen(arguments, Training()), arguments.build)
     forget_after(folder, run.step)
     if arguments.decay:
         run.schedule.decay_now(run.step)
