@@ -1,6 +1,6 @@
 # What a fresh machine needs: Python 3.11 or later, make, and GCC 12 or later or Clang. The rest is set up here.
 #
-#   make chat         set up, then chat (piped input works: echo "Once upon a time" | make chat)
+#   make chat         set up, then chat (piped input works: echo "Find me a restaurant." | make chat)
 #   make test         set up, then every fast test
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
@@ -32,9 +32,6 @@ comma := ,
 NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice/kernels/CMakeLists.txt \
 	ondevice/flash/*.cc ondevice/flash/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
-STORIES := $(SHARED)/data/models/stories260K
-STORIES_BUNDLE := build/models/stories260K
-SHIPPED := $(wildcard weights/*/bundle.json)
 MODEL_FOLDER := weights/small-relu
 RECIPE_BUILD := build/recipe
 
@@ -92,25 +89,8 @@ build: $(STAMPS)/installed
 
 # --- chat -----------------------------------------------------------------------------------------------
 
-# Until a model ships under weights/, the shared stories model is converted once.
-ifeq ($(SHIPPED),)
-CHAT_MODEL := --model $(STORIES_BUNDLE)
-CHAT_NEEDS := $(STORIES_BUNDLE)/bundle.json
-endif
-
-chat: $(STAMPS)/installed $(CHAT_NEEDS)
-	@$(VENV)/bin/ondevice chat $(CHAT_MODEL) $(CHAT_ARGS)
-
-$(STORIES_BUNDLE)/bundle.json: | $(STAMPS)/installed
-	@if [ ! -f $(STORIES)/stories260K.bin ]; then { \
-		echo "No model ships with ondevice yet, and $(STORIES) isn't there."; \
-		echo "Convert a checkpoint of your own and chat with it:"; \
-		echo "    $(VENV)/bin/ondevice convert FOLDER --output build/models/mine"; \
-		echo "    $(VENV)/bin/ondevice chat --model build/models/mine --dram-budget 4GB"; \
-		echo "FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer) or a llama2.c .bin file."; \
-		} >&2; exit 1; fi
-	@mkdir -p $(dir $(STORIES_BUNDLE))
-	@$(VENV)/bin/ondevice convert $(STORIES)/stories260K.bin --output $(STORIES_BUNDLE) --quant q8 --force </dev/null >&2
+chat: $(STAMPS)/installed
+	@$(VENV)/bin/ondevice chat $(CHAT_ARGS)
 
 # --- the model that ships -------------------------------------------------------------------------------
 

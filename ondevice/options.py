@@ -20,6 +20,7 @@ from click.shell_completion import CompletionItem
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.settings import Option, Settings, check_value, read_settings, settings_path, variable
 
+STDOUT = 1
 BROKEN_PIPE = 141
 """Exit code of a command whose reader went away, as the shell would give it for the signal."""
 
@@ -105,7 +106,7 @@ class CommandGroup(click.Group):
 
 def broken_pipe() -> int:
     """The reader of stdout went away. Python would complain again when it flushes stdout at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return BROKEN_PIPE
 
 

@@ -14,7 +14,16 @@ import ondevice
 from ondevice.cli import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "weights/README.md"]
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "weights/README.md",
+        "weights/small-relu/README.md",
+    )
+]
 
 
 def code_lines(path: Path) -> list[str]:

@@ -325,11 +325,13 @@ def test_sql_is_written_for_sqlite() -> None:
     text = sql._filled(query, "How many by O'Neil over 3?", {"var0": "o'neil", "var1": "3"})
     assert text == "SELECT COUNT(n_1st_leg) FROM records WHERE order_ = 'O''Neil' AND x > 3"
     columns = ("n_1st_leg", "order_", "x")
-    assert sql.parses(text, columns)
-    assert not sql.parses(text, ("x",))
-    assert not sql.parses("SELECT FROM records", columns)
-    for no_query in ("DROP TABLE records", "PRAGMA foo", 'SELECT "nowhere" FROM records'):
-        assert not sql.parses(no_query, columns)
+    assert sql.compiles(text, columns)
+    assert not sql.compiles(text, ("x",))
+    assert sql.parses(text)
+    assert sql.compiles("SELECT x FROM records WHERE x = 'a \"b\"'", columns)
+    assert not sql.compiles('SELECT "nowhere" FROM records', columns)
+    for no_query in ("SELECT FROM records", "DROP TABLE records", "PRAGMA foo", "SELECT 'a FROM records"):
+        assert not sql.parses(no_query)
     assert sql._parse("SELECT A_FIELD FROM B ;") is None
 
 

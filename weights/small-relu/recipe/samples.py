@@ -54,20 +54,19 @@ def questions(data: Path, count: int) -> list[sql.Example]:
 
 
 def judge_sql(model: ondevice.Model, examples: list[sql.Example]) -> dict[str, Any]:
-    """How many answers are a query that SQLite can parse, and how many the reference, letter case aside."""
-    parsed, exact, wrong = 0, 0, []
-    for example in examples:
-        answer = model.session().respond(clean(example.prompt), max_tokens=REPLY_TOKENS).text.strip()
-        good = sql.parses(answer, example.columns)
-        parsed += good
-        exact += answer.lower() == clean(example.query).lower()
-        if not good:
-            wrong.append(answer)
+    """What share of the answers is SQL, fits the table asked about, is the reference (letter case aside)."""
+    answers = [
+        model.session().respond(clean(example.prompt), max_tokens=REPLY_TOKENS).text.strip()
+        for example in examples
+    ]
+    pairs = list(zip(answers, examples, strict=True))
     return {
         "questions": len(examples),
-        "parse_share": parsed / len(examples),
-        "exact_match_share": exact / len(examples),
-        "unparsed": wrong,
+        "parse_share": sum(map(sql.parses, answers)) / len(examples),
+        "compile_share": sum(sql.compiles(answer, asked.columns) for answer, asked in pairs) / len(examples),
+        "exact_match_share": sum(answer.lower() == clean(asked.query).lower() for answer, asked in pairs)
+        / len(examples),
+        "unparsed": [answer for answer in answers if not sql.parses(answer)],
     }
 
 

@@ -22,6 +22,8 @@ PLAIN_ONE_IN = 4
 """One question in so many comes without its table's columns."""
 
 _AGGREGATES = ("COUNT", "MAX", "MIN", "SUM", "AVG")
+_STRING = re.compile(r"'(?:[^']|'')*'")
+_UNKNOWN = "no such column"
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 
@@ -78,22 +80,29 @@ def read(path: Path) -> Iterator[Example]:
                 yield Example(sentence["question-split"], question, names, text)
 
 
-def parses(query: str, columns: tuple[str, ...]) -> bool:
-    """Whether it is a query that SQLite can compile against a table with these columns.
+def parses(query: str) -> bool:
+    """Whether it is a query by SQLite's grammar, whatever columns it names."""
+    return query.startswith("SELECT ") and (_error(query, ("anything",)) or _UNKNOWN).startswith(_UNKNOWN)
 
-    No double quotes: what they enclose and isn't a column, SQLite takes for a string.
+
+def compiles(query: str, columns: tuple[str, ...]) -> bool:
+    """Whether it is a query that SQLite can run on a table with these columns.
+
+    No double quotes but in strings: what they enclose and isn't a column, SQLite takes for a string.
     """
-    if not query.startswith("SELECT ") or '"' in query:
-        return False
-    with_table = sqlite3.connect(":memory:")
+    return parses(query) and '"' not in _STRING.sub("", query) and _error(query, columns) is None
+
+
+def _error(query: str, columns: tuple[str, ...]) -> str | None:
+    database = sqlite3.connect(":memory:")
     try:
-        with_table.execute(f"CREATE TABLE {TABLE} ({', '.join(columns)})")
-        with_table.execute(f"EXPLAIN {query}")
-    except (sqlite3.Error, sqlite3.Warning):
-        return False
+        database.execute(f"CREATE TABLE {TABLE} ({', '.join(columns)})")
+        database.execute(f"EXPLAIN {query}")
+    except (sqlite3.Error, sqlite3.Warning) as error:
+        return str(error)
     finally:
-        with_table.close()
-    return True
+        database.close()
+    return None
 
 
 def _parse(template: str) -> _Query | None:
@@ -137,4 +146,4 @@ def _column(field: str) -> str:
     name = name.replace("%", " percent ").replace("#", " number ")
     name = re.sub(r"[^a-z0-9]+", "_", name).strip("_") or "value"
     name = f"n_{name}" if name[0].isdigit() else name
-    return name if parses(f"SELECT {name} FROM {TABLE}", (name,)) else f"{name}_"
+    return name if compiles(f"SELECT {name} FROM {TABLE}", (name,)) else f"{name}_"
