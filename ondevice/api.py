@@ -161,7 +161,9 @@ class Model:
         self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
         with ExitStack() as undo:
             undo.callback(self._owner.close)
-            self._engine: Engine = self._owner.call(lambda: Engine(prepared))
+            # An interrupt leaves the iterator, and so cancels the loading.
+            (engine,) = self._owner.stream(lambda cancelled: iter([Engine(prepared, cancelled)]))
+            self._engine: Engine = engine
             undo.pop_all()
         self._finalizer = weakref.finalize(self, self._owner.close, self._engine.close)
 

@@ -106,8 +106,11 @@ class Engine:
     again when they are needed, to the same bits.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
-        """Raises BudgetError before anything is read, FlashReadError and BundleError for damaged weights."""
+    def __init__(self, prepared: Prepared, cancelled: IsCancelled) -> None:
+        """Raises BudgetError before anything is read, FlashReadError and BundleError for damaged weights.
+
+        Cancelled when `cancelled()` holds between two pieces of the weights.
+        """
         prepared.plan.require_fit(prepared.bundle.name)
         self.plan = prepared.plan
         self._bundle = prepared.bundle
@@ -126,7 +129,7 @@ class Engine:
         with ExitStack() as undo:
             undo.callback(self.close)
             undo.enter_context(system_refusals())
-            self._generator = self._load(prepared.tokenizer)
+            self._generator = self._load(prepared.tokenizer, cancelled)
             undo.pop_all()
 
     @property
@@ -200,7 +203,7 @@ class Engine:
         self._reader.close()
         self._generator = None  # type: ignore[assignment]
 
-    def _load(self, tokenizer: Tokenizer | None) -> Generator:
+    def _load(self, tokenizer: Tokenizer | None, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime
         if runtime.backend == "reference":
             backend: ReferenceBackend | CpuBackend = ReferenceBackend()
@@ -211,7 +214,8 @@ class Engine:
                 stream_neurons=plan.stream.neurons,
                 resident_embedding=plan.embedding_resident,
             )
-        transformer = Transformer(config, backend, load_weights(self._bundle, self._reader, backend))
+        weights = load_weights(self._bundle, self._reader, backend, cancelled)
+        transformer = Transformer(config, backend, weights)
         if self._cpu is not None:
             self._pool = SegmentPool(
                 self._cpu.feed_forwards,

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ondevice import engine
 from ondevice.api import Model, load
+from ondevice.backends.reference import ReferenceBackend
+from ondevice.bundle.reader import Bundle
 from ondevice.errors import OndeviceError
+from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Cancelled
 from tests.bundles import EOS
 from tests.chat import PROMPT, pause_engine
 
@@ -72,3 +81,37 @@ def test_closing_the_model_ends_a_score(chat_bundle: Path, monkeypatch: pytest.M
         with pytest.raises(OndeviceError, match="cancelled"):
             model.score(tokens=[1] * 200, on_progress=lambda *_: model.close())
     assert len(made) == 1
+
+
+def test_loading_is_given_up_between_two_pieces(chat_bundle: Path) -> None:
+    bundle = Bundle.open(chat_bundle)
+    reader = FlashReader(bundle_files(bundle), "auto")
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    with pytest.raises(Cancelled):
+        load_weights(bundle, reader, ReferenceBackend(), cancelled)
+    assert asked == 4
+    reader.close()
+
+
+def test_an_interrupt_while_loading_cancels_it(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def waiting(bundle: Any, reader: Any, backend: Any, cancelled: Callable[[], bool]) -> None:
+        time.sleep(0.5)  # Python misses a signal that comes just before it waits.
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 30
+        while not cancelled() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append(cancelled())
+        raise Cancelled
+
+    monkeypatch.setattr(engine, "load_weights", waiting)
+    with pytest.raises(KeyboardInterrupt):
+        load(chat_bundle)
+    assert seen == [True]

@@ -18,6 +18,7 @@ from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayou
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.flash.reader import FlashReader
 from ondevice.model.resident_file import ReadAhead, ResidentFile
+from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
 
 # Indices in the flash reader; the resident file comes first.
@@ -36,11 +37,14 @@ def bundle_files(bundle: Bundle) -> list[CheckedFile]:
     return [bundle.file(RESIDENT), bundle.embedding_file, *neurons]
 
 
-def load_weights(bundle: Bundle, reader: FlashReader, backend: Backend) -> ModelWeights:
+def load_weights(
+    bundle: Bundle, reader: FlashReader, backend: Backend, cancelled: Callable[[], bool] = lambda: False
+) -> ModelWeights:
     """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle)`.
 
     Raises FlashReadError when bytes don't match their checksum, BundleError when what they hold can't be
-    weights, and what the backend raises when memory runs out.
+    weights, Cancelled when `cancelled()` holds between two pieces, and what the backend raises when memory
+    runs out.
     """
     config = bundle.config
     resident, embedding = ResidentFile(bundle, reader), EmbeddingRecords(bundle, reader)
@@ -49,7 +53,15 @@ def load_weights(bundle: Bundle, reader: FlashReader, backend: Backend) -> Model
     final_norm = _Vector("final_norm", partial(resident.vector, "final_norm.weight"))
     head = _Matrix("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
     order = [*(part for parts in layers for part in parts), final_norm, head]
-    with ReadAhead(task for part in order for task in part.tasks()) as ahead:
+
+    def tasks() -> Iterator[Callable[[], Any]]:
+        for part in order:
+            for task in part.tasks():
+                if cancelled():
+                    raise Cancelled
+                yield task
+
+    with ReadAhead(tasks()) as ahead:
         loaded_layers = [
             LayerWeights(
                 **(
