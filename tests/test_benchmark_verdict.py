@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,41 @@ BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
 def test_only_a_kill_under_a_memory_limit_counts(
     monkeypatch: pytest.MonkeyPatch, reasons: list[str], limit_bytes: int | None, held: bool
 ) -> None:
+    assert benchmark(monkeypatch).beaten_by_limit(reasons, limit_bytes) is held
+
+
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    versus = importlib.import_module("versus_llama_cpp")
-    assert versus.beaten_by_limit(reasons, limit_bytes) is held
+    return importlib.import_module("versus_llama_cpp")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ratio", "passed"),
+    [
+        ([2.0, 3.0, 2.0], [1.0, 1.0, 1.0], 2.0, True),
+        ([2.0, 3.0, 2.0], [None, 4.0, 4.0], 0.5, False),
+        ([2.0, 3.0, 2.0], [None, 1.0, 1.0], 2.0, True),
+        ([2.0, 3.0, 2.0], [None, None, None], None, True),
+        ([2.0, None, 2.0], [None, None, None], None, False),
+    ],
+)
+def test_runs_that_survive_are_what_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+    ours: list[float | None],
+    theirs: list[float | None],
+    ratio: float | None,
+    passed: bool,
+) -> None:
+    versus = benchmark(monkeypatch)
+    case = next(case for case in versus.CASES if case.name == "headline-128")
+
+    def runs(rates: list[float | None]) -> list[dict[str, Any]]:
+        return [
+            {"survived": False, "reason": versus.KILLED}
+            if rate is None
+            else {"survived": True, case.figure: rate, "peak_memory_bytes": 1}
+            for rate in rates
+        ]
+
+    found = versus.verdict(case, runs(ours), runs(theirs), 4_000_000_000)
+    assert (found["ratio"], found["passed"]) == (ratio, passed)

@@ -191,6 +191,8 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
          {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
         ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 1e-9}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.6, "repetition_penalty": 1e-5}, {"temperature": 0.6}),
         ({"temperature": 0.6, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
         ({"do_sample": True, "temperature": "hot", "top_p": 7, "top_k": -1}, {"temperature": 1.0}),
         ({"max_new_tokens": 5}, {}),

@@ -166,15 +166,21 @@ def measure_case(rivals: Rivals, case: Case, pairs: int) -> dict[str, Any]:
         "limit_bytes": rivals.limit(case),
         "dram_gigabytes_per_second": summary(dram),
     }
+    return row | verdict(case, ours, theirs, rivals.limit(case))
+
+
+def verdict(case: Case, ours: list[Result], theirs: list[Result], limit_bytes: int | None) -> dict[str, Any]:
+    """Medians, their ratio, and whether the case holds; for a run of ours that failed it doesn't."""
+    row: dict[str, Any] = {}
     lost = [r["reason"] for r in ours if not r["survived"]]
     if lost:
         return row | {"ratio": None, "passed": False, "reason": lost[0]}
     row["ours"] = _details(ours, case)
     failures = [r["reason"] for r in theirs if not r["survived"]]
-    held = beaten_by_limit(failures, rivals.limit(case)) if failures else True
+    held = beaten_by_limit(failures, limit_bytes) if failures else True
     if failures:
-        row["reason"] = f"llama.cpp, {len(failures)} of {pairs}: {failures[0]}"
-    if len(failures) == pairs:
+        row["reason"] = f"llama.cpp, {len(failures)} of {len(theirs)}: {failures[0]}"
+    if len(failures) == len(theirs):
         return row | {"ratio": None, "passed": held}
     # Where some of its runs survive, those are what is compared.
     row["theirs"] = _details([run for run in theirs if run["survived"]], case)
