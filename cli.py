@@ -78,12 +78,18 @@ def _say(message: str, newline: bool = True) -> None:
     click.echo(message, err=True, nl=newline)
 
 
-def _write(text: str) -> None:
-    """A model's text, as it is: without `color`, a pipe would lose what looks like a terminal's sequences."""
+def _writer() -> Callable[[str], None]:
+    """What writes a model's text: as it is, but for a terminal without what could steer it."""
     from ondevice.report import harmless
 
-    click.echo(harmless(text) if sys.stdout and sys.stdout.isatty() else text, nl=False, color=True)
-    sys.stdout.flush()
+    shown = harmless if sys.stdout and sys.stdout.isatty() else str
+
+    def write(text: str) -> None:
+        # Without `color`, a pipe would lose what looks like a terminal's sequences.
+        click.echo(shown(text), nl=False, color=True)
+        sys.stdout.flush()
+
+    return write
 
 
 def _print_json(value: dict[str, Any]) -> None:
@@ -345,16 +351,16 @@ def _loaded(prepared: Prepared) -> Iterator[Model]:
 
 def _stream(events: Iterator[Event]) -> str | None:
     """Write a text as it comes; what was interrupted still ends its line. Returns why it ended."""
-    begun, reason = False, None
+    begun, reason, write = False, None, _writer()
     try:
         for event in events:
             begun, reason = True, event.finish_reason
-            _write(event.text)
+            write(event.text)
         return reason
     finally:
         events.close()  # type: ignore[attr-defined]
         if begun:
-            _write("\n")
+            write("\n")
 
 
 def _say_figures(model: Model) -> None:

@@ -153,5 +153,5 @@ def test_text_for_a_terminal_loses_what_could_steer_it_and_no_other_text_does() 
     colours = "\x1b[31mred"
     for stream, expected in ((io.StringIO(), colours), (TerminalText(), "\ufffd[31mred")):
         with contextlib.redirect_stdout(stream):
-            cli._write(colours)
+            cli._writer()(colours)
         assert stream.getvalue() == expected

@@ -26,21 +26,12 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from tests.refusals import refused
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "source", shards=3)
-
-
-def refused(source: Path, error: type[OndeviceError], match: str, quant: str = "q4") -> None:
-    """Conversion ends in exactly `error`, and leaves nothing that could be taken for a bundle."""
-    output = source.parent / "output"
-    with pytest.raises(error, match=match) as caught:
-        convert(source, output, quant)
-    assert type(caught.value) is error
-    assert len(str(caught.value)) < 600
-    assert not output.exists()
 
 
 def edit_config(source: Path, **changes: object) -> None:

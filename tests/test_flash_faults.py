@@ -31,18 +31,23 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def run_under(shim: Path, folder: Path, body: Callable[[Path], None], **settings: object) -> str:
-    """Runs `body(folder)` in a new process under the shim, which `FLASH_<SETTING>` variables set up."""
+def run_under(shim: Path, folder: Path, body: Callable[[Path], None], **settings: object) -> None:
+    """Runs `body(folder)` in a new process under the shim, which `FLASH_<SETTING>` variables set up.
+
+    Fails where an assertion of the body fails, and where the shim had nothing to spoil.
+    """
     source = textwrap.dedent(inspect.getsource(body))
     program = f"from pathlib import Path\n{source}\n{body.__name__}(Path({str(folder)!r}))\n"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
     environment |= {f"FLASH_{name.upper()}": str(value) for name, value in settings.items()}
-    environment["LD_PRELOAD"] = str(shim)
+    faults = folder / "faults"
+    faults.touch()
+    environment |= {"LD_PRELOAD": str(shim), "FLASH_FAULT_LOG": str(faults)}
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    assert faults.stat().st_size > 0, "no read met a fault"
 
 
 def read_everything(folder: Path) -> None:

@@ -81,7 +81,8 @@ def test_it_writes_sql(model: ondevice.Model, question: str, columns: str) -> No
     answer = model.session().respond(f"{question} [{columns}]", max_tokens=80).text
     tables = sqlite3.connect(":memory:")
     tables.execute(f"CREATE TABLE records ({columns})")
-    tables.execute(answer)
+    assert answer.startswith("SELECT ")
+    assert len(tables.execute(answer).description) == 1
 
 
 def test_its_text_does_not_depend_on_the_budget(model: ondevice.Model) -> None:

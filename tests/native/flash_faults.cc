@@ -2,7 +2,7 @@
 //
 // FLASH_FAULT: refuse_open, refuse_read (direct reads), eintr, eio, short, stall.
 // FLASH_FAULT_EVERY: about one call in so many is hit. FLASH_FAULT_STALL_MS: how long a stall lasts.
-// FLASH_FAULT_OFF: nothing happens while a file of this name exists.
+// FLASH_FAULT_OFF: nothing happens while a file of this name exists. FLASH_FAULT_LOG: gains a byte per fault.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -40,9 +40,17 @@ uint32_t draw() {
   return x ^ (x >> 13);
 }
 
+// What a test asks for to know that it tested something.
+void log_fault() {
+  static const int fd = open(setting("FLASH_FAULT_LOG"), O_WRONLY | O_APPEND | O_CLOEXEC);
+  if (write(fd, "x", 1) != 1) abort();
+}
+
 bool hit() {
   static const uint32_t every = static_cast<uint32_t>(atoi(setting("FLASH_FAULT_EVERY")));
-  return every > 0 && draw() % every == 0;
+  if (every == 0 || draw() % every != 0) return false;
+  log_fault();
+  return true;
 }
 
 template <class Function>
@@ -54,6 +62,7 @@ int open_with(const char* symbol, const char* path, int flags, mode_t mode) {
   size_t length = strlen(path);
   const bool ours = length > 6 && strcmp(path + length - 6, ".flash") == 0 && (flags & O_ACCMODE) == O_RDONLY;
   if (ours && (flags & O_DIRECT) && fault_is("refuse_open")) {
+    log_fault();
     errno = EINVAL;
     return -1;
   }
@@ -69,6 +78,7 @@ ssize_t pread_with(const char* symbol, int fd, void* out, size_t nbytes, off_t o
   auto next = real<ssize_t (*)(int, void*, size_t, off_t)>(symbol);
   if (fd < 0 || fd >= kMaxFd || !marked[fd]) return next(fd, out, nbytes, offset);
   if (direct[fd] && fault_is("refuse_read")) {
+    log_fault();
     errno = EINVAL;
     return -1;
   }

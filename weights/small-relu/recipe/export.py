@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
+from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
+from ondevice.flash.reader import FlashReader
+from ondevice.model.loading import bundle_files, load_weights
 from recipe.config import BUILD, Shape
 from recipe.model import Llama
 from recipe.tokenizer import Encoder, write_tokenizer
@@ -80,7 +80,7 @@ def model_of_checkpoint(folder: Path, unfinished: bool = False) -> Llama:
 def model_of_bundle(folder: Path) -> Llama:
     """The model whose weights are what a bundle's codes stand for: no float checkpoint is needed."""
     bundle = Bundle.open(folder)
-    config, bits = bundle.config, bundle.quant.bits
+    config = bundle.config
     activation = config.hidden_act
     if config.architecture != "llama" or not config.tie_embeddings or activation not in ("relu", "silu"):
         raise ValueError(f"{folder} isn't a model of this recipe")
@@ -95,47 +95,23 @@ def model_of_bundle(folder: Path) -> Llama:
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=config.rope_theta,
     )
-    resident = load_file(folder / RESIDENT)
-    row = RowLayout(config.hidden_size, bits)
-    embedding = load_file(folder / EMBEDDING)["records"]
-    weights = {
-        "model.norm.weight": resident["final_norm.weight"],
-        "model.embed_tokens.weight": rows(embedding[:, : row.nbytes], row),
-    }
-    for i in range(config.num_layers):
-        layer, source = f"model.layers.{i}", f"layers.{i}"
-        qkv = np.split(_matrix(resident, f"{source}.attention.qkv", row), 3)
-        for name, matrix in zip("qkv", qkv, strict=True):
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = matrix
-        weights[f"{layer}.self_attn.o_proj.weight"] = _matrix(resident, f"{source}.attention.out", row)
-        weights[f"{layer}.input_layernorm.weight"] = resident[f"{source}.attention_norm.weight"]
-        weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"{source}.feed_forward_norm.weight"]
-        records = load_file(folder / neuron_file_name(i))["records"]
-        second = bundle.neuron_layout.part_offsets[1]
-        for name, at in (("gate", 0), ("up", second), ("down", second + row.nbytes)):
-            matrix = rows(records[:, at : at + row.nbytes], row)
-            weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
+    with FlashReader(bundle_files(bundle)) as reader:
+        loaded = load_weights(bundle, reader, ReferenceBackend())
+    weights = {"model.norm.weight": loaded.final_norm, "model.embed_tokens.weight": loaded.head.weight}
+    for i, layer in enumerate(loaded.layers):
+        neurons, qkv = layer.feed_forward, np.split(layer.qkv.weight, 3)
+        matrices = dict(zip(("q_proj", "k_proj", "v_proj"), qkv, strict=True)) | {"o_proj": layer.out.weight}
+        parts = {f"self_attn.{name}": matrix for name, matrix in matrices.items()} | {
+            "input_layernorm": layer.attention_norm,
+            "post_attention_layernorm": layer.feed_forward_norm,
+            "mlp.gate_proj": neurons.gate,
+            "mlp.up_proj": neurons.up,
+            "mlp.down_proj": neurons.down.T,
+        }
+        weights |= {f"model.layers.{i}.{name}.weight": values for name, values in parts.items()}
     model = Llama(shape)
     model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
     return model
-
-
-def _matrix(resident: dict[str, NDArray[Any]], name: str, row: RowLayout) -> NDArray[np.float32]:
-    parts = [resident[key] for part in ("codes", "scales", "biases") if (key := f"{name}.{part}") in resident]
-    return rows(np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1), row)
-
-
-def rows(stored: NDArray[np.uint8], row: RowLayout) -> NDArray[np.float32]:
-    """(n, row.nbytes) of codes, scales and biases as (n, row.cols) weights; see `weights/README.md`."""
-    if row.bits == 16:
-        return np.ascontiguousarray(stored).view(np.float16)[:, : row.cols].astype(np.float32)
-    codes, affine = stored[:, : row.codes_bytes], np.ascontiguousarray(stored[:, row.codes_bytes :])
-    if row.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), row.padded_cols)
-    scales, biases = np.split(affine.view(np.float16).astype(np.float32), 2, axis=1)
-    group = row.padded_cols // row.groups
-    values = np.repeat(scales, group, axis=1) * codes + np.repeat(biases, group, axis=1)
-    return values[:, : row.cols].astype(np.float32)
 
 
 def main() -> None:
