@@ -1,5 +1,6 @@
 // Small transpositions that turn stored rows into the kernels' interleaved form.
-// GCC and Clang vector types: the same source for every instruction set, and pure data movement.
+// GCC and Clang vector types: the same source for every instruction set, and pure data movement. Static,
+// since each target compiles its own.
 #pragma once
 
 #include <cstdint>
@@ -8,19 +9,21 @@
 namespace ondevice {
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint16_t Halves8 __attribute__((vector_size(16)));
 typedef uint32_t Words4 __attribute__((vector_size(16)));
 
 template <class V>
-inline V load_vector(const void* p) {
+static inline V load_vector(const void* p) {
   V v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
-// 4 rows of 4 words, `stride` bytes apart -> 4 columns of 4 words, 64 bytes apart.
-inline void transpose_words(const uint8_t* rows, int64_t stride, uint8_t* out) {
-  const Words4 a = load_vector<Words4>(rows), b = load_vector<Words4>(rows + stride);
-  const Words4 c = load_vector<Words4>(rows + 2 * stride), d = load_vector<Words4>(rows + 3 * stride);
+// 4 rows of 4 words -> 4 columns of 4 words, 64 bytes apart.
+static inline void transpose_words(const uint8_t* row0, const uint8_t* row1, const uint8_t* row2,
+                                   const uint8_t* row3, uint8_t* out) {
+  const Words4 a = load_vector<Words4>(row0), b = load_vector<Words4>(row1);
+  const Words4 c = load_vector<Words4>(row2), d = load_vector<Words4>(row3);
   const Words4 ab_low = __builtin_shufflevector(a, b, 0, 4, 1, 5);
   const Words4 ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
   const Words4 cd_low = __builtin_shufflevector(c, d, 0, 4, 1, 5);
@@ -32,8 +35,31 @@ inline void transpose_words(const uint8_t* rows, int64_t stride, uint8_t* out) {
   for (int i = 0; i < 4; ++i) std::memcpy(out + 64 * i, &columns[i], 16);
 }
 
+// 8 rows of 8 halves -> 8 columns of 8 halves, `stride` bytes apart.
+static inline void transpose_halves(const uint8_t* const* rows, int64_t offset, uint8_t* out,
+                                    int64_t stride) {
+  Halves8 r[8], pairs[8], quads[8];
+  for (int i = 0; i < 8; ++i) r[i] = load_vector<Halves8>(rows[i] + offset);
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 8, 1, 9, 2, 10, 3, 11);
+    pairs[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 4, 12, 5, 13, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      quads[i + 2 * k] = __builtin_shufflevector(pairs[i + k], pairs[i + k + 2], 0, 1, 8, 9, 2, 3, 10, 11);
+      quads[i + 2 * k + 1] =
+          __builtin_shufflevector(pairs[i + k], pairs[i + k + 2], 4, 5, 12, 13, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    const Halves8 even = __builtin_shufflevector(quads[i], quads[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    const Halves8 odd = __builtin_shufflevector(quads[i], quads[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    std::memcpy(out + 2 * i * stride, &even, 16);
+    std::memcpy(out + (2 * i + 1) * stride, &odd, 16);
+  }
+}
+
 // 4 rows of 16 bytes -> 16 quads of 4 bytes.
-inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t* out) {
+static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, Bytes16 quads[4]) {
 #define ONDEVICE_ZIP_LOW(x, y) \
   __builtin_shufflevector(x, y, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define ONDEVICE_ZIP_HIGH(x, y) \
@@ -44,18 +70,25 @@ inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t
   __builtin_shufflevector(x, y, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31)
   const Bytes16 ab_low = ONDEVICE_ZIP_LOW(a, b), ab_high = ONDEVICE_ZIP_HIGH(a, b);
   const Bytes16 cd_low = ONDEVICE_ZIP_LOW(c, d), cd_high = ONDEVICE_ZIP_HIGH(c, d);
-  const Bytes16 quads[4] = {ONDEVICE_ZIP_PAIRS_LOW(ab_low, cd_low), ONDEVICE_ZIP_PAIRS_HIGH(ab_low, cd_low),
-                            ONDEVICE_ZIP_PAIRS_LOW(ab_high, cd_high),
-                            ONDEVICE_ZIP_PAIRS_HIGH(ab_high, cd_high)};
+  quads[0] = ONDEVICE_ZIP_PAIRS_LOW(ab_low, cd_low);
+  quads[1] = ONDEVICE_ZIP_PAIRS_HIGH(ab_low, cd_low);
+  quads[2] = ONDEVICE_ZIP_PAIRS_LOW(ab_high, cd_high);
+  quads[3] = ONDEVICE_ZIP_PAIRS_HIGH(ab_high, cd_high);
 #undef ONDEVICE_ZIP_LOW
 #undef ONDEVICE_ZIP_HIGH
 #undef ONDEVICE_ZIP_PAIRS_LOW
 #undef ONDEVICE_ZIP_PAIRS_HIGH
-  std::memcpy(out, quads, sizeof(quads));
+}
+
+// The same to memory. Each 16 bytes are a store of their own: wider loads wait for narrow stores.
+static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t* out) {
+  Bytes16 quads[4];
+  interleave_bytes(a, b, c, d, quads);
+  for (int i = 0; i < 4; ++i) std::memcpy(out + 16 * i, &quads[i], 16);
 }
 
 // 16 four-bit codes of two neurons -> 16 bytes, the first neuron's codes in the low nibbles.
-inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
+static inline Bytes16 join_nibbles(const uint8_t* first, const uint8_t* second) {
   constexpr uint64_t kLow = 0x0f0f0f0f0f0f0f0f;
   uint64_t a, b;
   std::memcpy(&a, first, 8);

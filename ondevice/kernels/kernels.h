@@ -44,6 +44,13 @@ struct AttentionArgs {
 // Bytes of one 16-row, 64-column block: codes, 16 scales, 16 biases.
 constexpr int64_t tile_group_bytes(int bits) { return kTile * kGroup * bits / 8 + 4 * kTile; }
 
+// The neurons of one block of 64 stored ids that fire: where their down rows lie, ids ascending.
+struct GatheredBlock {
+  const uint8_t* const* rows;
+  const uint8_t* index;  // id % 64 of each
+  int64_t count;
+};
+
 struct KernelTable {
   // x: cols floats -> one row of `out` at token t. nibble_order: the layout that 4-bit weights want.
   void (*quantize_activations)(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
@@ -60,6 +67,14 @@ struct KernelTable {
   // Down projection of `blocks` blocks of 64 neurons into outputs of group g; see feed_forward.cc.
   void (*down_quantized)(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                          int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
+  // The same of the neurons that fire alone, in outputs of groups [g_begin, g_end); h is (T, count * 64),
+  // zero where a neuron doesn't fire. The lanes are (T, 16, groups), and at 4 bits y has the order of
+  // `unzip_outputs`.
+  void (*down_gathered)(int bits, const GatheredBlock* blocks, int64_t count, int64_t groups, int64_t g_begin,
+                        int64_t g_end, const float* h, int64_t h_stride, int64_t tokens, float* y,
+                        int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
+  // Where down_gathered left the 64 outputs of each group, even ones before odd ones in each 32, -> in order.
+  void (*unzip_outputs)(float* y, int64_t groups);
   // y[t, j] for j in [begin, end), multiples of 16: float16 rows, ascending neuron by fused multiply-adds.
   void (*down_half)(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);

@@ -92,8 +92,10 @@ void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, i
         if (whole)
           for (int64_t r = 0; r < kTile; r += 4)
             for (int64_t w = 0; w < words; w += 4)
-              transpose_words(codes + r * source.codes_stride + w * 4, source.codes_stride,
-                              out + w * 64 + r * 4);
+              transpose_words(codes + r * source.codes_stride + w * 4,
+                              codes + (r + 1) * source.codes_stride + w * 4,
+                              codes + (r + 2) * source.codes_stride + w * 4,
+                              codes + (r + 3) * source.codes_stride + w * 4, out + w * 64 + r * 4);
         for (int64_t r = low; r < high; ++r) {
           for (int64_t w = 0; w < words && !whole; ++w)
             std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);

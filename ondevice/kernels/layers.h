@@ -44,6 +44,11 @@ class Engine {
   const KernelTable* table_;
   Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, scratch_;
   Buffer h_, y_, lanes_, tile_;
+  Buffer gathered_h_, ordered_lanes_;
+  bool gathered_ = false;  // y_ and lanes_ are in the order of down_gathered
+  std::vector<GatheredBlock> gathered_blocks_;
+  std::vector<const uint8_t*> gathered_rows_;
+  std::vector<uint8_t> gathered_index_;
 };
 
 // A (rows, cols) matrix: 16 rows interleaved when quantised, row-major at 16 bits.
@@ -83,6 +88,15 @@ class Segment {
   int64_t blocks_ = 0;
 };
 
+// Neurons of a layer that fire for at least one token, ascending, and what their gates computed.
+struct Gathered {
+  const int32_t* ids;
+  const uint8_t* const* parts;  // of each, its up row and its down row behind it
+  int64_t count;
+  const float* gates;  // (T, gates_stride) products of every gate, before the activation
+  int64_t gates_stride;
+};
+
 class FeedForward {
  public:
   FeedForward(int64_t hidden, int bits, RecordShape record);
@@ -102,11 +116,17 @@ class FeedForward {
   void begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const;
   void add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens,
            Activation activation) const;
+  // Instead of segments: the neurons that fire, in whole blocks of 64 stored ids, ascending.
+  void add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens, Activation activation) const;
   void finish(Engine& engine, int64_t tokens, float* out) const;
 
  private:
   void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
                  Activation activation) const;
+  void gathered_up(Engine& engine, const Gathered& neurons, int64_t tokens, float* out,
+                   int64_t out_stride) const;
+  void gathered_down(Engine& engine, const Gathered& neurons, int64_t tokens, const float* h,
+                     int64_t h_stride) const;
   void gate_up(Engine& engine, const Segment& segment, int64_t tile, int64_t tokens, Activation activation,
                float* h, int64_t h_stride, int thread) const;
 

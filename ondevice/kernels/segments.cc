@@ -105,6 +105,7 @@ void FeedForward::begin(Engine& engine, const float* x, int64_t x_stride, int64_
   const size_t lane_bytes = static_cast<size_t>(tokens * groups_ * kTile) * sizeof(float);
   engine.y_.grow(y_bytes);
   engine.lanes_.grow(lane_bytes);
+  engine.gathered_ = false;
   std::memset(engine.y_.data(), 0, y_bytes);
   std::memset(engine.lanes_.data(), 0, lane_bytes);
 }
@@ -192,10 +193,20 @@ void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int6
 
 void FeedForward::finish(Engine& engine, int64_t tokens, float* out) const {
   const int64_t width = groups_ * kGroup;
-  for (int64_t t = 0; t < tokens; ++t)
-    engine.kernels().add_bias_lanes(engine.y_.as<float>() + t * width,
-                                    engine.lanes_.as<float>() + t * groups_ * kTile, out + t * hidden_,
-                                    hidden_);
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* y = engine.y_.as<float>() + t * width;
+    const float* lanes = engine.lanes_.as<float>() + t * groups_ * kTile;
+    if (engine.gathered_) {
+      if (bits_ == 4) engine.kernels().unzip_outputs(y, groups_);
+      engine.ordered_lanes_.grow(static_cast<size_t>(groups_ * kTile) * sizeof(float));
+      float* ordered = engine.ordered_lanes_.as<float>();
+      for (int64_t g = 0; g < groups_; ++g)
+        for (int64_t lane = 0; lane < kTile; ++lane) ordered[g * kTile + lane] = lanes[lane * groups_ + g];
+      lanes = ordered;
+    }
+    engine.kernels().add_bias_lanes(y, lanes, out + t * hidden_, hidden_);
+  }
+  engine.gathered_ = false;
 }
 
 }  // namespace ondevice

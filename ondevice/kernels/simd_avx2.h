@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "interleave.h"
+
 namespace ondevice {
 namespace avx2 {
 
@@ -85,6 +87,9 @@ static inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32
 static inline B load_bytes(const uint8_t* p) {
   return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
+}
+static inline B join_quarters(const Bytes16* q) {
+  return {_mm256_set_m128i((__m128i)q[1], (__m128i)q[0]), _mm256_set_m128i((__m128i)q[3], (__m128i)q[2])};
 }
 static inline B low_nibbles(B x) {
   const __m256i mask = _mm256_set1_epi8(0x0f);

@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "interleave.h"
+
 namespace ondevice {
 namespace avx512 {
 
@@ -63,6 +65,10 @@ static inline I int_zero() { return {_mm512_setzero_si512()}; }
 static inline I add_int(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 static inline F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline B load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline B join_quarters(const Bytes16* q) {
+  const __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512((__m128i)q[0]), (__m128i)q[1], 1);
+  return {_mm512_inserti32x4(_mm512_inserti32x4(low, (__m128i)q[2], 2), (__m128i)q[3], 3)};
+}
 static inline B low_nibbles(B a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(0x0f))}; }
 static inline B high_nibbles(B a) {
   return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(0x0f))};

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "interleave.h"
+
 namespace ondevice {
 namespace neon {
 
@@ -124,6 +126,10 @@ static inline F to_float(I a) {
 static inline B load_bytes(const uint8_t* p) {
   B r;
   ONDEVICE_EACH(vld1q_u8(p + 16 * i));
+}
+static inline B join_quarters(const Bytes16* q) {
+  B r;
+  ONDEVICE_EACH((uint8x16_t)q[i]);
 }
 static inline B low_nibbles(B a) {
   B r;

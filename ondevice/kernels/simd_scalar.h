@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "interleave.h"
+
 namespace ondevice {
 namespace scalar {
 
@@ -157,6 +159,11 @@ static inline F to_float(I a) {
 static inline B load_bytes(const uint8_t* p) {
   B r;
   memcpy(r.v, p, 64);
+  return r;
+}
+static inline B join_quarters(const Bytes16* q) {
+  B r;
+  memcpy(r.v, q, 64);
   return r;
 }
 static inline B low_nibbles(B a) {

@@ -7,9 +7,23 @@ namespace ONDEVICE_NS {
 
 extern const KernelTable kTable;
 const KernelTable kTable = {
-    quantize_activations, linear_quantized, linear_half,   activate, down_quantized, down_half,
-    add_bias_lanes,       rms_norm,         rope,          kv_write, attention,      dequantize_row,
-    quantize_row,         half_to_float,    float_to_half,
+    quantize_activations,
+    linear_quantized,
+    linear_half,
+    activate,
+    down_quantized,
+    down_gathered,
+    unzip_outputs,
+    down_half,
+    add_bias_lanes,
+    rms_norm,
+    rope,
+    kv_write,
+    attention,
+    dequantize_row,
+    quantize_row,
+    half_to_float,
+    float_to_half,
 };
 
 }  // namespace ONDEVICE_NS

@@ -1,0 +1,125 @@
+"""The feed-forward of the neurons that fire, from their records, against the dense one: equal bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Bytes, Float32
+from ondevice.bundle.layout import neuron_layout
+from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.kernels import _native
+from tests.sources import ArrayFeedForward, Bits, tiny_config
+from tests.test_kernels import normal, on_every_target, packed
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Random neurons of which about a tenth fires for a token, and a run of them never does."""
+
+    source: ArrayFeedForward
+    records: Bytes
+    bits: Bits
+
+    @staticmethod
+    def of(hidden: int, neurons: int, bits: Bits) -> Layer:
+        gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
+        gate[neurons // 4 : neurons // 2] = -np.abs(gate[neurons // 4 : neurons // 2])
+        layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+        source = ArrayFeedForward(gate - 0.15, up, down, bits, layout)
+        return Layer(source, source.read(0, neurons), bits)
+
+    @property
+    def native(self) -> _native.FeedForward:
+        layout = self.source.layout
+        first, second = layout.part_offsets
+        return _native.FeedForward(
+            self.source.hidden_size,
+            self.bits,
+            layout.stride,
+            first,
+            second,
+            second + layout.parts[0][0].nbytes,
+        )
+
+    def dense(self, engine: _native.Engine, x: Float32, activation: int) -> Float32:
+        layer, blocks = self.native, -(-self.source.num_neurons // 64)
+        segment = _native.Segment(layer.segment_bytes(blocks))
+        layer.pack(engine, segment, blocks, 0, self.records)
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        layer.begin(engine, x)
+        layer.add(engine, [segment], len(x), activation)
+        layer.finish(engine, out)
+        return out
+
+    def gates(self, engine: _native.Engine, x: Float32) -> Float32:
+        out = np.empty((len(x), self.source.num_neurons), dtype=np.float32)
+        packed(engine, self.source.gate, self.bits)[0].forward(engine, x, None, out)
+        return out
+
+    def gathered(
+        self, engine: _native.Engine, x: Float32, activation: int, also: int = 0, blocks: int = 1 << 20
+    ) -> Float32:
+        """The same from scattered copies of the records of those that fire, and of `also` that don't.
+
+        At most so many `blocks` of 64 stored neurons are added at a time.
+        """
+        gates = self.gates(engine, x)
+        chosen = (gates > 0).any(axis=0)
+        chosen[np.flatnonzero(~chosen)[:also]] = True
+        ids = np.flatnonzero(chosen).astype(np.int32)
+        part = self.source.layout.part_offsets[1]
+        copies = [self.records[i, part:].copy() for i in ids]
+        parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        layer = self.native
+        layer.begin(engine, x)
+        for first in range(0, self.source.num_neurons, 64 * blocks):
+            batch = (ids >= first) & (ids < first + 64 * blocks)
+            layer.add_gathered(engine, ids[batch], parts[batch], gates, activation)
+        layer.finish(engine, out)
+        return out
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_the_neurons_that_fire_give_the_dense_bits(
+    hidden: int, neurons: int, bits: Bits, activation: str, tokens: int
+) -> None:
+    layer, x, act = (
+        Layer.of(hidden, neurons, bits),
+        normal(tokens, hidden, seed=3),
+        ACTIVATIONS.index(activation),
+    )
+    dense = on_every_target(lambda engine: layer.dense(engine, x, act))
+    assert on_every_target(lambda engine: layer.gathered(engine, x, act)).tobytes() == dense.tobytes()
+    assert on_every_target(lambda engine: layer.gathered(engine, x, act, also=9)).tobytes() == dense.tobytes()
+    in_batches = on_every_target(lambda engine: layer.gathered(engine, x, act, blocks=2))
+    assert in_batches.tobytes() == dense.tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
+    layer, engine = Layer.of(100, 70, bits), _native.Engine(1, "auto")
+    x, out = normal(2, 100), np.full((2, 100), np.nan, dtype=np.float32)
+    native = layer.native
+    native.begin(engine, x)
+    none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint64)
+    native.add_gathered(engine, *none, np.zeros((2, 70), dtype=np.float32), ACTIVATIONS.index("relu"))
+    native.finish(engine, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 4], [-1, 2], [2, 70]])
+def test_ids_that_do_not_ascend_within_the_layer_are_refused(ids: list[int]) -> None:
+    layer, engine = Layer.of(64, 70, 8), _native.Engine(1, "auto")
+    parts = np.full(2, layer.records.ctypes.data, dtype=np.uint64)
+    layer.native.begin(engine, normal(1, 64))
+    with pytest.raises(ValueError, match="ascend"):
+        layer.native.add_gathered(
+            engine, np.array(ids, dtype=np.int32), parts, np.ones((1, 70), dtype=np.float32), 3
+        )
