@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import EMBEDDING, RESIDENT, RecordLayout, embedding_layout, neuron_layout
+from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
 from ondevice.config import ModelConfig, QuantConfig
 from ondevice.converters.quantize import QuantizedRows, SquaredError, quantize, sampled_error
 from ondevice.converters.reading import Block
@@ -38,7 +38,7 @@ def pack(
     blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, engine: _native.Engine
 ) -> Generator[Chunk, None, None]:
     """Blocks as the bundle holds them, in order. Raises CheckpointError where a value can't be stored."""
-    layouts = {EMBEDDING: embedding_layout(config, quant)}
+    layouts: dict[str, RecordLayout | None] = {}
     groups: list[QuantizedRows] = []
     with closing(blocks):
         for block in blocks:
@@ -50,8 +50,10 @@ def pack(
                 for name, weights in zip(block.sources, block.rows, strict=True)
             ]
             error = _error(block, rows, quant.bits)
-            if block.file != RESIDENT:
-                layout = layouts.setdefault(block.file, neuron_layout(config, quant))
+            if block.file not in layouts:
+                layouts[block.file] = file_layout(block.file, config, quant).record
+            layout = layouts[block.file]
+            if layout is not None:
                 yield Chunk(block.file, block.tensor, pack_records(rows, layout), block.nbytes, error)
                 continue
             codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)

@@ -22,6 +22,7 @@ from ondevice.bundle.layout import (
     RECORDS_TENSOR,
     RESIDENT,
     file_layout,
+    gate_file_name,
     neuron_file_name,
     resident_tensors,
 )
@@ -52,7 +53,7 @@ from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, Un
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-CONVERTER_VERSION = "3"
+CONVERTER_VERSION = "4"
 """Changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20
@@ -104,7 +105,10 @@ class _Conversion:
         self._quant = quant
         self._folder = folder
         self._origin = origin
-        self._layers = {neuron_file_name(layer): layer for layer in range(checkpoint.config.num_layers)}
+        layers = range(checkpoint.config.num_layers)
+        self._neurons = [neuron_file_name(layer) for layer in layers]
+        gates = [gate_file_name(layer) for layer in layers if checkpoint.config.zeros_gates]
+        self._record_files = [*self._neurons, *gates, EMBEDDING]
         self._open()
 
     def run(self, on_progress: OnProgress | None) -> None:
@@ -136,14 +140,14 @@ class _Conversion:
     def _is_complete(self) -> bool:
         """Whether only the last renaming was missed."""
         return _is_converted(self._folder.partial, self._checkpoint, self._quant, self._origin) and all(
-            self._writer.finished(name) for name in (*self._layers, EMBEDDING, RESIDENT)
+            self._writer.finished(name) for name in (*self._record_files, RESIDENT)
         )
 
     def _errors_are_known(self) -> bool:
         """Whether the error of everything finished was saved; only damage can have lost it."""
         if self._quant.bits == 16:
             return True
-        finished = [name for name in (*self._layers, EMBEDDING) if self._writer.finished(name)]
+        finished = [name for name in (*self._neurons, EMBEDDING) if self._writer.finished(name)]
         resident = list(resident_tensors(self._checkpoint.config, self._quant))
         finished += [n for n in resident[: self._writer.resident_finished()] if n.endswith(".codes")]
         return all(name in self._errors for name in finished)
@@ -167,10 +171,8 @@ class _Conversion:
             for file, group in groupby(counted, key=lambda chunk: chunk.file):
                 if file == RESIDENT:
                     self._write_resident(chunk for chunk in group if chunk.tensor in missing)
-                elif file == EMBEDDING:
-                    self._writer.write_embedding(self._data(file, group))
                 else:
-                    self._writer.write_neurons(self._layers[file], self._data(file, group))
+                    self._writer.write_records(file, self._data(file, group))
 
     def _write_resident(self, chunks: Iterator[Chunk]) -> None:
         self._writer.write_resident(
@@ -183,7 +185,8 @@ class _Conversion:
         for chunk in chunks:
             error += chunk.error
             yield chunk.data
-        if self._quant.bits != 16 and (name.endswith(".codes") or name in self._layers or name == EMBEDDING):
+        counted = name.endswith(".codes") or name in self._neurons or name == EMBEDDING
+        if self._quant.bits != 16 and counted:
             self._errors.save(name, error)
 
     def _meter(self, wanted: Callable[[str, str], bool], on_progress: OnProgress | None) -> ProgressMeter:
@@ -245,6 +248,8 @@ def _source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
         name = names.LayerNames(layer)
         nbytes = sum(tensors[source].nbytes for source in (name.gate, name.up, name.down))
         sizes[neuron_file_name(layer), RECORDS_TENSOR] = nbytes
+        if checkpoint.config.zeros_gates:
+            sizes[gate_file_name(layer), RECORDS_TENSOR] = tensors[name.gate].nbytes
     for tensor, sources in resident_sources(checkpoint):
         sizes[RESIDENT, tensor] = sum(source.nbytes for source in sources)
     return sizes

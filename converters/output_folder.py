@@ -26,7 +26,7 @@ _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
     | {STATE_FILE, ErrorLog.FILE}
 )
-_NEURONS = re.compile(r"neurons-\d{5}\.safetensors", re.ASCII)
+_LAYERS = re.compile(r"(neurons|gates)-\d{5}\.safetensors", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class OutputFolder:
 def _is_made_here(name: str) -> bool:
     """Whether a conversion makes files of that name, finished or not."""
     name = name.removesuffix(".tmp")
-    return name in _NAMES or _NEURONS.fullmatch(name) is not None
+    return name in _NAMES or _LAYERS.fullmatch(name) is not None
 
 
 def _check_contents(folder: Path, why: str) -> None:

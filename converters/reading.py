@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ondevice.bundle.layout import EMBEDDING, RECORDS_TENSOR, RESIDENT, neuron_file_name
+from ondevice.bundle.layout import EMBEDDING, RECORDS_TENSOR, RESIDENT, gate_file_name, neuron_file_name
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
 from ondevice.converters.quantize import Weights
@@ -41,13 +41,16 @@ class Block:
 
 
 def read_blocks(checkpoint: Checkpoint, wanted: Callable[[str, str], bool]) -> Generator[Block, None, None]:
-    """Neurons by layer, then the embedding, then the resident tensors.
+    """Neurons and their gates by layer, then the embedding, then the resident tensors.
 
     wanted: told a bundle file and a resident tensor (or `records`), says whether to read for it.
     """
     for layer in range(checkpoint.config.num_layers):
         if wanted(neuron_file_name(layer), RECORDS_TENSOR):
             yield from _neurons(checkpoint, layer)
+        if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
+            gate = checkpoint.tensors[names.LayerNames(layer).gate]
+            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, [gate])
     if wanted(EMBEDDING, RECORDS_TENSOR):
         yield from _matrix(EMBEDDING, RECORDS_TENSOR, [checkpoint.tensors[names.EMBEDDING]])
     for tensor, sources in resident_sources(checkpoint):

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ondevice.errors import UnsupportedModelError, UsageError
 
+Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
@@ -80,6 +81,11 @@ class ModelConfig:
             )
 
     @property
+    def zeros_gates(self) -> bool:
+        """Whether a gate below zero becomes exactly zero, and its neuron counts for nothing."""
+        return self.hidden_act in ("relu", "relu2")
+
+    @property
     def query_size(self) -> int:
         """Width of all query heads together."""
         return self.num_heads * self.head_dim
@@ -136,7 +142,7 @@ class RuntimeConfig:
     threads: int = 0
     """Compute threads; 0 means one per core the process may use."""
     io: Literal["auto", "direct", "buffered"] = "auto"
-    sparsity: Literal["auto", "dense", "exact", "predicted", "threshold", "experts"] = "auto"
+    sparsity: Sparsity = "auto"
     speculation: Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"] = "auto"
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0

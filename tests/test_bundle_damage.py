@@ -36,6 +36,8 @@ FILES = (
     "checksums.bin",
     "chat_template.jinja",
     "embedding.safetensors",
+    "gates-00000.safetensors",
+    "gates-00001.safetensors",
     "neurons-00000.safetensors",
     "neurons-00001.safetensors",
     "resident.safetensors",
@@ -103,6 +105,7 @@ def read_as_the_runtime_does(folder: Path) -> Content:
     bundle = Bundle.open(folder)
     pieces = {name: bundle.read_small(name) for name in bundle.manifest.tokenizer.files}
     layers = [bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)]
+    layers += [bundle.gate_file(layer) for layer in range(bundle.config.num_layers)]
     for file in (bundle.embedding_file, *layers):
         pieces[file.path.name] = checked_bytes(file)[file.crc_start :]
     resident = checked_bytes(bundle.file("resident.safetensors"))

@@ -16,9 +16,11 @@ from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
 
 SHA256 = {
-    "bundle.json": "c28d452c4c75eddc3eb90aef91de639de1a6e63b6bf26edca5b7f72736c3be35",
-    "checksums.bin": "024feab3f75fa9e08fe90d317dd39fbe1e5536e511a372e19d3a73b3e7cfe2a3",
+    "bundle.json": "39938235c9bb787a389388b11928f6a861be002e122002eb5465c1b905502abc",
+    "checksums.bin": "9ec06f5afc303772efd892a9c11056ea3623bb2b75da4a3fe22988d2deca6771",
     "embedding.safetensors": "1bb864b369e2285c979dc374d4fbf77a217659bd7085c10347105f48bf1a9415",
+    "gates-00000.safetensors": "8b17cfa2dc340f23d90e98e07d10970d3dada52b425515be35122c8c828530d0",
+    "gates-00001.safetensors": "f7963d0ed61454194375acbab530858fd8c828a3871676e339fcad091bef69b1",
     "neurons-00000.safetensors": "6e6e106caab4805d96a195ec55523b387d5159353cd5bff58cc142c4687ca368",
     "neurons-00001.safetensors": "ef6df6ec7e764885eeb559eb15fe9ae1fb069d694b64f94091af87bb76d89bf8",
     "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
@@ -43,7 +45,7 @@ def test_writer_makes_the_golden_bytes(tmp_path: Path) -> None:
 
 def test_golden_bundle_opens_and_verifies() -> None:
     assert Bundle.open(GOLDEN).config == Recipe().config
-    assert verify(GOLDEN, crc32c).checksums == 1 + 64 + 2 * 96 * 2
+    assert verify(GOLDEN, crc32c).checksums == 1 + 64 + 2 * 96 * 2 + 2 * 96
 
 
 def test_checksum_oracle() -> None:
@@ -70,6 +72,11 @@ def test_a_neuron_by_hand() -> None:
     first = 1 + 64 + 192 + 7 * 2
     assert table[first] == crc32c(np.frombuffer(data[start : start + 64], np.uint8), (64,))[0]
     assert table[first + 1] == crc32c(np.frombuffer(data[start + 64 : start + 192], np.uint8), (128,))[0]
+    # Its gate once more, in records of 64 bytes.
+    gates = (GOLDEN / "gates-00001.safetensors").read_bytes()
+    assert gates[4096 + 7 * 64 : 4096 + 8 * 64] == gate + bytes(28)
+    first = 1 + 64 + 2 * 192 + 96 + 7
+    assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
 
 
 def dequantised(row: bytes) -> list[float]:

@@ -30,7 +30,7 @@ def test_report_and_progress() -> None:
         path.name: path.stat().st_size for path in GOLDEN.iterdir() if path.name != "bundle.json"
     }
     assert report.nbytes == sum(nbytes for _, nbytes in report.files)
-    assert report.checksums == 449
+    assert report.checksums == 641
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert {total for _, total in seen} == {report.nbytes}
 
@@ -39,7 +39,7 @@ def test_report_and_progress() -> None:
 def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(digest, "CHUNK_BYTES", chunk_bytes)
-    assert verify.verify(copy, crc32c).checksums == 449
+    assert verify.verify(copy, crc32c).checksums == 641
     overwrite(NEURONS, 4096 + 95 * 192 + 70, b"\x00\x01\x02")(copy)
     with pytest.raises(BundleError, match="record 95, part 1, at byte 22400"):
         verify.verify(copy, crc32c)
@@ -77,11 +77,19 @@ def test_padding_that_is_not_zero_is_found(offset: int, name: str, copy: Path) -
         verify.verify(copy, crc32c)
 
 
+def test_gates_that_are_not_the_neurons_are_found(copy: Path) -> None:
+    gates = copy / "gates-00001.safetensors"
+    overwrite(gates.name, 4096 + 50 * 64 + 3, bytes([gates.read_bytes()[4096 + 50 * 64 + 3] ^ 1]))(copy)
+    reseal(copy, gates.name)
+    with pytest.raises(BundleError, match=f"{gates.name}: record 50 isn't the gate row that {NEURONS} has"):
+        verify.verify(copy, crc32c)
+
+
 def reseal(folder: Path, name: str) -> None:
     """Makes the hashes of record file `name`, of the checksum table and of the manifest true again."""
     manifest = manifest_of(folder)
     entry = manifest["files"][name]
-    layout = manifest["neurons" if name.startswith("neurons") else "embedding"]
+    layout = manifest[name.split("-")[0].removesuffix(".safetensors")]
     table = np.fromfile(folder / "checksums.bin", "<u4")
     data = np.fromfile(folder / name, np.uint8)
     first = entry["crc"]["offset"]

@@ -15,6 +15,7 @@ import pytest
 from crc32c import crc32c
 from golden.build import PROVENANCE, Recipe, fill, records, tensors
 
+from ondevice.bundle.layout import neuron_file_name
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
@@ -148,7 +149,7 @@ def test_finished_files_are_not_asked_for_again(
     tmp_path: Path, whole: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = open_writer(tmp_path)
-    writer.write_neurons(0, records(RECIPE, 0))
+    writer.write_records(neuron_file_name(0), records(RECIPE, 0))
     writer.write_resident(tensors(RECIPE))
     writer = open_writer(tmp_path)
     assert writer.finished("neurons-00000.safetensors")
@@ -158,7 +159,7 @@ def test_finished_files_are_not_asked_for_again(
         raise AssertionError("a finished file was made again")
         yield
 
-    writer.write_neurons(0, never())
+    writer.write_records(neuron_file_name(0), never())
     writer.write_resident(never())
     fill(writer, RECIPE)
     assert content(tmp_path) == whole
@@ -169,7 +170,7 @@ def test_finished_files_are_not_asked_for_again(
 def test_a_finished_file_that_changed_is_made_again(
     change: str, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:
-    open_writer(tmp_path).write_neurons(0, records(RECIPE, 0))
+    open_writer(tmp_path).write_records(neuron_file_name(0), records(RECIPE, 0))
     path = tmp_path / "neurons-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[6000] ^= 4
@@ -187,7 +188,7 @@ def test_a_finished_file_that_changed_is_made_again(
 )
 def test_a_damaged_state_starts_again(damage: bytes, tmp_path: Path, whole: dict[str, bytes]) -> None:
     writer = open_writer(tmp_path)
-    writer.write_neurons(0, records(RECIPE, 0))
+    writer.write_records(neuron_file_name(0), records(RECIPE, 0))
     (tmp_path / "resume.json").write_bytes(damage)
     (tmp_path / "bundle.json").write_bytes(b"left over")
     writer = open_writer(tmp_path)
@@ -227,7 +228,7 @@ def test_another_source_is_refused(finished: bool, tmp_path: Path) -> None:
     if finished:
         fill(writer, RECIPE)
     else:
-        writer.write_neurons(0, records(RECIPE, 0))
+        writer.write_records(neuron_file_name(0), records(RECIPE, 0))
     before = content(tmp_path)
     for recipe in (Recipe(fingerprint="another"), Recipe(quant=QuantConfig(8))):
         with pytest.raises(UsageError, match="another source or with other options"):
@@ -237,7 +238,7 @@ def test_another_source_is_refused(finished: bool, tmp_path: Path) -> None:
 
 def test_finish_names_what_is_missing(tmp_path: Path) -> None:
     writer = open_writer(tmp_path)
-    with pytest.raises(ValueError, match=r"resident.safetensors isn't written yet \(6 files are missing\)"):
+    with pytest.raises(ValueError, match=r"resident.safetensors isn't written yet \(8 files are missing\)"):
         writer.finish(RECIPE.tokenizer, {}, PROVENANCE)
     assert not (tmp_path / "bundle.json").exists()
 
@@ -264,7 +265,7 @@ def test_finish_refuses_what_no_manifest_may_hold(tmp_path: Path) -> None:
 def test_wrong_records_are_refused(chunks: list[np.ndarray], message: str, tmp_path: Path) -> None:
     writer = open_writer(tmp_path)
     with pytest.raises(ValueError, match=message):
-        writer.write_neurons(1, chunks)
+        writer.write_records(neuron_file_name(1), chunks)
     assert not writer.finished("neurons-00001.safetensors")
     assert not (tmp_path / "neurons-00001.safetensors").exists()
 
@@ -294,8 +295,10 @@ def test_wrong_blobs_are_refused(name: str, data: bytes, tmp_path: Path) -> None
 def test_arrays_of_any_stride_are_written_in_order(tmp_path: Path) -> None:
     plain, strided = open_writer(tmp_path / "a"), open_writer(tmp_path / "b")
     rows = np.concatenate(list(records(RECIPE, 0)))
-    plain.write_neurons(0, [rows])
-    strided.write_neurons(0, [np.asfortranarray(rows[:50]), np.repeat(rows[50:], 2, axis=0)[::2], rows[:0]])
+    plain.write_records(neuron_file_name(0), [rows])
+    strided.write_records(
+        neuron_file_name(0), [np.asfortranarray(rows[:50]), np.repeat(rows[50:], 2, axis=0)[::2], rows[:0]]
+    )
     name = "neurons-00000.safetensors"
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -309,7 +312,7 @@ def test_a_full_disk_is_a_typed_error(call: str, tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(OndeviceError, match=r"No space left on device.*--resume"):
-        writer.write_neurons(0, records(RECIPE, 0))
+        writer.write_records(neuron_file_name(0), records(RECIPE, 0))
 
 
 def test_a_real_full_disk_is_a_typed_error(tmp_path: Path) -> None:
@@ -317,7 +320,7 @@ def test_a_real_full_disk_is_a_typed_error(tmp_path: Path) -> None:
         pytest.skip("there is no /dev/full here")
     (tmp_path / "neurons-00000.safetensors.tmp").symlink_to("/dev/full")
     with pytest.raises(OndeviceError, match="can't be written"):
-        open_writer(tmp_path).write_neurons(0, records(RECIPE, 0))
+        open_writer(tmp_path).write_records(neuron_file_name(0), records(RECIPE, 0))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

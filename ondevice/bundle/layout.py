@@ -41,6 +41,11 @@ def neuron_file_name(layer: int) -> str:
     return f"neurons-{layer:05d}.safetensors"
 
 
+def gate_file_name(layer: int) -> str:
+    """Name of the file that holds the gate rows of `layer` once more, where gates decide what is read."""
+    return f"gates-{layer:05d}.safetensors"
+
+
 def padded(n: int, multiple: int) -> int:
     """`n` rounded up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
@@ -122,6 +127,11 @@ def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
     """Record of one feed-forward neuron: [gate row] and [up row | down column], all D long."""
     row = RowLayout(config.hidden_size, quant.bits)
     return RecordLayout(((row,), (row, row)))
+
+
+def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
+    """Record of one neuron's gate row alone."""
+    return RecordLayout(((RowLayout(config.hidden_size, quant.bits),),))
 
 
 def embedding_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -240,6 +250,8 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
         return _record_file(config.vocab_size, embedding_layout(config, quant))
     if name.startswith("neurons-"):
         return _record_file(config.intermediate_size, neuron_layout(config, quant))
+    if name.startswith("gates-"):
+        return _record_file(config.intermediate_size, gate_layout(config, quant))
     return FileLayout(None, b"", 0, (CRC_BLOCK_BYTES,))
 
 

@@ -23,6 +23,8 @@ from ondevice.bundle.layout import (
     VERSION,
     RecordLayout,
     embedding_layout,
+    gate_file_name,
+    gate_layout,
     neuron_file_name,
     neuron_layout,
 )
@@ -127,8 +129,10 @@ GENERATION_RANGES: dict[str, tuple[float, float]] = {
 
 def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ...]:
     """Every file the manifest must list, in the order of their entries in the checksum table."""
-    neurons = (neuron_file_name(layer) for layer in range(config.num_layers))
-    return (RESIDENT, EMBEDDING, *neurons, *tokenizer.files, CHECKSUMS)
+    layers = range(config.num_layers)
+    neurons = (neuron_file_name(layer) for layer in layers)
+    gates = (gate_file_name(layer) for layer in layers if config.zeros_gates)
+    return (RESIDENT, EMBEDDING, *neurons, *gates, *tokenizer.files, CHECKSUMS)
 
 
 def manifest_text(manifest: Manifest) -> bytes:
@@ -155,6 +159,7 @@ def parse_manifest(data: bytes) -> Manifest:
     quant = _parse_quantisation(root.section("quantisation"))
     root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
+    root.equal("gates", _gates_json(config, quant))
     tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
     generation = _parse_generation(root.section("generation"))
     provenance = _parse_provenance(root.section("provenance"))
@@ -174,7 +179,12 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
         "quantisation": {"bits": quant.bits, "group_size": GROUP_SIZE},
         "neurons": _layout_json(config.intermediate_size, neuron_layout(config, quant)),
         "embedding": _layout_json(config.vocab_size, embedding_layout(config, quant)),
+        "gates": _gates_json(config, quant),
     }
+
+
+def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
+    return _layout_json(config.intermediate_size, gate_layout(config, quant)) if config.zeros_gates else None
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

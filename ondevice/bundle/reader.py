@@ -23,6 +23,8 @@ from ondevice.bundle.layout import (
     TensorSpec,
     embedding_layout,
     file_layout,
+    gate_file_name,
+    gate_layout,
     neuron_file_name,
     neuron_layout,
     resident_header,
@@ -74,6 +76,7 @@ class Bundle:
         self.quant = manifest.quant
         self.neuron_layout = neuron_layout(self.config, self.quant)
         self.embedding_layout = embedding_layout(self.config, self.quant)
+        self.gate_layout = gate_layout(self.config, self.quant)
         self.bundle_bytes: int = manifest_bytes + sum(entry.nbytes for entry in manifest.files.values())
         self._folder = path.resolve()
         self._check_sizes()
@@ -120,6 +123,10 @@ class Bundle:
 
     def neuron_file(self, layer: int) -> CheckedFile:
         return self.file(neuron_file_name(layer))
+
+    def gate_file(self, layer: int) -> CheckedFile:
+        """Raises BundleError if the model's gates are never exactly zero: such bundles have no such files."""
+        return self.file(gate_file_name(layer))
 
     def file(self, name: str) -> CheckedFile:
         """The file `name` with its checksums. Raises BundleError if the bundle has no such file."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
+from ondevice.bundle.files import read_range
 from ondevice.bundle.layout import CHECKSUMS, FileLayout, RecordLayout, file_layout
 from ondevice.bundle.manifest import FileEntry
 from ondevice.bundle.reader import Bundle, CheckedFile
@@ -49,6 +50,8 @@ def verify(
                     on_progress(done + read, total)
             checksums += file.crcs.size
         done += entry.nbytes
+    for layer in range(bundle.config.num_layers if bundle.config.zeros_gates else 0):
+        _compare_gates(bundle, layer)
     return Report(tuple((name, entry.nbytes) for name, entry in files.items()), checksums)
 
 
@@ -69,6 +72,27 @@ def _verify_file(file: CheckedFile, layout: FileLayout, entry: FileEntry, crc32c
         raise BundleError(f"{name} doesn't match its sha256; {_REMEDY}")
     if stain is not None:
         raise BundleError(f"{name}: byte {stain} is padding and not zero; {_REMEDY}")
+
+
+def _compare_gates(bundle: Bundle, layer: int) -> None:
+    """Raises BundleError where the two copies of a layer's gate rows aren't the same."""
+    gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
+    strides = bundle.gate_layout.stride, bundle.neuron_layout.stride
+    used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.neuron_layout.stride)
+    for first in range(0, bundle.config.intermediate_size, step):
+        count = min(step, bundle.config.intermediate_size - first)
+        rows, records = (
+            np.frombuffer(
+                read_range(file.path, file.crc_start + first * stride, count * stride), np.uint8
+            ).reshape(count, stride)[:, :used]
+            for file, stride in zip((gates, neurons), strides, strict=True)
+        )
+        different = np.flatnonzero((rows != records).any(axis=1))
+        if different.size:
+            raise BundleError(
+                f"{gates.path.name}: record {first + int(different[0])} isn't the gate row that "
+                f"{neurons.path.name} has; {_REMEDY}"
+            )
 
 
 def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:

@@ -19,14 +19,12 @@ from ondevice.bundle.digest import Crc32c, FileDigest
 from ondevice.bundle.files import publish, sync_folder, temporary_path, write_durably
 from ondevice.bundle.layout import (
     CHECKSUMS,
-    EMBEDDING,
     MANIFEST,
     RESIDENT,
     FileLayout,
     RecordLayout,
     TensorSpec,
     file_layout,
-    neuron_file_name,
     resident_tensors,
 )
 from ondevice.bundle.manifest import (
@@ -88,13 +86,20 @@ class BundleWriter:
                 self._finished[name] = digest
         return name in self._finished
 
-    def write_neurons(self, layer: int, records: Iterable[np.ndarray]) -> None:
-        """Writes the records of `layer` from uint8 arrays (n, stride); does nothing if that is done."""
-        self._write_records(neuron_file_name(layer), records)
-
-    def write_embedding(self, records: Iterable[np.ndarray]) -> None:
-        """Writes the embedding records from uint8 arrays (n, stride); does nothing if that is done."""
-        self._write_records(EMBEDDING, records)
+    def write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
+        """Writes the record file `name` from uint8 arrays (n, stride); does nothing if that is done."""
+        if self.finished(name):
+            return
+        record = self._layout(name).record
+        if record is None:
+            raise ValueError(f"{name!r} is not a record file of a bundle")
+        with self._sink(name) as sink:
+            sink.begin()
+            for chunk in records:
+                _check_records(name, chunk, record)
+                sink.write(chunk.reshape(-1))
+            sink.publish()
+            self._record(name, sink.digest)
 
     def resident_finished(self) -> int:
         """How many tensors of `resident_tensors()`, counted from its first, need not be written again."""
@@ -184,19 +189,6 @@ class BundleWriter:
     def _sink(self, name: str, prefix: FileDigest | None = None) -> _FileSink:
         layout = self._layout(name)
         return _FileSink(self.folder / name, layout, prefix or FileDigest(layout, self._crc32c))
-
-    def _write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
-        if self.finished(name):
-            return
-        record = self._layout(name).record
-        assert record is not None
-        with self._sink(name) as sink:
-            sink.begin()
-            for chunk in records:
-                _check_records(name, chunk, record)
-                sink.write(chunk.reshape(-1))
-            sink.publish()
-            self._record(name, sink.digest)
 
     def _checkpoint_resident(self, sink: _FileSink, tensors: int) -> None:
         done = 0 if self._state.resident is None else self._state.resident.nbytes

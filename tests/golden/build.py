@@ -13,7 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ondevice.bundle.layout import RecordLayout, TensorSpec, embedding_layout, neuron_layout, resident_tensors
+from ondevice.bundle.layout import (
+    EMBEDDING,
+    RecordLayout,
+    TensorSpec,
+    embedding_layout,
+    gate_file_name,
+    gate_layout,
+    neuron_file_name,
+    neuron_layout,
+    resident_tensors,
+)
 from ondevice.bundle.manifest import Provenance, TokenizerInfo
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import ModelConfig, QuantConfig
@@ -30,7 +40,7 @@ CONFIG = ModelConfig(
     intermediate_size=96,
     vocab_size=64,
     max_context=128,
-    hidden_act="silu",
+    hidden_act="relu",
     rms_norm_eps=1e-5,
     rope_theta=10000.0,
     tie_embeddings=True,
@@ -77,6 +87,16 @@ def records(recipe: Recipe, which: int) -> Iterator[np.ndarray]:
         left -= count
 
 
+def gates(recipe: Recipe, layer: int) -> Iterator[np.ndarray]:
+    """The gate rows of `records(recipe, layer)` as records of their own."""
+    layout = gate_layout(recipe.config, recipe.quant)
+    used = layout.row_bytes[0]
+    for chunk in records(recipe, layer):
+        rows = np.zeros((len(chunk), layout.stride), np.uint8)
+        rows[:, :used] = chunk[:, :used]
+        yield rows
+
+
 def _records(layout: RecordLayout, count: int, random: np.random.RandomState) -> np.ndarray:
     chunk = np.zeros((count, layout.stride), np.uint8)
     for offset, rows in zip(layout.part_offsets, layout.parts, strict=True):
@@ -113,8 +133,10 @@ def _tensor(spec: TensorSpec, random: np.random.RandomState) -> np.ndarray:
 def fill(writer: BundleWriter, recipe: Recipe) -> None:
     """Writes what `writer` hasn't got yet, the way a converter does."""
     for layer in range(recipe.config.num_layers):
-        writer.write_neurons(layer, records(recipe, layer))
-    writer.write_embedding(records(recipe, -1))
+        writer.write_records(neuron_file_name(layer), records(recipe, layer))
+        if recipe.config.zeros_gates:
+            writer.write_records(gate_file_name(layer), gates(recipe, layer))
+    writer.write_records(EMBEDDING, records(recipe, -1))
     writer.write_resident(tensors(recipe, writer.resident_finished()))
     for name, data in recipe.blobs.items():
         writer.add_blob(name, data)
