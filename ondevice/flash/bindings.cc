@@ -19,6 +19,7 @@
 #include "crc32c.h"
 #include "extent_stream.h"
 #include "flash_reader.h"
+#include "record_batch.h"
 
 namespace nb = nanobind;
 
@@ -29,6 +30,8 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using OutBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using OutRows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using RecordIds = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Targets = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Crcs = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // An array over memory that lives as long as `owner`, which is any copyable or movable holder of it.
@@ -191,6 +194,24 @@ void bind_stream(nb::module_& m) {
       .def_prop_ro("nbytes", &ExtentStream::nbytes);
 }
 
+void bind_batch(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<RecordBatch>(m, "RecordBatch")
+      .def(nb::init<std::shared_ptr<FlashReader>>(), nb::arg("reader"))
+      .def(
+          "start",
+          [](RecordBatch& self, size_t file, size_t part, RecordIds ids, Targets targets, int64_t gap_bytes) {
+            if (ids.size() != targets.size()) throw std::invalid_argument("ids and targets are (n,)");
+            nb::gil_scoped_release release;
+            self.start(file, part, ids.data(), ids.size(), targets.data(), gap_bytes);
+          },
+          nb::arg("file"), nb::arg("part"), nb::arg("ids").noconvert(), nb::arg("targets").noconvert(),
+          nb::arg("gap_bytes"))
+      .def("finish", &RecordBatch::finish, Release())
+      .def("close", &RecordBatch::close, Release())
+      .def("stats", [](RecordBatch& self) { return times(self.stats()); }, Release());
+}
+
 void raise(const char* type, const char* message) {
   nb::object error = nb::module_::import_("ondevice.errors").attr(type);
   nb::object text = nb::steal(PyUnicode_DecodeFSDefault(message));
@@ -216,6 +237,7 @@ void bind_flash(nb::module_& m) {
   m.def("crc32c", &crc32c, nb::arg("data").noconvert(), nb::arg("units"), nb::arg("target") = "auto");
   bind_reader(m);
   bind_stream(m);
+  bind_batch(m);
 }
 
 }  // namespace ondevice

@@ -1,6 +1,7 @@
 #include "flash_reader.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -15,13 +16,19 @@ constexpr int64_t kStagedBytes = int64_t{1} << 18;
 // A list of pieces that the calling thread and the pool's work through together.
 class Batch : public PieceSource {
  public:
-  explicit Batch(std::vector<Piece> pieces) : pieces_(std::move(pieces)) {}
+  explicit Batch(std::vector<WantedPiece> pieces) : pieces_(std::move(pieces)) {}
 
   bool take(Piece* piece) override {
     if (next_ == pieces_.size() || !error_.empty()) return false;
-    *piece = pieces_[next_];
+    *piece = pieces_[next_].piece;
     piece->tag = next_++;
     return true;
+  }
+
+  void deliver(const Piece& piece, const uint8_t* units) override {
+    const WantedPiece& wanted = pieces_[piece.tag];
+    std::memcpy(wanted.copy_to, units + (wanted.wanted.begin - piece.range.begin),
+                static_cast<size_t>(wanted.wanted.nbytes()));
   }
 
   void complete(const Piece& piece, const std::string& error) override {
@@ -34,7 +41,7 @@ class Batch : public PieceSource {
   const std::string& error() const { return error_; }
 
  private:
-  std::vector<Piece> pieces_;
+  std::vector<WantedPiece> pieces_;
   size_t next_ = 0, failed_ = 0;
   std::string error_;
 };
@@ -63,7 +70,7 @@ const FlashFile& FlashReader::file(size_t index) const {
   return *files_[index];
 }
 
-void FlashReader::run(std::vector<Piece> pieces) {
+void FlashReader::run(std::vector<WantedPiece> pieces) {
   const bool alone = pieces.size() == 1;
   Batch batch(std::move(pieces));
   pool_->require_running();
@@ -79,14 +86,10 @@ void FlashReader::run(std::vector<Piece> pieces) {
 
 void FlashReader::read(size_t file_index, int64_t offset, int64_t nbytes, uint8_t* out) {
   const FlashFile& source = file(file_index);
-  std::vector<Piece> pieces;
+  std::vector<WantedPiece> pieces;
   for (Range range : source.cut(source.expand(offset, nbytes), kStagedBytes)) {
-    Piece piece;
-    piece.file = &source;
-    piece.range = range;
-    piece.wanted = {std::max(range.begin, offset), std::min(range.end, offset + nbytes)};
-    piece.copy_to = out + (piece.wanted.begin - offset);
-    pieces.push_back(piece);
+    const Range wanted = {std::max(range.begin, offset), std::min(range.end, offset + nbytes)};
+    pieces.push_back({{&source, range}, wanted, out + (wanted.begin - offset)});
   }
   run(std::move(pieces));
 }
@@ -96,14 +99,9 @@ Buffer FlashReader::read_new(size_t file_index, int64_t offset, int64_t nbytes, 
   Range all = source.expand(offset, nbytes);
   int64_t base = page_down(all.begin);
   Buffer buffer(static_cast<size_t>(page_up(all.end) - base));
-  std::vector<Piece> pieces;
-  for (Range range : source.cut(all, kPieceBytes)) {
-    Piece piece;
-    piece.file = &source;
-    piece.range = range;
-    piece.pages = buffer.data() + (page_down(range.begin) - base);
-    pieces.push_back(piece);
-  }
+  std::vector<WantedPiece> pieces;
+  for (Range range : source.cut(all, kPieceBytes))
+    pieces.push_back({{&source, range, buffer.data() + (page_down(range.begin) - base)}, {}, nullptr});
   run(std::move(pieces));
   *first = buffer.data() + (offset - base);
   return buffer;
@@ -114,7 +112,7 @@ void FlashReader::read_records(size_t file_index, const int64_t* ids, size_t cou
   const int64_t stride = source.period(), start = source.spec().crc_start;
   const int64_t records = (source.spec().nbytes - start) / stride;
   const size_t longest = static_cast<size_t>(std::max<int64_t>(kStagedBytes / stride, 1));
-  std::vector<Piece> pieces;
+  std::vector<WantedPiece> pieces;
   for (size_t i = 0; i < count;) {
     if (ids[i] < 0 || ids[i] >= records)
       throw std::out_of_range(source.spec().path + ": record " + std::to_string(ids[i]) + " of " +
@@ -123,12 +121,8 @@ void FlashReader::read_records(size_t file_index, const int64_t* ids, size_t cou
     while (i + run_length < count && run_length < longest &&
            ids[i + run_length] == ids[i] + int64_t(run_length) && ids[i + run_length] < records)
       ++run_length;
-    Piece piece;
-    piece.file = &source;
-    piece.range = {start + ids[i] * stride, start + (ids[i] + int64_t(run_length)) * stride};
-    piece.wanted = piece.range;
-    piece.copy_to = out + i * static_cast<size_t>(stride);
-    pieces.push_back(piece);
+    const Range range = {start + ids[i] * stride, start + (ids[i] + int64_t(run_length)) * stride};
+    pieces.push_back({{&source, range}, range, out + i * static_cast<size_t>(stride)});
     i += run_length;
   }
   if (!pieces.empty()) run(std::move(pieces));

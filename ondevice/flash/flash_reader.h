@@ -12,6 +12,13 @@
 
 namespace ondevice {
 
+// A piece, and what of a staged one is copied where.
+struct WantedPiece {
+  Piece piece;
+  Range wanted;  // inside the piece's range
+  uint8_t* copy_to;
+};
+
 enum class IoMode { kAuto, kDirect, kBuffered };
 
 class FlashReader {
@@ -38,7 +45,7 @@ class FlashReader {
   void close() { pool_->stop(); }
 
  private:
-  void run(std::vector<Piece> pieces);
+  void run(std::vector<WantedPiece> pieces);
 
   std::vector<std::unique_ptr<FlashFile>> files_;
   bool direct_ = true;

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <signal.h>
-#include <string.h>
 #include <time.h>
 
 #include <algorithm>
@@ -109,7 +108,7 @@ void ReadPool::finish(PieceSource* source, const Piece& piece, std::unique_lock<
   lock.unlock();
   double cpu_before = seconds(CLOCK_THREAD_CPUTIME_ID);
   uint64_t bytes = 0;
-  std::string error = read(piece, &bytes);
+  std::string error = read(source, piece, &bytes);
   double cpu_seconds = seconds(CLOCK_THREAD_CPUTIME_ID) - cpu_before;
   lock.lock();
   meter_.end(bytes, cpu_seconds);
@@ -118,12 +117,16 @@ void ReadPool::finish(PieceSource* source, const Piece& piece, std::unique_lock<
   if (source->meter.idle()) drained_.notify_all();
 }
 
-std::string ReadPool::read(const Piece& piece, uint64_t* bytes) {
+std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* bytes) {
   Buffer staging;
   std::string error;
   try {
     if (!piece.pages) staging = take_staging(static_cast<size_t>(piece.page_bytes()));
-    read_checked(piece, piece.pages ? piece.pages : staging.data(), bytes);
+    uint8_t* pages = piece.pages ? piece.pages : staging.data();
+    *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages));
+    const uint8_t* units = pages + (piece.range.begin - page_down(piece.range.begin));
+    piece.file->check(piece.range, units);
+    if (!piece.pages) source->deliver(piece, units);
   } catch (const FlashError& caught) {
     error = caught.what();
   } catch (const std::bad_alloc&) {
@@ -150,15 +153,6 @@ Buffer ReadPool::take_staging(size_t nbytes) {
     staging_bytes_ += nbytes;
   }
   return pages;
-}
-
-void ReadPool::read_checked(const Piece& piece, uint8_t* pages, uint64_t* bytes) {
-  *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages));
-  const uint8_t* units = pages + (piece.range.begin - page_down(piece.range.begin));
-  piece.file->check(piece.range, units);
-  if (piece.copy_to)
-    memcpy(piece.copy_to, units + (piece.wanted.begin - piece.range.begin),
-           static_cast<size_t>(piece.wanted.nbytes()));
 }
 
 void ReadPool::stop() {

@@ -18,11 +18,9 @@ namespace ondevice {
 struct Piece {
   const FlashFile* file = nullptr;
   Range range;
-  // Receives the pages around `range`, page-aligned. Null: they go to a staging buffer, and the bytes of
-  // `wanted` (inside `range`) are copied to `copy_to`.
+  // Receives the pages around `range`, page-aligned. Null: they go to a staging buffer, and its source's
+  // deliver() takes from there what it wants.
   uint8_t* pages = nullptr;
-  Range wanted;
-  uint8_t* copy_to = nullptr;
   size_t tag = 0;  // the source's own
 
   int64_t page_bytes() const { return page_up(range.end) - page_down(range.begin); }
@@ -48,12 +46,14 @@ class ReadMeter {
   double busy_since_ = 0;
 };
 
-// Where threads take pieces from. Everything here happens under the pool's mutex.
+// Where threads take pieces from. Everything here but deliver() happens under the pool's mutex.
 class PieceSource {
  public:
   virtual ~PieceSource() = default;
   // Hands out the next piece, or returns false if there is none now.
   virtual bool take(Piece* piece) = 0;
+  // The bytes from range.begin on of a piece without pages of its own, checked, before they are overwritten.
+  virtual void deliver(const Piece&, const uint8_t* /*units*/) {}
   // `error` is empty when the piece arrived and matched its checksums.
   virtual void complete(const Piece& piece, const std::string& error) = 0;
   // The threads are about to end: whoever waits on this source must look.
@@ -97,8 +97,7 @@ class ReadPool {
   void work();
   PieceSource* take_any(Piece* piece);
   void finish(PieceSource* source, const Piece& piece, std::unique_lock<std::mutex>& lock);
-  std::string read(const Piece& piece, uint64_t* bytes);
-  static void read_checked(const Piece& piece, uint8_t* pages, uint64_t* bytes);
+  std::string read(PieceSource* source, const Piece& piece, uint64_t* bytes);
   Buffer take_staging(size_t nbytes);
 
   std::mutex mutex_;

@@ -1,0 +1,104 @@
+#include "record_batch.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace ondevice {
+namespace {
+
+// One read, at most: every thread may hold a staging buffer of this size.
+constexpr int64_t kRunBytes = int64_t{1} << 16;
+
+}  // namespace
+
+RecordBatch::RecordBatch(std::shared_ptr<FlashReader> reader) : reader_(std::move(reader)) {
+  reader_->pool().require_running();
+  reader_->pool().add(this, true);
+}
+
+void RecordBatch::start(size_t file_index, size_t part, const int32_t* ids, size_t count,
+                        const uint64_t* targets, int64_t gap_bytes) {
+  const FlashFile& file = reader_->file(file_index);
+  const std::vector<uint64_t>& units = file.spec().units;
+  if (part >= units.size())
+    throw std::out_of_range("part " + std::to_string(part) + " of " + std::to_string(units.size()));
+  int64_t part_offset = 0;
+  for (size_t i = 0; i < part; ++i) part_offset += static_cast<int64_t>(units[i]);
+  const int64_t records = (file.spec().nbytes - file.spec().crc_start) / file.period();
+  for (size_t i = 0; i < count; ++i)
+    if (ids[i] < (i == 0 ? 0 : ids[i - 1] + 1) || ids[i] >= records)
+      throw std::out_of_range(file.spec().path + ": record " + std::to_string(ids[i]) +
+                              " doesn't follow the one before, or isn't one of " + std::to_string(records));
+  {
+    std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+    if (under_way_) throw std::invalid_argument("finish() the records under way first");
+    if (closed_ || reader_->pool().stopped()) throw std::invalid_argument("the reader is closed");
+    under_way_ = true;
+    file_ = &file;
+    part_bytes_ = static_cast<int64_t>(units[part]);
+    error_.clear();
+    next_ = 0;
+    wanted_.clear();
+    runs_.clear();
+    for (size_t i = 0; i < count; ++i) {
+      const int64_t offset = file.spec().crc_start + ids[i] * file.period() + part_offset;
+      const bool joins = !runs_.empty() && offset - (wanted_.back().offset + part_bytes_) <= gap_bytes &&
+                         offset + part_bytes_ - wanted_[runs_.back().first].offset <= kRunBytes;
+      if (joins)
+        ++runs_.back().count;
+      else
+        runs_.push_back({i, 1});
+      wanted_.push_back({offset, reinterpret_cast<uint8_t*>(targets[i])});
+    }
+  }
+  reader_->pool().notify();
+}
+
+bool RecordBatch::take(Piece* piece) {
+  if (next_ == runs_.size() || !error_.empty() || closed_) return false;
+  const Run& run = runs_[next_];
+  piece->file = file_;
+  piece->range = {wanted_[run.first].offset, wanted_[run.first + run.count - 1].offset + part_bytes_};
+  piece->tag = next_++;
+  return true;
+}
+
+void RecordBatch::deliver(const Piece& piece, const uint8_t* units) {
+  const Run& run = runs_[piece.tag];
+  for (size_t i = run.first; i < run.first + run.count; ++i)
+    std::memcpy(wanted_[i].target, units + (wanted_[i].offset - piece.range.begin),
+                static_cast<size_t>(part_bytes_));
+}
+
+void RecordBatch::complete(const Piece& piece, const std::string& error) {
+  if (error.empty() || (!error_.empty() && failed_ < piece.tag)) return;
+  error_ = error;
+  failed_ = piece.tag;
+}
+
+void RecordBatch::finish() {
+  std::unique_lock<std::mutex> lock(reader_->pool().mutex());
+  while (reader_->pool().run_one(this, lock)) {
+  }
+  reader_->pool().drain(this, lock);
+  under_way_ = false;
+  if (!error_.empty()) throw FlashError(error_);
+  if (closed_ || next_ < runs_.size()) throw std::invalid_argument("the reader is closed");
+}
+
+void RecordBatch::close() {
+  {
+    std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+    if (closed_) return;
+    closed_ = true;
+  }
+  reader_->pool().remove(this);
+}
+
+ReadStats RecordBatch::stats() {
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  return meter.snapshot();
+}
+
+}  // namespace ondevice
