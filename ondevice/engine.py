@@ -16,21 +16,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from ondevice.backends.base import Bytes, Float32, KVLayout
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
-from ondevice.flash.reader import FlashReader
+from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
-from ondevice.memory_sizes import logits_rows
+from ondevice.memory_sizes import FETCH_THREADS, SegmentShape, fetch_neurons, logits_rows, segment_shape
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.models import check_runtime
+from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
+from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import DEFAULT_POLICY, make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -63,20 +66,26 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
-        sparsity="dense",
         speculation="off",
         threads=runtime.threads or usable_cores(),
     )
     tokenizer = open_tokenizer(bundle)
-    plan = plan_memory(
-        bundle.config,
-        bundle.quant,
-        runtime,
-        budget_bytes=0,
-        process_bytes=process_memory().current_bytes,
-        threads=runtime.threads,
-    )
-    return Prepared(bundle, tokenizer, runtime, plan.with_budget(budget_bytes(runtime.dram_budget, plan)))
+    process_bytes = process_memory().current_bytes
+    choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
+    for sparsity in choices:
+        settled = replace(runtime, sparsity=sparsity)
+        plan = plan_memory(
+            bundle.config,
+            bundle.quant,
+            settled,
+            budget_bytes=0,
+            process_bytes=process_bytes,
+            threads=runtime.threads,
+        )
+        plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
+        if plan.fits:
+            break
+    return Prepared(bundle, tokenizer, settled, plan)
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -123,9 +132,14 @@ class Engine:
         self._kv_bytes = 0
         self._segments = 0
         """Feed-forward segments that are lent; passes fill them."""
-        self._pool: SegmentPool | None = None
+        self._neurons: SegmentPool | NeuronFetcher | None = None
         self._cpu: CpuBackend | None = None
-        self._reader = FlashReader(bundle_files(self._bundle), self._runtime.io)
+        self._sparse = self._runtime.sparsity == "exact"
+        self._reader = FlashReader(
+            bundle_files(self._bundle, gates=self._sparse),
+            self._runtime.io,
+            FETCH_THREADS if self._sparse else DEFAULT_THREADS,
+        )
         with ExitStack() as undo:
             undo.callback(self.close)
             undo.enter_context(system_refusals())
@@ -196,9 +210,9 @@ class Engine:
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._caches.clear()
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        if self._neurons is not None:
+            self._neurons.close()
+            self._neurons = None
         self._cpu = None
         self._reader.close()
         self._generator = None  # type: ignore[assignment]
@@ -210,21 +224,14 @@ class Engine:
         else:
             backend = self._cpu = CpuBackend(
                 make_engine(runtime.threads, runtime.kernel_target),
-                segment_neurons=plan.segment.neurons,
+                segment_neurons=segment_shape(config, self._bundle.quant).neurons,
                 stream_neurons=plan.stream.neurons,
                 resident_embedding=plan.embedding_resident,
             )
-        weights = load_weights(self._bundle, self._reader, backend, cancelled)
+        weights = load_weights(self._bundle, self._reader, backend, cancelled, gates=self._sparse)
         transformer = Transformer(config, backend, weights)
         if self._cpu is not None:
-            self._pool = SegmentPool(
-                self._cpu.feed_forwards,
-                self._reader,
-                segment_bytes=plan.segment.nbytes,
-                stream_neurons=plan.stream.neurons,
-                slot_bytes=plan.stream.slot_bytes,
-                slots=plan.stream.slots,
-            )
+            self._neurons = self._neuron_memory(self._cpu.feed_forwards)
             self._lend(plan.segments_for(plan.kv_block_bytes))
         self._reader.trim()
         _trim_heap()
@@ -237,9 +244,31 @@ class Engine:
             prefill_chunk=runtime.prefill_chunk,
             counters=self._counters,
             labels=GenerationStats(
-                backend=backend.name, sparsity="dense", speculation="off", io=self._reader.io
+                backend=backend.name, sparsity=runtime.sparsity, speculation="off", io=self._reader.io
             ),
         )
+
+    def _neuron_memory(self, layers: Sequence[CpuFeedForward]) -> SegmentPool | NeuronFetcher:
+        config, segment, stream = self._bundle.config, self.plan.segment, self.plan.stream
+        if isinstance(segment, SegmentShape):
+            return SegmentPool(
+                layers,
+                self._reader,
+                segment_bytes=segment.nbytes,
+                stream_neurons=stream.neurons,
+                slot_bytes=stream.slot_bytes,
+                slots=stream.slots,
+            )
+        neurons = config.intermediate_size
+        cache = NeuronCache(
+            config.num_layers,
+            neurons,
+            slot_bytes=segment.slot_bytes,
+            segment_slots=segment.slots,
+            reserve=segment.reserve,
+            policy=make_policy(DEFAULT_POLICY, config.num_layers, neurons),
+        )
+        return NeuronFetcher(layers, self._reader, cache, fetch_neurons(config))
 
     def _cache(self, key: int) -> KVCache:
         kv = self._caches.setdefault(key, self._new_cache())
@@ -292,8 +321,8 @@ class Engine:
             self._lend(target)
 
     def _lend(self, segments: int) -> None:
-        if self._pool is not None:
-            self._pool.resize(self.plan.segment.lent(segments))
+        if self._neurons is not None:
+            self._neurons.resize(self.plan.segment.lent(segments))
             self._segments = segments
 
     def _counters(self) -> Counters:
@@ -302,8 +331,8 @@ class Engine:
             flash_bytes_read=flash.bytes_read,
             flash_read_seconds=flash.read_seconds,
             flash_cpu_seconds=flash.cpu_seconds,
-            neuron_cache_hits=0 if self._cpu is None else self._cpu.neuron_hits,
-            neuron_cache_lookups=0 if self._cpu is None else self._cpu.neuron_lookups,
+            neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
+            neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
             peak_memory_bytes=process_memory().peak_bytes,
         )
 

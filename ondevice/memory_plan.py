@@ -21,12 +21,17 @@ from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError
 from ondevice.memory_sizes import (
     SegmentShape,
+    SlotShape,
     StreamShape,
     activation_bytes,
     context_tokens,
+    fetch_shape,
+    gates_bytes,
     matrix_elements,
     reference_bytes,
     segment_shape,
+    slot_shape,
+    sparse_activation_bytes,
     stream_shape,
     weights_bytes,
 )
@@ -57,7 +62,8 @@ class Plan:
     kv_block_bytes: int
     kv_cache_bytes: int
     """Keys and values of one full context."""
-    segment: SegmentShape
+    segment: SegmentShape | SlotShape
+    """Whole ranges of a layer's neurons in dense mode, single neurons' slots in the sparse ones."""
     stream: StreamShape
     activation_bytes: int
     process_bytes: int
@@ -111,7 +117,7 @@ class Plan:
     @property
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
-        held = 0 if self.streams else self.segment.total * self.segment.nbytes
+        held = (self.segment.least if self.streams else self.segment.total) * self.segment.nbytes
         return max(self.kv_cache_bytes, self.budget_bytes - self._fixed_bytes - held)
 
     def segments_for(self, kv_bytes: int) -> int:
@@ -132,7 +138,9 @@ class Plan:
         parts = {
             "weights of every token": self.weights_bytes,
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
-            "buffers and working memory": self.stream.nbytes + self.activation_bytes,
+            "buffers and working memory": self.stream.nbytes
+            + self.activation_bytes
+            + self.segment.least * self.segment.nbytes,
             "the process itself": self.process_bytes,
             "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
         }
@@ -171,12 +179,14 @@ class Plan:
     @cached_property
     def _unstreamed_bytes(self) -> int:
         """All feed-forward weights resident beside a full context."""
-        return max(self._bare_bytes + self.segment.total * self.segment.nbytes, self._loading_bytes)
+        segments = (self.segment.total - self.segment.least) * self.segment.nbytes
+        return max(self._bare_bytes + segments, self._loading_bytes)
 
     @property
     def _bare_bytes(self) -> int:
-        """All that a full context takes without any feed-forward segment."""
-        return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes
+        """All that a full context takes with the fewest feed-forward segments."""
+        least = self.segment.least * self.segment.nbytes
+        return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes + least
 
     @property
     def _loading_bytes(self) -> int:
@@ -211,6 +221,7 @@ def plan_memory(
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
+    runtime.sparsity is settled: what isn't `exact` is planned as `dense`.
     Raises UsageError if the context asked for is longer than the model's. A budget that is too small gives
     a plan that says so (`fits`), not an error.
     """
@@ -229,6 +240,15 @@ def plan_memory(
         activation_bytes=activation_bytes(config, quant, runtime, threads) * 5 // 4,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
+    if runtime.sparsity == "exact":
+        return replace(
+            plan,
+            weights_bytes=plan.weights_bytes + gates_bytes(config, quant),
+            segment=slot_shape(config, quant),
+            stream=fetch_shape(),
+            activation_bytes=plan.activation_bytes + sparse_activation_bytes(config, runtime),
+            sparsity="exact",
+        )
     if runtime.backend != "reference":
         return plan
     # The reference backend holds every matrix in float32, reads embedding rows from flash, streams nothing.
@@ -236,7 +256,7 @@ def plan_memory(
         plan,
         weights_bytes=4 * matrix_elements(config),
         embedding_bytes=0,
-        segment=replace(plan.segment, per_layer=0),
+        segment=replace(segment_shape(config, quant), per_layer=0),
         stream=StreamShape(0, 0, 0, 0),
         activation_bytes=plan.activation_bytes + reference_bytes(config, runtime),
     )

@@ -22,6 +22,14 @@ STREAM_SLOT_BYTES = 2 << 20
 STREAM_SLOTS = 8
 STREAM_SHARE = 16
 """The stream's slots take at most this part of the feed-forward weights, where two slots do."""
+NEURON_TABLE_BYTES = 24
+"""Of every neuron: its slot and its score; of every slot: its owner and its place among the free ones."""
+FETCH_NEURONS = 1024
+"""Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
+FETCH_THREADS = 32
+"""Reader threads where records are read one by one: small reads need company."""
+FETCH_STAGING_BYTES = 72 << 10
+"""A run of neighbouring records, at most 64 KiB, with its pages."""
 DEFAULT_MAX_CONTEXT = 4096
 LOGITS_BYTES = 2 << 20
 """Aim for the logits that exist at once where those of every token are wanted."""
@@ -45,6 +53,11 @@ class SegmentShape:
         """Segments that hold every neuron of the model."""
         return self.per_layer * self.num_layers
 
+    @property
+    def least(self) -> int:
+        """Segments without which nothing can be computed."""
+        return 0
+
     def lent(self, segments: int) -> tuple[int, ...]:
         """How many of `segments` each layer has: as even as can be, and fewer of them for no layer more.
 
@@ -55,6 +68,33 @@ class SegmentShape:
         order = sorted(range(self.num_layers), key=lambda layer: f"{layer:020b}"[::-1])
         first = set(order[:rest])
         return tuple(each + (layer in first) for layer in range(self.num_layers))
+
+
+@dataclass(frozen=True)
+class SlotShape:
+    """The equal pieces that memory for single neurons is lent in: `slots` of one record's part each.
+
+    `reserve` slots are for neurons on their way through; `least` segments hold them.
+    """
+
+    slots: int
+    slot_bytes: int
+    reserve: int
+    total: int
+    """Segments that hold every neuron of the model and the reserve."""
+
+    @property
+    def nbytes(self) -> int:
+        return padded(self.slots * self.slot_bytes, PAGE_BYTES)
+
+    @property
+    def least(self) -> int:
+        """Segments without which nothing can be computed."""
+        return -(-self.reserve // self.slots)
+
+    def lent(self, segments: int) -> tuple[int, ...]:
+        """All of them in one: layers share the slots of every segment."""
+        return (max(0, min(segments, self.total)),)
 
 
 @dataclass(frozen=True)
@@ -92,6 +132,25 @@ def segment_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape:
         per_layer=-(-units // size),
         num_layers=config.num_layers,
     )
+
+
+def slot_shape(config: ModelConfig, quant: QuantConfig) -> SlotShape:
+    """Segments near 8 MiB, or a sixteenth of all neurons if that is less, for the up and down rows."""
+    slot_bytes = neuron_layout(config, quant).part_bytes[1]
+    neurons = config.num_layers * config.intermediate_size
+    reserve = 2 * fetch_neurons(config)
+    slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
+    return SlotShape(slots, slot_bytes, reserve, -(-(neurons + reserve) // slots))
+
+
+def fetch_neurons(config: ModelConfig) -> int:
+    """Most neurons that are read and multiplied at a time, in whole blocks of 64."""
+    return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
+
+
+def fetch_shape() -> StreamShape:
+    """Staging of records that are read one by one: a buffer for every reading thread."""
+    return StreamShape(0, FETCH_STAGING_BYTES, FETCH_THREADS, 0)
 
 
 def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:
@@ -138,6 +197,20 @@ def weights_bytes(config: ModelConfig, quant: QuantConfig) -> int:
     checksums = config.num_layers * config.intermediate_size * len(neuron_layout(config, quant).parts)
     checksums += config.vocab_size + weights // CRC_BLOCK_BYTES
     return weights + 4 * checksums
+
+
+def gates_bytes(config: ModelConfig, quant: QuantConfig) -> int:
+    """Every layer's gate projection, packed, with its checksums, and what is kept about every neuron."""
+    neurons, hidden = config.intermediate_size, config.hidden_size
+    kept = 4 + NEURON_TABLE_BYTES
+    return config.num_layers * (interleaved_bytes(neurons, hidden, quant.bits) + kept * neurons)
+
+
+def sparse_activation_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:
+    """What a pass over neurons that fire holds beside the dense one: all gates, hidden values spread out."""
+    chunk = min(runtime.prefill_chunk, context_tokens(config, runtime))
+    neurons = padded(config.intermediate_size, GROUP_SIZE)
+    return 4 * chunk * (2 * neurons + 2 * fetch_neurons(config)) + 64 * neurons
 
 
 def matrix_elements(config: ModelConfig) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 
-from ondevice.config import ModelConfig, RuntimeConfig
+from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
     BackendUnavailableError,
     BundleError,
@@ -197,9 +197,9 @@ class SparsityMode:
 
 def sparsity_modes(config: ModelConfig) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it."""
-    relu = config.hidden_act in ("relu", "relu2")
+    relu = config.zeros_gates
     exact = (
-        f"its {config.hidden_act} gates are exact zeros, but this version has no exact-sparse engine"
+        "only neurons whose gate is above zero; the same text as dense"
         if relu
         else f"{config.hidden_act} gates are hardly ever exactly zero; it takes relu or relu2"
     )
@@ -210,11 +210,16 @@ def sparsity_modes(config: ModelConfig) -> tuple[SparsityMode, ...]:
     )
     return (
         SparsityMode("dense", True, "every neuron of every token; exact"),
-        SparsityMode("exact", False, exact),
+        SparsityMode("exact", relu, exact),
         SparsityMode("predicted", False, "its bundle holds no predictors"),
         SparsityMode("threshold", False, threshold),
         SparsityMode("experts", False, "it has no expert router"),
     )
+
+
+def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
+    """What `auto` stands for: the exact modes, fastest first; the first that fits the budget is taken."""
+    return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
 
 
 def check_runtime(config: ModelConfig, runtime: RuntimeConfig) -> None:
@@ -228,6 +233,10 @@ def check_runtime(config: ModelConfig, runtime: RuntimeConfig) -> None:
         raise UnsupportedModelError(
             f"--sparsity {runtime.sparsity} isn't possible with this model: "
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
+        )
+    if runtime.sparsity == "exact" and runtime.backend == "reference":
+        raise BackendUnavailableError(
+            "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
     if runtime.speculation not in ("auto", "off"):
         raise UnsupportedModelError(

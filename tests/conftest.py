@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Result, Run
 from tests.models import write_checkpoint
 from tests.small_tokenizers import train_sentencepiece
+
+# What a shell starts in the background is deaf to Ctrl-C, and so is what it starts; several tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -193,18 +193,20 @@ def config_for() -> Callable[[str], ModelConfig]:
 
 
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu", "relu", "relu2"])
-def test_dense_is_possible_and_the_other_modes_say_why_not(
+def test_the_modes_that_are_possible_and_why_the_others_are_not(
     config_for: Callable[[str], ModelConfig], hidden_act: str
 ) -> None:
     config = config_for(hidden_act)
     modes = {mode.name: mode for mode in models.sparsity_modes(config)}
-    assert [name for name, mode in modes.items() if mode.available] == ["dense"]
-    for name in ("exact", "predicted", "threshold", "experts"):
-        with pytest.raises(UnsupportedModelError, match="It can have: dense") as caught:
+    possible = ["dense", "exact"] if hidden_act.startswith("relu") else ["dense"]
+    assert [name for name, mode in modes.items() if mode.available] == possible
+    for name in modes.keys() - possible:
+        with pytest.raises(UnsupportedModelError, match=f"It can have: {', '.join(possible)}") as caught:
             models.check_runtime(config, RuntimeConfig(sparsity=name))
         assert modes[name].reason in str(caught.value)
-    for name in ("auto", "dense"):
+    for name in ("auto", *possible):
         models.check_runtime(config, RuntimeConfig(sparsity=name))
+    assert models.automatic_modes(config, RuntimeConfig()) == possible[::-1]
 
 
 def test_speculation_and_backends_that_are_not_there_are_refused(

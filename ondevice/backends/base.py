@@ -198,8 +198,13 @@ class Backend(Protocol):
 
     def load_linear(self, source: LinearSource) -> Linear: ...
 
-    def load_feed_forward(self, layer: int, source: FeedForwardSource) -> FeedForward:
-        """Called for layers 0, 1, ... in order."""
+    def load_feed_forward(
+        self, layer: int, source: FeedForwardSource, gate: Linear | None = None
+    ) -> FeedForward:
+        """Called for layers 0, 1, ... in order.
+
+        gate: the layer's gate projection, loaded, where it decides which neurons are multiplied.
+        """
         ...
 
     def load_embedding(self, source: EmbeddingSource) -> Embedding: ...

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ondevice.backends.base import (
     Bytes,
@@ -48,21 +50,34 @@ class CpuLinear:
     bias: Float32 | None
 
 
+Fired: TypeAlias = Callable[[Float32], Iterator[tuple[Int32, NDArray[np.uint64]]]]
+"""Gates (T, F) -> the neurons with a gate above zero: ascending ids, addresses of their up and down rows."""
+
+
 class CpuFeedForward:
     """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
 
-    It owns neither the segments' memory policy nor the stream; `sparsity.segments` lends both.
+    With a `gate`, only those that fire are multiplied, from where `fired` says they lie. It owns neither the
+    memory nor what is read: `sparsity` lends both.
     """
 
-    def __init__(self, engine: _native.Engine, source: FeedForwardSource, segment_neurons: int) -> None:
+    def __init__(
+        self,
+        engine: _native.Engine,
+        source: FeedForwardSource,
+        segment_neurons: int,
+        gate: CpuLinear | None = None,
+    ) -> None:
+        self.gate = gate
+        self.fired: Fired = lambda gates: iter(())
         row = RowLayout(source.hidden_size, source.bits)
-        gate, up = source.layout.part_offsets
+        first, second = source.layout.part_offsets
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[_native.Segment] = []
         self.streamed: Callable[[], Iterator[Bytes | _native.Segment]] = lambda: iter(())
         self.native = _native.FeedForward(
-            source.hidden_size, source.bits, source.layout.stride, gate, up, up + row.nbytes
+            source.hidden_size, source.bits, source.layout.stride, first, second, second + row.nbytes
         )
         self._engine = engine
 
@@ -115,10 +130,6 @@ class CpuBackend:
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._blocks = np.zeros(0, dtype=np.uint64)
-        self.neuron_lookups = 0
-        """Neurons that passes have multiplied, counted once per pass and layer."""
-        self.neuron_hits = 0
-        """Those of them that were in memory when the pass came to their layer."""
 
     def load_vector(self, values: Float32) -> Float32:
         return np.array(values, dtype=np.float32)
@@ -130,8 +141,10 @@ class CpuBackend:
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return CpuLinear(matrix, bias)
 
-    def load_feed_forward(self, layer: int, source: FeedForwardSource) -> CpuFeedForward:
-        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons))
+    def load_feed_forward(
+        self, layer: int, source: FeedForwardSource, gate: CpuLinear | None = None
+    ) -> CpuFeedForward:
+        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, gate))
         return self.feed_forwards[-1]
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
@@ -184,8 +197,15 @@ class CpuBackend:
 
     def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
         native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
-        self.neuron_lookups += weight.source.num_neurons
-        self.neuron_hits += weight.resident_neurons
+        if weight.gate is not None:
+            gates = self._buffer("gates", (tokens, weight.source.num_neurons))
+            weight.gate.matrix.forward(self.engine, x, None, gates)
+            native.begin(self.engine, x)
+            for ids, parts in weight.fired(gates):
+                native.add_gathered(self.engine, ids, parts, gates, act)
+            out = self._buffer("feed_forward", x.shape)
+            native.finish(self.engine, out)
+            return out
         native.begin(self.engine, x)
         if weight.segments:
             native.add(self.engine, weight.segments, tokens, act)

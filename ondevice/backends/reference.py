@@ -65,17 +65,20 @@ class ReferenceBackend:
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return ReferenceLinear(weight, bias)
 
-    def load_feed_forward(self, layer: int, source: FeedForwardSource) -> ReferenceFeedForward:
+    def load_feed_forward(
+        self, layer: int, source: FeedForwardSource, gate: ReferenceLinear | None = None
+    ) -> ReferenceFeedForward:
+        # Every neuron is multiplied here, so its record's gate does.
         shape = (source.num_neurons, source.hidden_size)
-        gate, up, down = (np.empty(shape, dtype=np.float32) for _ in range(3))
+        gates, up, down = (np.empty(shape, dtype=np.float32) for _ in range(3))
         row = RowLayout(source.hidden_size, source.bits)
         gate_at, up_at = source.layout.part_offsets
         for first in range(0, source.num_neurons, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, source.num_neurons - first)
             records = source.read(first, count)
-            for target, offset in ((gate, gate_at), (up, up_at), (down, up_at + row.nbytes)):
+            for target, offset in ((gates, gate_at), (up, up_at), (down, up_at + row.nbytes)):
                 target[first : first + count] = read_rows(records, offset, row)
-        return ReferenceFeedForward(gate, up, down)
+        return ReferenceFeedForward(gates, up, down)
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source

@@ -31,16 +31,27 @@ Rows = Callable[[int, int], RowChunk]
 """(row0, count) -> those rows of one matrix."""
 
 
-def bundle_files(bundle: Bundle) -> list[CheckedFile]:
-    """The files to open a FlashReader with, in the order that the sources' indices mean."""
-    neurons = [bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)]
-    return [bundle.file(RESIDENT), bundle.embedding_file, *neurons]
+def bundle_files(bundle: Bundle, gates: bool = False) -> list[CheckedFile]:
+    """The files to open a FlashReader with, in the order that the sources' indices mean.
+
+    gates: with the separate gate rows, which bundles of ReLU-family models have.
+    """
+    layers = range(bundle.config.num_layers)
+    neurons = [bundle.neuron_file(layer) for layer in layers]
+    gate_files = [bundle.gate_file(layer) for layer in layers if gates]
+    return [bundle.file(RESIDENT), bundle.embedding_file, *neurons, *gate_files]
 
 
 def load_weights(
-    bundle: Bundle, reader: FlashReader, backend: Backend, cancelled: Callable[[], bool] = lambda: False
+    bundle: Bundle,
+    reader: FlashReader,
+    backend: Backend,
+    cancelled: Callable[[], bool] = lambda: False,
+    gates: bool = False,
 ) -> ModelWeights:
-    """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle)`.
+    """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, gates)`.
+
+    gates: load the gate projections too, which then decide what is read and multiplied of the neurons.
 
     Raises FlashReadError when bytes don't match their checksum, BundleError when what they hold can't be
     weights, Cancelled when `cancelled()` holds between two pieces, and what the backend raises when memory
@@ -52,7 +63,9 @@ def load_weights(
     head_rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
     final_norm = _Vector("final_norm", partial(resident.vector, "final_norm.weight"))
     head = _Matrix("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
-    order = [*(part for parts in layers for part in parts), final_norm, head]
+    gate_parts = [_gate_part(bundle, reader, layer) if gates else None for layer in range(config.num_layers)]
+    per_layer = [[*parts, *([gate] if gate else [])] for parts, gate in zip(layers, gate_parts, strict=True)]
+    order = [*(part for parts in per_layer for part in parts), final_norm, head]
 
     def tasks() -> Iterator[Callable[[], Any]]:
         for part in order:
@@ -68,9 +81,11 @@ def load_weights(
                     {"q_norm": None, "k_norm": None}
                     | {part.field: part.load(backend, ahead) for part in parts}
                 ),
-                feed_forward=backend.load_feed_forward(layer, NeuronRecords(bundle, reader, layer)),
+                feed_forward=backend.load_feed_forward(
+                    layer, NeuronRecords(bundle, reader, layer), gate and gate.load(backend, ahead)
+                ),
             )
-            for layer, parts in enumerate(layers)
+            for layer, (parts, gate) in enumerate(zip(layers, gate_parts, strict=True))
         ]
         loaded_norm, loaded_head = final_norm.load(backend, ahead), head.load(backend, ahead)
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, loaded_norm, loaded_head)
@@ -96,6 +111,14 @@ def _layer_parts(bundle: Bundle, resident: ResidentFile, layer: int) -> list[_Pa
         matrix("out", config.hidden_size, config.query_size, config.attention_output_bias),
         vector("feed_forward_norm"),
     ]
+
+
+def _gate_part(bundle: Bundle, reader: FlashReader, layer: int) -> _Matrix:
+    """One layer's gate projection, from its own file."""
+    config = bundle.config
+    file = FIRST_NEURON_FILE + config.num_layers + layer
+    rows = partial(_record_rows, reader, file, bundle.gate_layout)
+    return _Matrix("gate", config.intermediate_size, config.hidden_size, bundle.quant.bits, rows)
 
 
 class _Part(Protocol):
@@ -195,11 +218,16 @@ class EmbeddingRecords:
 
     def rows(self, row0: int, count: int) -> RowChunk:
         """The rows of an output head that shares these records, as views of them."""
-        records = _read_span(self._reader, self.file, self.layout, row0, count)
-        row = RowLayout(self.hidden_size, self.bits)
-        scales_at, biases_at = row.codes_bytes, row.codes_bytes + row.scales_bytes
-        scales, biases = records[:, scales_at:biases_at], records[:, biases_at : row.nbytes]
-        return RowChunk(row0, records[:, :scales_at], scales.view(np.float16), biases.view(np.float16))
+        return _record_rows(self._reader, self.file, self.layout, row0, count)
+
+
+def _record_rows(reader: FlashReader, file: int, layout: RecordLayout, row0: int, count: int) -> RowChunk:
+    """Records of one row each as rows of a matrix: views of them."""
+    records = _read_span(reader, file, layout, row0, count)
+    row = layout.parts[0][0]
+    scales_at, biases_at = row.codes_bytes, row.codes_bytes + row.scales_bytes
+    scales, biases = records[:, scales_at:biases_at], records[:, biases_at : row.nbytes]
+    return RowChunk(row0, records[:, :scales_at], scales.view(np.float16), biases.view(np.float16))
 
 
 def _read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:

@@ -62,6 +62,10 @@ class SegmentPool:
         self._pieces: list[list[tuple[int, int, Extent]]] = []
         """Per layer, what the stream reads; empty when residency has changed since it was scheduled."""
         self._starts: list[int] = []
+        self.lookups = 0
+        """Neurons that passes have multiplied, counted once per pass and layer."""
+        self.hits = 0
+        """Those of them that were in memory when the pass came to their layer."""
         for index, layer in enumerate(layers):
             layer.streamed = lambda index=index: self._streamed(index)  # type: ignore[misc]
 
@@ -149,6 +153,8 @@ class SegmentPool:
         if index == 0:
             self._begin_pass()
         layer = self._layers[index]
+        self.lookups += layer.source.num_neurons
+        self.hits += layer.resident_neurons
         if layer.resident_neurons == layer.source.num_neurons:
             return
         stream = self._stream_at(index)

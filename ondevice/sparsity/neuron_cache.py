@@ -1,0 +1,199 @@
+"""The neuron cache: slots of record size in equal segments, who holds which, and who goes.
+
+A policy scores neurons (`policies.py`): the layers' shares follow where the best of the model are, and in
+each layer the best keep their slots. Slots are taken from any segment, so that nothing ever moves: a neuron
+gets a free slot when it is read and gives it back when it goes. The memory plan says how many segments there
+are; this is their one owner.
+
+Legend: L layers, F neurons of a layer, n neurons at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Bytes, Float32, Int32
+from ondevice.errors import OndeviceError
+from ondevice.kernels import _native
+from ondevice.sparsity.policies import Policy
+
+Addresses = NDArray[np.uint64]
+
+DIVIDE_TOKENS = 16
+"""Tokens between two divisions of the slots among layers: 0.1 points of hit rate below every token's."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where neurons lie: addresses[i] belongs to the i-th asked for; `missing` are those still to be read."""
+
+    addresses: Addresses
+    missing: NDArray[np.intp]
+    """(m,) positions among those asked for."""
+
+
+class NeuronCache:
+    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots are on loan.
+
+    What a layer reads gets a slot at once, from the reserve where its share is used up; `settle` then lets
+    the lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between
+    two calls of `settle`.
+    """
+
+    def __init__(
+        self, layers: int, neurons: int, slot_bytes: int, segment_slots: int, reserve: int, policy: Policy
+    ) -> None:
+        self._neurons = neurons
+        self._slot_bytes = slot_bytes
+        self._segment_slots = segment_slots
+        self._reserve = reserve
+        self._policy = policy
+        self._lent = 0
+        self._segments: list[Bytes] = []
+        self._bases: Addresses = np.zeros(0, dtype=np.uint64)
+        self._slot_of: Int32 = np.full((layers, neurons), -1, dtype=np.int32)
+        self._owner: Int32 = np.zeros(0, dtype=np.int32)
+        """layer * F + neuron, or -1, of every slot that exists."""
+        self._free: Int32 = np.zeros(0, dtype=np.int32)
+        """A stack of slots: the first `_num_free` are free."""
+        self._num_free = 0
+        self._counts = [0] * layers
+        self._shares = [0] * layers
+        """Slots that each layer may keep."""
+        self._tokens = 0
+        """Tokens since the shares were last drawn up."""
+        self.lookups = 0
+        """Neurons that were asked for."""
+        self.hits = 0
+        """Those of them that had a slot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segments that exist; those lent and not needed yet don't."""
+        return len(self._segments) * self._segment_slots * self._slot_bytes
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every neuron may stay, so that nobody needs to choose."""
+        return self._room >= self._slot_of.size
+
+    @property
+    def _room(self) -> int:
+        """Slots that layers may keep, all together."""
+        return max(0, self._lent * self._segment_slots - self._reserve)
+
+    def resize(self, segments: int) -> None:
+        """Keep to so many segments: those above go at once, with the neurons in them."""
+        self._lent = segments
+        limit = segments * self._segment_slots
+        if len(self._segments) > segments:
+            gone = self._owner[limit:]
+            layers, neurons = np.divmod(gone[gone >= 0], self._neurons)
+            self._slot_of[layers, neurons] = -1
+            for layer, count in zip(*np.unique(layers, return_counts=True), strict=True):
+                self._counts[layer] -= int(count)
+            free = self._free[: self._num_free]
+            free = free[free < limit]
+            self._free, self._num_free = np.resize(free, limit), len(free)
+            self._owner, self._bases = self._owner[:limit].copy(), self._bases[:segments].copy()
+            del self._segments[segments:]
+        self._draw_shares()
+
+    def divide(self, tokens: int) -> None:
+        """Draw up the layers' shares anew, from time to time; called before each pass with its tokens."""
+        self._tokens += tokens
+        if self._tokens >= DIVIDE_TOKENS and not self.holds_all:
+            self._draw_shares()
+
+    def observe(self, layer: int, gates: Float32) -> None:
+        """Tell the policy what the gates (T, F) of accepted tokens were."""
+        if not self.holds_all:
+            self._policy.observe(layer, gates)
+
+    def place(self, layer: int, ids: Int32) -> Placement:
+        """Give every neuron of `ids` (n,) a slot. The missing are to be read there before anything else.
+
+        Raises OndeviceError if more are missing than slots can be had.
+        """
+        slots = self._slot_of[layer]
+        own = slots[ids]
+        missing = np.flatnonzero(own < 0)
+        self.lookups += len(ids)
+        self.hits += len(ids) - len(missing)
+        if len(missing):
+            new = self._take(len(missing))
+            own[missing] = slots[ids[missing]] = new
+            self._owner[new] = layer * self._neurons + ids[missing]
+            self._counts[layer] += len(missing)
+        segments, slots_in = np.divmod(own, self._segment_slots)
+        addresses = self._bases[segments] + slots_in.astype(np.uint64) * np.uint64(self._slot_bytes)
+        return Placement(addresses, missing)
+
+    def settle(self, layer: int, keep: Int32 | None = None) -> None:
+        """Let the layer's lowest scores go until it keeps to its share; those of `keep` stay in any case."""
+        over = self._counts[layer] - self._shares[layer]
+        if over <= 0:
+            return
+        held = self._slot_of[layer] >= 0
+        if keep is not None:
+            held[keep] = False
+        candidates = np.flatnonzero(held)
+        if over < len(candidates):
+            scores = self._policy.scores(layer)[candidates]
+            candidates = candidates[np.argpartition(scores, over)[:over]]
+        self.forget(layer, candidates)
+
+    def forget(self, layer: int, ids: NDArray[np.integer]) -> None:
+        """Give back the slots of these neurons, which all have one."""
+        slots = self._slot_of[layer]
+        freed = slots[ids]
+        slots[ids] = -1
+        self._owner[freed] = -1
+        self._free[self._num_free : self._num_free + len(freed)] = freed
+        self._num_free += len(freed)
+        self._counts[layer] -= len(freed)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.resize(0)
+
+    def _draw_shares(self) -> None:
+        """Shares by where the best scores of the whole model are: a slot is worth the same in every layer."""
+        layers, neurons = self._slot_of.shape
+        self._tokens = 0
+        if self.holds_all:
+            self._shares = [neurons] * layers
+            return
+        scores = np.concatenate([self._policy.scores(layer) for layer in range(layers)])
+        rest = scores.size - self._room
+        best = np.argpartition(scores, min(rest, scores.size - 1))[rest:]
+        # What nobody has seen fire says nothing of its layer: its slots are divided evenly.
+        seen = best[scores[best] > scores.min()]
+        even = (self._room - len(seen)) // layers
+        self._shares = (np.bincount(seen // neurons, minlength=layers) + even).tolist()
+        for layer in range(layers):
+            self.settle(layer)
+
+    def _take(self, count: int) -> Int32:
+        while self._num_free < count:
+            if len(self._segments) == self._lent:
+                raise OndeviceError(
+                    f"{count} neurons don't fit the {self._num_free} free slots: the feed-forward memory "
+                    "was given back, or is too small"
+                )
+            self._add_segment()
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count].copy()
+
+    def _add_segment(self) -> None:
+        segment = _native.allocate(self._segment_slots * self._slot_bytes)
+        first = len(self._owner)
+        new = np.arange(first, first + self._segment_slots, dtype=np.int32)
+        self._segments.append(segment)
+        self._bases = np.append(self._bases, np.uint64(segment.__array_interface__["data"][0]))
+        self._owner = np.append(self._owner, np.full_like(new, -1))
+        free = np.concatenate([self._free[: self._num_free], new])
+        self._free, self._num_free = np.resize(free, len(self._owner)), len(free)

@@ -1,0 +1,131 @@
+"""Which neurons are worth their place in memory: cache policies, functions of what gates have computed.
+
+A policy sees the gates of every accepted token and gives each neuron a score; the cache keeps the highest of
+a layer, and gives layers shares by where the highest of the model are. What isn't a number counts as fired.
+
+Legend: L layers, T tokens, F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from ondevice.backends.base import Float32
+
+PolicyName = Literal["gate", "frequency", "lru", "window"]
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+DEFAULT_POLICY: PolicyName = "gate"
+
+WINDOW_TOKENS = 16
+"""The longest window that the `window` policy keeps."""
+FREQUENCY_DECAY = 0.9
+# On the shipped model's held-out text (tests/benchmarks/cache_hit_rates.py); a slow mean of 0.98 or 0.995, or
+# half or double the weight, changes hit rates by at most half a point.
+SLOW_DECAY = 0.99
+FAST_DECAY = 0.8
+GATE_WEIGHT = 0.3
+
+
+class Policy(Protocol):
+    """Scores for one model's neurons, layer by layer."""
+
+    def observe(self, layer: int, gates: Float32) -> None:
+        """gates: (T, F) gate products before the activation, of tokens that follow those seen so far."""
+        ...
+
+    def scores(self, layer: int) -> Float32:
+        """(F,) the higher the likelier to fire again; -inf: to be let go even where there is room."""
+        ...
+
+
+class Recency:
+    """Least recently used goes first; with `window`, what its last tokens didn't use goes at once.
+
+    window=k is the rule of "LLM in a flash" (arXiv 2312.11514, section 3.1): what the last k tokens used
+    stays. Where that is more than fits, the oldest go: k shrinks under pressure.
+    """
+
+    def __init__(self, layers: int, neurons: int, window: int = 0) -> None:
+        self._used = np.full((layers, neurons), -np.inf, dtype=np.float32)
+        self._tokens = [0] * layers
+        self._window = window
+
+    def observe(self, layer: int, gates: Float32) -> None:
+        used = self._used[layer]
+        for row in gates:
+            self._tokens[layer] += 1
+            used[fires(row)] = self._tokens[layer]
+
+    def scores(self, layer: int) -> Float32:
+        used: Float32 = self._used[layer]
+        if not self._window:
+            return used
+        return np.where(used > self._tokens[layer] - self._window, used, np.float32(-np.inf))
+
+
+class Frequency:
+    """A decayed count of how often a neuron fired."""
+
+    def __init__(self, layers: int, neurons: int, decay: float) -> None:
+        self._fired = np.zeros((layers, neurons), dtype=np.float32)
+        self._decay = decay
+
+    def observe(self, layer: int, gates: Float32) -> None:
+        _decayed_mean(self._fired[layer], self._decay, fires(gates))
+
+    def scores(self, layer: int) -> Float32:
+        scores: Float32 = self._fired[layer]
+        return scores
+
+
+class GateScore:
+    """How often a neuron fired over a long while, and how near its gate came to it lately.
+
+    A gate just below zero is likelier to be above it next than one far below. Gates are measured in root mean
+    squares of their layer's, so the score means the same in every layer and model.
+    """
+
+    def __init__(self, layers: int, neurons: int) -> None:
+        self._fired = np.zeros((layers, neurons), dtype=np.float32)
+        self._near = np.zeros((layers, neurons), dtype=np.float32)
+
+    def observe(self, layer: int, gates: Float32) -> None:
+        _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
+        scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            near = np.clip(np.float32(0.5) + gates / scale, 0, 1)
+        _decayed_mean(self._near[layer], FAST_DECAY, np.nan_to_num(near, copy=False))
+
+    def scores(self, layer: int) -> Float32:
+        scores: Float32 = self._fired[layer] + np.float32(GATE_WEIGHT) * self._near[layer]
+        return scores
+
+
+def make_policy(name: PolicyName, layers: int, neurons: int) -> Policy:
+    """The policy called `name`, before it has seen a token."""
+    if name == "lru":
+        return Recency(layers, neurons)
+    if name == "window":
+        return Recency(layers, neurons, window=WINDOW_TOKENS)
+    if name == "frequency":
+        return Frequency(layers, neurons, FREQUENCY_DECAY)
+    return GateScore(layers, neurons)
+
+
+def fires(gates: Float32) -> np.ndarray:
+    """Whether a gate lets its neuron count: (same shape) booleans."""
+    return ~(gates <= 0)
+
+
+def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
+    """mean (F,) after `values` (T, F) have come in, in place."""
+    tokens = len(values)
+    if tokens == 1:
+        mean *= np.float32(decay)
+        mean += np.float32(1 - decay) * values[0]
+        return
+    weights = ((1 - decay) * decay ** np.arange(tokens - 1, -1, -1)).astype(np.float32)
+    mean *= np.float32(decay**tokens)
+    mean += weights @ values.astype(np.float32)

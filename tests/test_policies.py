@@ -1,0 +1,88 @@
+"""Cache policies: each against its definition, told slowly in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Float32
+from ondevice.sparsity.policies import (
+    FAST_DECAY,
+    FREQUENCY_DECAY,
+    GATE_WEIGHT,
+    POLICIES,
+    SLOW_DECAY,
+    WINDOW_TOKENS,
+    PolicyName,
+    fires,
+    make_policy,
+)
+
+NEURONS = 50
+
+
+def gates_of(tokens: int, seed: int = 0) -> Float32:
+    return np.random.default_rng(seed).standard_normal((tokens, NEURONS)).astype(np.float32) - np.float32(1)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_tokens_seen_together_or_alone_score_the_same(name: PolicyName) -> None:
+    gates, together, alone = gates_of(40), make_policy(name, 2, NEURONS), make_policy(name, 2, NEURONS)
+    together.observe(1, gates[:33])
+    together.observe(1, gates[33:])
+    for row in gates:
+        alone.observe(1, row[None])
+    np.testing.assert_allclose(together.scores(1), alone.scores(1), rtol=1e-4, atol=1e-6)
+    # Layers don't see each other.
+    untouched = make_policy(name, 2, NEURONS)
+    np.testing.assert_array_equal(together.scores(0), untouched.scores(0))
+
+
+def test_least_recently_used() -> None:
+    gates, policy = gates_of(30), make_policy("lru", 1, NEURONS)
+    policy.observe(0, gates)
+    last = [max((t for t in range(30) if gates[t, n] > 0), default=-1) for n in range(NEURONS)]
+    order = np.argsort(policy.scores(0), kind="stable")
+    assert [last[n] for n in order] == sorted(last)
+
+
+def test_the_window_lets_go_what_its_tokens_did_not_use() -> None:
+    gates, policy = gates_of(60), make_policy("window", 1, NEURONS)
+    policy.observe(0, gates)
+    used = (gates[-WINDOW_TOKENS:] > 0).any(axis=0)
+    assert used.any()
+    assert not used.all()
+    np.testing.assert_array_equal(np.isfinite(policy.scores(0)), used)
+
+
+def test_a_decayed_count() -> None:
+    gates, policy = gates_of(25), make_policy("frequency", 1, NEURONS)
+    policy.observe(0, gates)
+    expected = [
+        (1 - FREQUENCY_DECAY) * sum(FREQUENCY_DECAY ** (24 - t) for t in range(25) if gates[t, n] > 0)
+        for n in range(NEURONS)
+    ]
+    np.testing.assert_allclose(policy.scores(0), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_gate_score() -> None:
+    gates, policy = gates_of(25), make_policy("gate", 1, NEURONS)
+    policy.observe(0, gates)
+    fired, near = np.zeros(NEURONS), np.zeros(NEURONS)
+    for row in gates.astype(float):
+        fired = SLOW_DECAY * fired + (1 - SLOW_DECAY) * (row > 0)
+        scaled = row / np.sqrt((row * row).mean())
+        near = FAST_DECAY * near + (1 - FAST_DECAY) * np.minimum(np.maximum(0.5 + scaled, 0), 1)
+    np.testing.assert_allclose(policy.scores(0), fired + GATE_WEIGHT * near, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.0])
+def test_what_is_no_number_counts_as_fired_and_spoils_no_score(name: PolicyName, value: float) -> None:
+    gates, policy = gates_of(3), make_policy(name, 1, NEURONS)
+    gates[1, 4] = value
+    assert fires(gates)[1, 4] == (not value <= 0)
+    policy.observe(0, gates)
+    policy.observe(0, np.zeros((1, NEURONS), np.float32))
+    policy.observe(0, gates_of(2, seed=1))
+    assert not np.isnan(policy.scores(0)).any()

@@ -1,0 +1,168 @@
+"""Record parts read into slots on demand: exact bytes, few reads, damage found, nothing left over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flash_files import HEADER_BYTES, PARTS, STRIDE, RecordFile, flip_byte, write_records
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ondevice.errors import FlashReadError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+
+RECORDS = 600
+OFFSETS = (0, PARTS[0])
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
+    return write_records(tmp_path_factory.mktemp("batch") / "records.flash", RECORDS)
+
+
+@pytest.fixture(scope="module", params=["direct", "buffered"])
+def reader(records: RecordFile, request: pytest.FixtureRequest) -> Iterator[FlashReader]:
+    with FlashReader([records.checked], io=request.param, threads=3) as reader:
+        yield reader
+
+
+class Slots:
+    """Slots for one part of some records, in an order of their own, filled with what no record has."""
+
+    def __init__(self, ids: list[int], part: int) -> None:
+        self.ids = np.array(ids, dtype=np.int32)
+        self.part = part
+        self.rows = np.zeros((len(ids) + 1, PARTS[part] + 8), np.uint8)
+        self.places = np.random.default_rng(len(ids)).permutation(len(ids))
+
+    @property
+    def targets(self) -> NDArray[np.uint64]:
+        base, stride = self.rows.ctypes.data, self.rows.strides[0]
+        return np.array([base + int(place) * stride for place in self.places], dtype=np.uint64)
+
+    def check(self, records: RecordFile) -> None:
+        start = OFFSETS[self.part]
+        for record, place in zip(self.ids, self.places, strict=True):
+            np.testing.assert_array_equal(
+                self.rows[place, : PARTS[self.part]], records.data[record, start : start + PARTS[self.part]]
+            )
+        # Nothing beside the part, and nothing behind the last slot.
+        assert not self.rows[:, PARTS[self.part] :].any()
+        assert not self.rows[len(self.ids)].any()
+
+
+ascending = st.lists(st.integers(0, RECORDS - 1), max_size=80, unique=True).map(sorted)
+
+
+@settings(max_examples=80, deadline=None)
+@given(ids=ascending, part=st.integers(0, 1), gap=st.sampled_from([0, 700, 5000, 1 << 20]))
+def test_any_records(reader: FlashReader, records: RecordFile, ids: list[int], part: int, gap: int) -> None:
+    batch, slots = _native.RecordBatch(reader.native), Slots(ids, part)
+    batch.start(0, part, slots.ids, slots.targets, gap)
+    batch.finish()
+    slots.check(records)
+
+
+def test_a_gap_that_may_be_read_through_makes_one_read_of_two(reader: FlashReader) -> None:
+    def bytes_read(ids: list[int], gap: int) -> int:
+        batch, slots = _native.RecordBatch(reader.native), Slots(ids, 1)
+        batch.start(0, 1, slots.ids, slots.targets, gap)
+        batch.finish()
+        return batch.stats()[0]
+
+    # Between the second parts of records 8 and 18 lie nine whole records and a first part.
+    between = 9 * STRIDE + PARTS[0]
+    apart, together = bytes_read([8, 18], between - 1), bytes_read([8, 18], between)
+    assert apart == bytes_read([8], 0) + bytes_read([18], 0)
+    assert together > apart
+    # One read has 64 KiB at most, however near its records are.
+    assert bytes_read(list(range(RECORDS)), 1 << 20) > RECORDS * STRIDE
+
+
+def test_two_batches_are_under_way_at_once(reader: FlashReader, records: RecordFile) -> None:
+    batches = [_native.RecordBatch(reader.native) for _ in range(2)]
+    slots = [Slots(list(range(first, 300, 2)), 1) for first in (0, 1)]
+    for _ in range(3):
+        for batch, half in zip(batches, slots, strict=True):
+            half.rows[:] = 0
+            batch.start(0, 1, half.ids, half.targets, 0)
+        for batch, half in zip(batches, slots, strict=True):
+            batch.finish()
+            half.check(records)
+
+
+def test_damage_names_the_lowest_record_and_the_next_batch_is_sound(tmp_path: Path) -> None:
+    records = write_records(tmp_path / "records.flash", 200)
+    for record in (50, 120):
+        flip_byte(records.checked.path, HEADER_BYTES + record * STRIDE + PARTS[0] + 5)
+    with FlashReader([records.checked], threads=3) as reader:
+        batch = _native.RecordBatch(reader.native)
+        for _ in range(5):
+            slots = Slots(list(range(0, 200, 10)), 1)
+            batch.start(0, 1, slots.ids, slots.targets, 0)
+            with pytest.raises(FlashReadError, match=f"from {HEADER_BYTES + 50 * STRIDE + PARTS[0]} "):
+                batch.finish()
+            sound = Slots([3, 49, 51, 121], 1)
+            batch.start(0, 1, sound.ids, sound.targets, 0)
+            batch.finish()
+            sound.check(records)
+        # The damaged part isn't read where only the other one is wanted.
+        gates = Slots([50, 120], 0)
+        batch.start(0, 0, gates.ids, gates.targets, 0)
+        batch.finish()
+        gates.check(records)
+
+
+def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
+    records = write_records(tmp_path / "records.flash", 100)
+    with FlashReader([records.checked], threads=2) as reader:
+        os.truncate(records.checked.path, HEADER_BYTES + 60 * STRIDE)
+        batch, slots = _native.RecordBatch(reader.native), Slots([10, 90], 1)
+        batch.start(0, 1, slots.ids, slots.targets, 0)
+        with pytest.raises(FlashReadError):
+            batch.finish()
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 4], [-1, 2], [2, RECORDS]])
+def test_ids_that_do_not_ascend_within_the_file_are_refused(reader: FlashReader, ids: list[int]) -> None:
+    batch, slots = _native.RecordBatch(reader.native), Slots(ids, 1)
+    with pytest.raises(IndexError):
+        batch.start(0, 1, slots.ids, slots.targets, 0)
+    batch.finish()
+
+
+def test_misuse_is_refused(reader: FlashReader, records: RecordFile) -> None:
+    batch, slots = _native.RecordBatch(reader.native), Slots([1, 2], 1)
+    with pytest.raises(IndexError, match="part 2"):
+        batch.start(0, 2, slots.ids, slots.targets, 0)
+    with pytest.raises(ValueError, match=r"\(n,\)"):
+        batch.start(0, 1, slots.ids, slots.targets[:1], 0)
+    batch.start(0, 1, slots.ids, slots.targets, 0)
+    with pytest.raises(ValueError, match="finish"):
+        batch.start(0, 1, slots.ids, slots.targets, 0)
+    batch.finish()
+    slots.check(records)
+    batch.close()
+    batch.close()
+    with pytest.raises(ValueError, match="closed"):
+        batch.start(0, 1, slots.ids, slots.targets, 0)
+
+
+def test_close_waits_for_what_is_being_read(tmp_path: Path) -> None:
+    records = write_records(tmp_path / "records.flash", 3000)
+    for _ in range(20):
+        with FlashReader([records.checked], threads=4) as reader:
+            batch, slots = _native.RecordBatch(reader.native), Slots(list(range(0, 3000, 2)), 1)
+            batch.start(0, 1, slots.ids, slots.targets, 0)
+            batch.close()
+            seen = slots.rows.copy()
+            # Nothing is written to the slots any more.
+            np.testing.assert_array_equal(slots.rows, seen)
+            with pytest.raises(ValueError, match="closed"):
+                batch.finish()
