@@ -58,6 +58,8 @@ def measure_budget(bundle: Path, shape: Shape, budget: int, threads: int) -> dic
         "warm_up": False,
         "dram_budget": budget,
         "io": "auto",
+        "sparsity": "dense",
+        "temperature": 0.0,
     }
     limited = run_engine("run_ondevice.py", spec, limit_bytes=budget)
     free = run_engine("run_ondevice.py", spec)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 BLOCK_VALUES = 1 << 24
 SHARD_BYTES = 5_000_000_000
 SHARED_TOKENIZER = Path(__file__).resolve().parents[3] / "shared/data/tokenizers/llama2/tokenizer.model"
+
+
+MatrixPieces = Callable[[int, str, tuple[int, ...]], Iterator[npt.NDArray[Any]]]
+"""(its number in its shard, name, shape) of a matrix -> its elements in order, in pieces."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +64,31 @@ def huggingface_folder(shape: Shape, workdir: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     values = _gaussian_block().astype(np.float16)
-    ones = np.ones(shape.hidden_size, np.float16)
+    write_checkpoint(
+        partial,
+        shape,
+        "silu",
+        lambda number, name, size: _stretches(values, int(np.prod(size)), number * 65_537),
+    )
+    partial.rename(folder)
+    return folder
+
+
+def write_checkpoint(folder: Path, shape: Shape, hidden_act: str, matrix: MatrixPieces) -> None:
+    """Fill `folder` with a Hugging Face checkpoint whose norms are ones and whose matrices are drawn."""
     shards = _shards(_huggingface_tensors(shape))
     weight_map: dict[str, str] = {}
     for number, tensors in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(tensors, file)
-        _write_safetensors(partial / file, tensors, values, ones)
+        _write_safetensors(folder / file, tensors, matrix)
     index = {"metadata": {"total_size": _total_bytes(shards)}, "weight_map": weight_map}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     if SHARED_TOKENIZER.is_file() and shape.vocab_size == 32_000:
-        shutil.copyfile(SHARED_TOKENIZER, partial / "tokenizer.model")
-    (partial / "config.json").write_text(json.dumps(_huggingface_config(shape), indent=2))
+        shutil.copyfile(SHARED_TOKENIZER, folder / "tokenizer.model")
+    config = _huggingface_config(shape) | {"hidden_act": hidden_act}
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     os.sync()
-    partial.rename(folder)
-    return folder
 
 
 def gguf_file(shape: Shape, workdir: Path) -> Path:
@@ -235,13 +249,8 @@ def _total_bytes(shards: list[dict[str, tuple[int, ...]]]) -> int:
     return sum(2 * int(np.prod(size)) for shard in shards for size in shard.values())
 
 
-def _write_safetensors(
-    path: Path,
-    tensors: dict[str, tuple[int, ...]],
-    values: npt.NDArray[np.float16],
-    ones: npt.NDArray[np.float16],
-) -> None:
-    """Matrices are stretches of `values`, vectors are norms, all ones. Written in order, never held whole."""
+def _write_safetensors(path: Path, tensors: dict[str, tuple[int, ...]], matrix: MatrixPieces) -> None:
+    """Vectors are norms, all ones. Written in order, never held whole."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, size in tensors.items():
@@ -252,7 +261,7 @@ def _write_safetensors(
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for number, size in enumerate(tensors.values()):
-            block = ones if len(size) == 1 else values
-            for piece in _stretches(block, int(np.prod(size)), 0 if len(size) == 1 else number * 65_537):
-                piece.tofile(file)
+        for number, (name, size) in enumerate(tensors.items()):
+            pieces = iter([np.ones(size, np.float16)]) if len(size) == 1 else matrix(number, name, size)
+            for piece in pieces:
+                piece.astype(np.float16, copy=False).tofile(file)

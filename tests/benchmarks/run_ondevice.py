@@ -1,8 +1,8 @@
 """One run of ondevice in a fresh process, through the Python API. JSON in, JSON out.
 
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (a short pass first),
-dram_budget (bytes or `auto`), io. KV is 8-bit. The end-of-text token is forbidden, so that every run has
-its `max_tokens`.
+dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy). KV is 8-bit. The end-of-text token is
+forbidden, so that every run has its `max_tokens`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
         spec["model"],
         dram_budget=spec["dram_budget"],
         backend="cpu",
-        sparsity="dense",
+        sparsity=spec["sparsity"],
         speculation="off",
         threads=spec["threads"],
         kv_bits=8,
@@ -44,7 +44,10 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
         stats = None
         steady_failcnt = 0
         for event in model.stream(
-            tokens=prompt, max_tokens=spec["max_tokens"], logit_bias={END_OF_TEXT: -1e9}
+            tokens=prompt,
+            max_tokens=spec["max_tokens"],
+            temperature=spec["temperature"],
+            logit_bias={END_OF_TEXT: -1e9},
         ):
             if event.token is not None:
                 times.append(time.monotonic())
@@ -67,6 +70,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             "flash_bytes_read": stats.flash_bytes_read,
             "flash_read_seconds": stats.flash_read_seconds,
             "flash_cpu_seconds": stats.flash_cpu_seconds,
+            "neuron_cache_hit_rate": stats.neuron_cache_hit_rate,
             "io": stats.io,
         }
 

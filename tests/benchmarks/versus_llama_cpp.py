@@ -51,6 +51,8 @@ class Case:
     warm_up: bool = True
     share: float = 0.0
     limit_bytes: int = 0
+    sparsity: str = "dense"
+    temperature: float = 0.0
     rival: tuple[Mapping[str, object], ...] = (DEFAULT,)
 
     @property
@@ -99,6 +101,7 @@ class Rivals:
     def ours(self, case: Case) -> Result:
         limit = self.limit(case)
         spec = self._spec(case, self.bundle) | {"dram_budget": limit or "auto", "io": "auto"}
+        spec |= {"sparsity": case.sparsity, "temperature": case.temperature}
         return run_engine("run_ondevice.py", spec, limit)
 
     def theirs(
