@@ -76,6 +76,20 @@ void run(Engine& engine, int bits) {
     layer.add(engine, segments, kTokens, ondevice::Activation::kSilu);
     layer.finish(engine, kTokens, y.data());
   });
+  const std::vector<float> gates(kTokens * kRows, 1.0f);
+  std::vector<int32_t> ids;
+  std::vector<const uint8_t*> parts;
+  for (int32_t n = 0; n < kRows; n += 3) {
+    ids.push_back(n);
+    parts.push_back(records.data() + (3 * n + 1) * row);
+  }
+  const ondevice::Gathered neurons{ids.data(), parts.data(), static_cast<int64_t>(ids.size()), gates.data(),
+                                   kRows};
+  twice("gathered feed_forward", bits, [&] {
+    layer.begin(engine, x.data(), kCols, kTokens);
+    layer.add_gathered(engine, neurons, kTokens, ondevice::Activation::kRelu);
+    layer.finish(engine, kTokens, y.data());
+  });
 }
 
 void attention(Engine& engine, int bits) {

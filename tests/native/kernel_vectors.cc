@@ -154,7 +154,39 @@ Records make_records(Engine& engine, int bits, int64_t hidden, int64_t neurons) 
   return records;
 }
 
-// The same neurons in one segment, and in segments of one block: equal bytes are kept under equal names.
+// Products of the records' gate rows, (T, neurons).
+Floats gate_products(Engine& engine, int bits, int64_t hidden, const Records& records, const Floats& x,
+                     int64_t tokens) {
+  const int64_t stride = records.shape.stride;
+  const int64_t neurons = static_cast<int64_t>(records.bytes.size()) / stride;
+  const int64_t groups = (hidden + kGroup - 1) / kGroup, codes = groups * kGroup * bits / 8;
+  const uint8_t* rows = records.bytes.data();
+  ondevice::Matrix gate(neurons, hidden, bits);
+  gate.load_rows(engine, 0, neurons, {rows, rows + codes, rows + codes + 2 * groups, stride, stride, stride});
+  Floats gates(static_cast<size_t>(tokens * neurons));
+  gate.forward(engine, x.data(), hidden, tokens, nullptr, gates.data());
+  return gates;
+}
+
+// The neurons with a gate above zero for any token, from their records where they lie.
+void add_gathered(Engine& engine, const ondevice::FeedForward& layer, const Records& records,
+                  const Floats& gates, int64_t tokens, Activation act) {
+  const int64_t neurons = static_cast<int64_t>(gates.size()) / tokens;
+  std::vector<int32_t> ids;
+  std::vector<const uint8_t*> parts;
+  for (int64_t n = 0; n < neurons; ++n) {
+    bool fires = false;
+    for (int64_t t = 0; t < tokens; ++t) fires = fires || gates[static_cast<size_t>(t * neurons + n)] > 0;
+    if (!fires) continue;
+    ids.push_back(static_cast<int32_t>(n));
+    parts.push_back(records.bytes.data() + n * records.shape.stride + records.shape.up);
+  }
+  const int64_t count = static_cast<int64_t>(ids.size());
+  layer.add_gathered(engine, {ids.data(), parts.data(), count, gates.data(), neurons}, tokens, act);
+}
+
+// The same neurons in one segment, or split: in segments of one block, and where gates may be zero those that
+// fire alone. Equal bytes are kept under equal names.
 void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
   const Records records = make_records(engine, bits, hidden, neurons);
   const ondevice::FeedForward layer(hidden, bits, records.shape);
@@ -173,8 +205,13 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
   for (int act = 0; act < 5; ++act)
     for (const int64_t tokens : {1, 2, 5, 17}) {
       Floats y(static_cast<size_t>(tokens * hidden));
+      const Floats gates = gate_products(engine, bits, hidden, records, x, tokens);
+      const Activation activation = static_cast<Activation>(act);
       layer.begin(engine, x.data(), hidden, tokens);
-      layer.add(engine, order, tokens, static_cast<Activation>(act));
+      if (split && (activation == Activation::kRelu || activation == Activation::kRelu2))
+        add_gathered(engine, layer, records, gates, tokens, activation);
+      else
+        layer.add(engine, order, tokens, activation);
       layer.finish(engine, tokens, y.data());
       keep(out,
            "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) + "x" +
