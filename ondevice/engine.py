@@ -72,6 +72,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     tokenizer = open_tokenizer(bundle)
     process_bytes = process_memory().current_bytes
     choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
+    possible = []
     for sparsity in choices:
         settled = replace(runtime, sparsity=sparsity)
         plan = plan_memory(
@@ -83,9 +84,10 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
             threads=runtime.threads,
         )
         plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
-        if plan.fits:
-            break
-    return Prepared(bundle, tokenizer, settled, plan)
+        possible.append(Prepared(bundle, tokenizer, settled, plan))
+    # The first that needs no flash, else the first that fits; where none does, the one that needs least.
+    by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
+    return by_preference[0] if by_preference[0].plan.fits else possible[-1]
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -206,6 +208,7 @@ class Engine:
         if plan.embedding_resident and self._cpu is not None:
             with system_refusals():
                 self._cpu.hold_embedding(True)
+            self._reader.trim()
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

@@ -78,7 +78,7 @@ class Plan:
 
     @cached_property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget that surely works: no feed-forward segment is left when the context is full."""
+        """The smallest budget that surely works: the fewest segments are left when the context is full."""
         return max(self._bare_bytes, self._loading_bytes) + REPEAT_MARGIN_BYTES
 
     @property
@@ -144,12 +144,13 @@ class Plan:
             "the process itself": self.process_bytes,
             "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
         }
+        dense = ", or load with --sparsity dense" if self.sparsity == "exact" else ""
         listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts.items())
         raise BudgetError(
             f"a DRAM budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is too small "
             f"for {name}: the smallest that works is {self.minimum_budget_bytes} bytes "
             f"({format_bytes(self.minimum_budget_bytes)}: {listed}). Raise --dram-budget, or lower "
-            f"--max-context or --kv-bits.",
+            f"--max-context or --kv-bits{dense}.",
             required_bytes=self.minimum_budget_bytes,
         )
 
@@ -241,11 +242,12 @@ def plan_memory(
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
     if runtime.sparsity == "exact":
+        slots = slot_shape(config, quant)
         return replace(
             plan,
             weights_bytes=plan.weights_bytes + gates_bytes(config, quant),
-            segment=slot_shape(config, quant),
-            stream=fetch_shape(),
+            segment=slots,
+            stream=fetch_shape(slots.slot_bytes),
             activation_bytes=plan.activation_bytes + sparse_activation_bytes(config, runtime),
             sparsity="exact",
         )

@@ -22,8 +22,9 @@ STREAM_SLOT_BYTES = 2 << 20
 STREAM_SLOTS = 8
 STREAM_SHARE = 16
 """The stream's slots take at most this part of the feed-forward weights, where two slots do."""
-NEURON_TABLE_BYTES = 24
-"""Of every neuron: its slot and its score; of every slot: its owner and its place among the free ones."""
+NEURON_TABLE_BYTES = 44
+"""Of every neuron: its slot and its scores; of every slot: its owner and its place among the free ones; and
+what dividing the slots among layers computes in between."""
 FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
 FETCH_THREADS = 32
@@ -148,9 +149,11 @@ def fetch_neurons(config: ModelConfig) -> int:
     return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
 
 
-def fetch_shape() -> StreamShape:
-    """Staging of records that are read one by one: a buffer for every reading thread."""
-    return StreamShape(0, FETCH_STAGING_BYTES, FETCH_THREADS, 0)
+def fetch_shape(slot_bytes: int) -> StreamShape:
+    """Staging of records that are read one by one: a buffer for every reading thread, the asking one too."""
+    return StreamShape(
+        0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), FETCH_THREADS + 1, 0
+    )
 
 
 def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:

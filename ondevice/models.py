@@ -218,7 +218,7 @@ def sparsity_modes(config: ModelConfig) -> tuple[SparsityMode, ...]:
 
 
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
-    """What `auto` stands for: the exact modes, fastest first; the first that fits the budget is taken."""
+    """What `auto` chooses from, the mode that is taken where all fit first: exact ones only."""
     return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
 
 

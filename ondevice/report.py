@@ -16,10 +16,16 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def plan_summary(plan: Plan) -> str:
     """The plan in two lines, as commands show it before they load."""
-    start, full = plan.segments_for(plan.kv_block_bytes), plan.segments_for(plan.kv_cache_bytes)
-    total = plan.segment.total
+    least = plan.segment.least
+    start, full = (plan.segments_for(kv) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes))
+    total = plan.segment.total - least
     if not plan.streams:
         resident = "everything will be resident"
+    elif plan.sparsity == "exact":
+        resident = (
+            f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "
+            f"{plan.max_context} tokens; of the others, those that fire are read from flash"
+        )
     else:
         resident = (
             f"feed-forward to be resident: {share(start, total)} at the start, {share(full, total)} at "

@@ -86,7 +86,7 @@ class Layer:
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
-@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 def test_the_neurons_that_fire_give_the_dense_bits(
     hidden: int, neurons: int, bits: Bits, activation: str, tokens: int
 ) -> None:

@@ -40,8 +40,17 @@ with ondevice.load(sys.argv[1], dram_budget=budget, threads=1, **options) as mod
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """35 MB of weights that every token uses, 42 of feed-forward, 17 of embedding."""
-    folder = tmp_path_factory.mktemp("footprint")
-    config = tiny_config(**SHAPE)  # type: ignore[arg-type]
+    return make_bundle(tmp_path_factory.mktemp("footprint"))
+
+
+@pytest.fixture(scope="module")
+def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a ReLU gate: half of the neurons fire."""
+    return make_bundle(tmp_path_factory.mktemp("relu"), hidden_act="relu")
+
+
+def make_bundle(folder: Path, **options: str) -> Path:
+    config = tiny_config(**SHAPE, **options)  # type: ignore[arg-type]
     noise = np.random.default_rng(0).standard_normal(1 << 18, dtype=np.float32) / 32
     tensors = {
         name: np.ones(shape, np.float32) if name.endswith("norm.weight") else np.resize(noise, shape)
@@ -53,7 +62,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return convert_bundle(folder / "hf", folder / "bundle", "q8")
 
 
-def run(bundle: Path, budget: str, prompt: int, **options: int) -> tuple[int, int, int, float]:
+def run(bundle: Path, budget: str, prompt: int, **options: int | str) -> tuple[int, int, int, float]:
     """(peak, budget, planned total, hit rate) of a process of its own."""
     arguments = [str(bundle), budget, str(prompt), json.dumps(options)]
     done = subprocess.run(
@@ -74,3 +83,10 @@ def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: fl
     peak, _, total, hit_rate = run(bundle, "8GB", 1000, max_context=1024, prefill_chunk=chunk)
     assert hit_rate == 1.0
     assert least * total <= peak <= total
+
+
+@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 600), ("8GB", 1000)])
+def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int) -> None:
+    options = {"max_context": 1024, "sparsity": "exact"}
+    peak, allowed, total, _ = run(relu_bundle, budget, prompt, **options)
+    assert 0.80 * total <= peak <= total <= allowed

@@ -25,7 +25,7 @@ from ondevice.backends.base import (
 )
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import ACTIVATIONS, GROUP_SIZE, Activation
-from ondevice.errors import BackendUnavailableError
+from ondevice.errors import BackendUnavailableError, OndeviceError
 from ondevice.kernels import _native
 
 BLOCK_NEURONS = GROUP_SIZE
@@ -69,7 +69,7 @@ class CpuFeedForward:
         gate: CpuLinear | None = None,
     ) -> None:
         self.gate = gate
-        self.fired: Fired = lambda gates: iter(())
+        self.fired: Fired = _unfed
         row = RowLayout(source.hidden_size, source.bits)
         first, second = source.layout.part_offsets
         self.source = source
@@ -102,6 +102,11 @@ class CpuFeedForward:
         blocks = -(-len(neurons) // BLOCK_NEURONS)
         block0 = (first - neurons.start) // BLOCK_NEURONS
         self.native.pack(self._engine, segment, blocks, block0, records)
+
+
+def _unfed(gates: Float32) -> Iterator[tuple[Int32, NDArray[np.uint64]]]:
+    """Neurons that nobody provides must not read as zeros."""
+    raise OndeviceError("nothing provides the neurons that fire")
 
 
 class CpuBackend:

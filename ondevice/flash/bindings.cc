@@ -229,9 +229,10 @@ void bind_flash(nb::module_& m) {
     } catch (const DirectRefused& error) {
       raise("BackendUnavailableError", error.what());
     } catch (const std::system_error& error) {
-      raise("OndeviceError", (std::string("the system refuses a thread: ") + error.what() +
-                              "; lower --threads, or raise the limit that the process runs under")
-                                 .c_str());
+      raise("OndeviceError",
+            (std::string("the system refuses a thread: ") + error.what() +
+             "; lower --threads or take --sparsity dense, or raise the limit that the process runs under")
+                .c_str());
     }
   });
   m.def("crc32c", &crc32c, nb::arg("data").noconvert(), nb::arg("units"), nb::arg("target") = "auto");

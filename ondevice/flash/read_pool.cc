@@ -125,7 +125,7 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
     uint8_t* pages = piece.pages ? piece.pages : staging.data();
     *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages));
     const uint8_t* units = pages + (piece.range.begin - page_down(piece.range.begin));
-    piece.file->check(piece.range, units);
+    source->check(piece, units);
     if (!piece.pages) source->deliver(piece, units);
   } catch (const FlashError& caught) {
     error = caught.what();

@@ -46,12 +46,14 @@ class ReadMeter {
   double busy_since_ = 0;
 };
 
-// Where threads take pieces from. Everything here but deliver() happens under the pool's mutex.
+// Where threads take pieces from. All but check() and deliver() happens under the pool's mutex.
 class PieceSource {
  public:
   virtual ~PieceSource() = default;
   // Hands out the next piece, or returns false if there is none now.
   virtual bool take(Piece* piece) = 0;
+  // Compares the bytes from range.begin on with their checksums. Throws FlashError.
+  virtual void check(const Piece& piece, const uint8_t* units) { piece.file->check(piece.range, units); }
   // The bytes from range.begin on of a piece without pages of its own, checked, before they are overwritten.
   virtual void deliver(const Piece&, const uint8_t* /*units*/) {}
   // `error` is empty when the piece arrived and matched its checksums.

@@ -34,13 +34,16 @@ void RecordBatch::start(size_t file_index, size_t part, const int32_t* ids, size
     std::lock_guard<std::mutex> lock(reader_->pool().mutex());
     if (under_way_) throw std::invalid_argument("finish() the records under way first");
     if (closed_ || reader_->pool().stopped()) throw std::invalid_argument("the reader is closed");
+    wanted_.clear();
+    runs_.clear();
+    wanted_.reserve(count);
+    runs_.reserve(count);
+    // Nothing can fail from here on.
     under_way_ = true;
     file_ = &file;
     part_bytes_ = static_cast<int64_t>(units[part]);
     error_.clear();
     next_ = 0;
-    wanted_.clear();
-    runs_.clear();
     for (size_t i = 0; i < count; ++i) {
       const int64_t offset = file.spec().crc_start + ids[i] * file.period() + part_offset;
       const bool joins = !runs_.empty() && offset - (wanted_.back().offset + part_bytes_) <= gap_bytes &&
@@ -62,6 +65,13 @@ bool RecordBatch::take(Piece* piece) {
   piece->range = {wanted_[run.first].offset, wanted_[run.first + run.count - 1].offset + part_bytes_};
   piece->tag = next_++;
   return true;
+}
+
+void RecordBatch::check(const Piece& piece, const uint8_t* units) {
+  const Run& run = runs_[piece.tag];
+  for (size_t i = run.first; i < run.first + run.count; ++i)
+    piece.file->check({wanted_[i].offset, wanted_[i].offset + part_bytes_},
+                      units + (wanted_[i].offset - piece.range.begin));
 }
 
 void RecordBatch::deliver(const Piece& piece, const uint8_t* units) {

@@ -33,6 +33,8 @@ class RecordBatch : public PieceSource {
   ReadStats stats();
 
   bool take(Piece* piece) override;
+  // What lies between the parts wanted may be damaged: nobody asked for it.
+  void check(const Piece& piece, const uint8_t* units) override;
   void deliver(const Piece& piece, const uint8_t* units) override;
   void complete(const Piece& piece, const std::string& error) override;
 

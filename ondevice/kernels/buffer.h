@@ -22,7 +22,9 @@ class Buffer {
 
   // At least `bytes`, contents lost when it grows.
   void grow(size_t bytes) {
-    if (bytes > size_) *this = Buffer(bytes);
+    if (bytes <= size_) return;
+    *this = Buffer();  // Before the new one exists: the plan counts one of them.
+    *this = Buffer(bytes);
   }
   template <class T>
   T* as() const {

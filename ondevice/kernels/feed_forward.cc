@@ -234,6 +234,10 @@ void gathered_all(const GatheredBlock* blocks, int64_t count, int64_t groups, in
     const GatheredBlock* next = b + 1 < count ? blocks + b + 1 : nullptr;
     const float* values = h + b * kGroup;
     int64_t t = 0;
+    for (; t + kTokenTile <= tokens; t += kTokenTile)
+      gathered_tokens<BITS, kTokenTile>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride,
+                                        h_stride, y + t * y_stride, y_stride, lanes + t * lanes_stride,
+                                        lanes_stride);
     for (; t + 2 <= tokens; t += 2)
       gathered_tokens<BITS, 2>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride, h_stride,
                                y + t * y_stride, y_stride, lanes + t * lanes_stride, lanes_stride);

@@ -20,7 +20,7 @@ from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import Addresses, NeuronCache, Placement
-from ondevice.sparsity.policies import fires
+from ondevice.sparsity.policies import fired
 
 UP_AND_DOWN = 1
 """The part of a neuron's record that is read: its gate row is in memory."""
@@ -85,8 +85,7 @@ class NeuronFetcher:
         if index == 0:
             cache.divide(len(gates))
         cache.observe(index, gates)
-        ids = np.flatnonzero(fires(gates).any(axis=0)).astype(np.int32)
-        waiting = deque(self._cut(ids))
+        waiting = deque(self._cut(fired(gates)))
         under_way: deque[_Batch] = deque()
         try:
             while waiting or under_way:

@@ -22,6 +22,7 @@ from ondevice.sparsity.policies import Policy
 
 Addresses = NDArray[np.uint64]
 
+ROWS_AT_ONCE = 16
 DIVIDE_TOKENS = 16
 """Tokens between two divisions of the slots among layers: 0.1 points of hit rate below every token's."""
 
@@ -111,7 +112,9 @@ class NeuronCache:
     def observe(self, layer: int, gates: Float32) -> None:
         """Tell the policy what the gates (T, F) of accepted tokens were."""
         if not self.holds_all:
-            self._policy.observe(layer, gates)
+            # A few tokens at a time, to keep what the policy computes in between small.
+            for first in range(0, len(gates), ROWS_AT_ONCE):
+                self._policy.observe(layer, gates[first : first + ROWS_AT_ONCE])
 
     def place(self, layer: int, ids: Int32) -> Placement:
         """Give every neuron of `ids` (n,) a slot. The missing are to be read there before anything else.
@@ -173,7 +176,13 @@ class NeuronCache:
         # What nobody has seen fire says nothing of its layer: its slots are divided evenly.
         seen = best[scores[best] > scores.min()]
         even = (self._room - len(seen)) // layers
-        self._shares = (np.bincount(seen // neurons, minlength=layers) + even).tolist()
+        shares = np.bincount(seen // neurons, minlength=layers) + even
+        excess = int(np.maximum(shares - neurons, 0).sum())
+        self._shares = np.minimum(shares, neurons).tolist()
+        for layer in range(layers):
+            more = min(excess, neurons - self._shares[layer])
+            self._shares[layer] += more
+            excess -= more
         for layer in range(layers):
             self.settle(layer)
 
@@ -192,8 +201,10 @@ class NeuronCache:
         segment = _native.allocate(self._segment_slots * self._slot_bytes)
         first = len(self._owner)
         new = np.arange(first, first + self._segment_slots, dtype=np.int32)
+        bases = np.append(self._bases, np.uint64(segment.__array_interface__["data"][0]))
+        owner = np.append(self._owner, np.full_like(new, -1))
+        free = np.resize(np.concatenate([self._free[: self._num_free], new]), len(owner))
+        # Nothing can fail from here on.
         self._segments.append(segment)
-        self._bases = np.append(self._bases, np.uint64(segment.__array_interface__["data"][0]))
-        self._owner = np.append(self._owner, np.full_like(new, -1))
-        free = np.concatenate([self._free[: self._num_free], new])
-        self._free, self._num_free = np.resize(free, len(self._owner)), len(free)
+        self._bases, self._owner, self._free = bases, owner, free
+        self._num_free += len(new)

@@ -12,7 +12,7 @@ from typing import Literal, Protocol, get_args
 
 import numpy as np
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Int32
 
 PolicyName = Literal["gate", "frequency", "lru", "window"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -36,15 +36,16 @@ class Policy(Protocol):
         ...
 
     def scores(self, layer: int) -> Float32:
-        """(F,) the higher the likelier to fire again; -inf: to be let go even where there is room."""
+        """(F,) the higher the likelier to fire again; -inf: the first to go."""
         ...
 
 
 class Recency:
-    """Least recently used goes first; with `window`, what its last tokens didn't use goes at once.
+    """Least recently used goes first; with `window`, all that its last tokens didn't use is worth the same.
 
     window=k is the rule of "LLM in a flash" (arXiv 2312.11514, section 3.1): what the last k tokens used
-    stays. Where that is more than fits, the oldest go: k shrinks under pressure.
+    stays. Where that is more than fits, the oldest go: k shrinks under pressure. What else has a slot keeps
+    it while nobody needs the room, where the paper drops it.
     """
 
     def __init__(self, layers: int, neurons: int, window: int = 0) -> None:
@@ -93,8 +94,8 @@ class GateScore:
 
     def observe(self, layer: int, gates: Float32) -> None:
         _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
-        scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
             near = np.clip(np.float32(0.5) + gates / scale, 0, 1)
         _decayed_mean(self._near[layer], FAST_DECAY, np.nan_to_num(near, copy=False))
 
@@ -117,6 +118,14 @@ def make_policy(name: PolicyName, layers: int, neurons: int) -> Policy:
 def fires(gates: Float32) -> np.ndarray:
     """Whether a gate lets its neuron count: (same shape) booleans."""
     return ~(gates <= 0)
+
+
+def fired(gates: Float32) -> Int32:
+    """Ascending ids of the neurons that fire for any token of gates (T, F)."""
+    any_token = np.zeros(gates.shape[1], dtype=bool)
+    for row in gates:
+        any_token |= fires(row)
+    return np.flatnonzero(any_token).astype(np.int32)
 
 
 def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
