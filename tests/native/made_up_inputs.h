@@ -1,0 +1,94 @@
+// Inputs of the native tests: numbers, rows and neuron records that every build makes alike.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/layers.h"
+
+namespace {
+
+using ondevice::Engine;
+using ondevice::kGroup;
+
+using Bytes = std::vector<uint8_t>;
+using Floats = std::vector<float>;
+using Halves = std::vector<uint16_t>;
+
+// xorshift64*; floats are sums of four 16-bit integers around 0, scaled by a power of two.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 1) {}
+  uint64_t next() {
+    state_ ^= state_ >> 12;
+    state_ ^= state_ << 25;
+    state_ ^= state_ >> 27;
+    return state_ * 0x2545f4914f6cdd1dull;
+  }
+  float value() {
+    const uint64_t bits = next();
+    int sum = 0;
+    for (int shift = 0; shift < 64; shift += 16) sum += static_cast<int16_t>(bits >> shift);
+    return static_cast<float>(sum) * (1.0f / 32768.0f);
+  }
+  Floats values(int64_t count) {
+    Floats out(static_cast<size_t>(count));
+    for (float& x : out) x = value();
+    return out;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
+
+// One row as it lies on disk: codes, scales, biases.
+struct Row {
+  Bytes codes;
+  Halves scales, biases;
+};
+
+Row quantize(Engine& engine, int bits, const float* x, int64_t cols) {
+  const auto groups = static_cast<size_t>(groups_of(cols));
+  Row row{Bytes(groups * kGroup * static_cast<size_t>(bits) / 8), Halves(groups), Halves(groups)};
+  if (bits == 16)
+    engine.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
+  else
+    engine.kernels().quantize_row(bits, x, cols, row.codes.data(), row.scales.data(), row.biases.data());
+  return row;
+}
+
+void append_row(const Row& row, int bits, Bytes* out) {
+  out->insert(out->end(), row.codes.begin(), row.codes.end());
+  if (bits == 16) return;
+  for (const Halves* values : {&row.scales, &row.biases}) {
+    const auto* first = reinterpret_cast<const uint8_t*>(values->data());
+    out->insert(out->end(), first, first + 2 * values->size());
+  }
+}
+
+// `neurons` records of [gate][up | down] rows, a gap after the first part.
+struct Records {
+  ondevice::RecordShape shape;
+  Bytes bytes;
+};
+
+Records make_records(Engine& engine, int bits, int64_t hidden, int64_t neurons) {
+  Random random(static_cast<uint64_t>(hidden * 1000 + neurons));
+  Records records{};
+  for (int64_t n = 0; n < neurons; ++n) {
+    const Floats rows = random.values(3 * hidden);
+    const int64_t start = static_cast<int64_t>(records.bytes.size());
+    append_row(quantize(engine, bits, rows.data(), hidden), bits, &records.bytes);
+    records.bytes.resize(records.bytes.size() + 32);
+    records.shape.up = static_cast<int64_t>(records.bytes.size()) - start;
+    append_row(quantize(engine, bits, rows.data() + hidden, hidden), bits, &records.bytes);
+    records.shape.down = static_cast<int64_t>(records.bytes.size()) - start;
+    append_row(quantize(engine, bits, rows.data() + 2 * hidden, hidden), bits, &records.bytes);
+    records.shape.stride = static_cast<int64_t>(records.bytes.size()) - start;
+  }
+  return records;
+}
+
+}  // namespace
