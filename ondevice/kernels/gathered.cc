@@ -41,6 +41,7 @@ int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
 
 void FeedForward::add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens,
                                Activation activation) const {
+  if (neurons.count == 0) return;
   const int64_t width = padded_to_tile(neurons.count);
   engine.gathered_h_.grow(static_cast<size_t>(2 * tokens * width) * sizeof(float));
   float* up = engine.gathered_h_.as<float>();
