@@ -107,6 +107,7 @@ train: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).export
 	@$(VENV)/bin/ondevice convert $(RECIPE_BUILD)/export/small-relu --output $(RECIPE_BUILD)/bundles/small-relu-q8 \
 		--quant q8 --force </dev/null >&2
+	@$(RECIPE).predictors --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
 	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-relu-q8; to ship it: cp $(RECIPE_BUILD)/bundles/small-relu-q8/* $(MODEL_FOLDER)/" >&2
 
 evaluate-model: $(RECIPE_BUILD)/streams.json
@@ -151,7 +152,7 @@ include tests/native/native.mk
 
 bench: $(STAMPS)/bench
 	@mkdir -p $(BENCH_DIR)
-	@status=0; for script in versus_llama_cpp flash_versus_fio ceiling convert_versus_cp; do \
+	@status=0; for script in versus_llama_cpp flash_versus_fio ceiling long_ceiling convert_versus_cp; do \
 		echo "== $$script"; \
 		$(PY) tests/benchmarks/$$script.py --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
 	done; exit $$status

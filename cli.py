@@ -1,23 +1,21 @@
 """The `ondevice` command: text to stdout, everything about it to stderr, errors as exit codes.
 
-The only module that prints. Commands import what they need when they run, so that help is instant.
+Commands import what they need when they run, so that help is instant.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.config import QuantConfig
-from ondevice.errors import INTERRUPTED, OndeviceError, UsageError
+from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, TRAIN_TOKENS, QuantConfig
+from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
     CommandGroup,
     Text,
@@ -37,11 +35,11 @@ from ondevice.settings import (
     sampling_config,
     with_model_defaults,
 )
+from ondevice.terminal import print_json, print_result, progress, say, write_events
 
 if TYPE_CHECKING:
     from ondevice.api import ConversionProgress, Model
     from ondevice.engine import Prepared
-    from ondevice.generate import Event
 
 BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS, BENCH_WARM_UP_TOKENS = 128, 64, 3, 8
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
@@ -70,30 +68,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    _say(f"error: {message}")
+    say(f"error: {message}")
     return code
-
-
-def _say(message: str, newline: bool = True) -> None:
-    click.echo(message, err=True, nl=newline)
-
-
-def _writer() -> Callable[[str], None]:
-    """What writes a model's text: as it is, but for a terminal without what could steer it."""
-    from ondevice.report import harmless
-
-    shown = harmless if sys.stdout and sys.stdout.isatty() else str
-
-    def write(text: str) -> None:
-        # Without `color`, a pipe would lose what looks like a terminal's sequences.
-        click.echo(shown(text), nl=False, color=True)
-        sys.stdout.flush()
-
-    return write
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 @click.group(cls=CommandGroup, context_settings=HELP)
@@ -120,8 +96,8 @@ def cli(verbose: bool) -> None:
     default=QuantConfig().name,
     help="Bits per weight.",
 )
-@option("--text", type=click.Path(path_type=Path), help="Text for calibration; not in this version.")
-@option("--no-calibrate", is_flag=True, help="Skip calibration; this version has none to skip.")
+@option("--text", metavar="FILE", shell_complete=complete_path, help="Text to train predictors on (ReLU).")
+@option("--no-calibrate", is_flag=True, help="Train no predictors, whatever --text says.")
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
@@ -132,7 +108,7 @@ def convert(
     source: str,
     output: Path,
     quant: str,
-    text: Path | None,
+    text: str | None,
     no_calibrate: bool,
     resume: bool,
     force: bool,
@@ -142,20 +118,27 @@ def convert(
 
     SOURCE is a Hugging Face folder, a llama2.c .bin file, a repository id or an alias.
     """
-    from ondevice import api, report
+    from ondevice import api, report, training
 
+    # Set elsewhere than in the command line, it is meant for `eval`.
+    given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
+    content = None if text is None or no_calibrate or not given else read_text(text)
     _take_interrupts()
-    # Elsewhere than in the command line it is meant for `eval`.
-    if text is not None and context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE:
-        raise UsageError("--text is for calibration, which this version doesn't do; leave it out")
-    with _progress() as show:
+    with progress() as show:
 
-        def on_progress(progress: ConversionProgress) -> None:
-            show(progress.fraction, f"{progress.step}, {report.duration(progress.remaining_seconds)} left")
+        def on_progress(done: ConversionProgress) -> None:
+            show(done.fraction, f"{done.step}, {report.duration(done.remaining_seconds)} left")
 
         path = api.convert(
             source, output, quant, on_progress=on_progress, resume=resume, force=force, offline=offline
         )
+    if content is not None:
+        config = api.open_model(path, runtime_config({})).bundle.config
+        if config.zeros_gates:
+            with progress() as show:
+                say(report.predictor_table(training.train_predictors(path, content, on_progress=show)))
+        else:
+            say(f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero")
     click.echo(str(path))
 
 
@@ -182,9 +165,9 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
     with _loaded(prepared) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
-            _print_json(response.to_dict())
+            print_json(response.to_dict())
         else:
-            _stream(loaded.stream(text, sampling=sampling))
+            write_events(loaded.stream(text, sampling=sampling))
         _say_figures(loaded)
 
 
@@ -210,26 +193,28 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
         sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
         if taken:
             listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-            _say(f"sampling as the model's authors recommend: {listed}")
+            say(f"sampling as the model's authors recommend: {listed}")
         session = loaded.session(system_prompt)
         if loaded.chat_template.is_default:
-            _say("this model has no chat template: it continues a plain User and Assistant transcript")
-        for number, line in commands.read_turns(_say):
+            say("this model has no chat template: it continues a plain User and Assistant transcript")
+        for number, line in commands.read_turns(say):
             try:
                 if commands.is_command(line):
-                    _say(commands.chat_command(loaded, session, line))
-                elif _stream(session.stream_response(commands.message(line), sampling=sampling)) == "length":
-                    _say(commands.cut_short(loaded.stats, sampling.max_tokens))
+                    say(commands.chat_command(loaded, session, line))
+                    continue
+                events = session.stream_response(commands.message(line), sampling=sampling)
+                if write_events(events) == "length":
+                    say(commands.cut_short(loaded.stats, sampling.max_tokens))
             except KeyboardInterrupt:
                 if not sys.stdin.isatty():
                     raise
-                _say("")
+                say("")
             except OndeviceError as error:
                 advice = commands.advice(error, session)
                 if not sys.stdin.isatty():
                     error.add_note(f"line {number} of stdin, and what follows it, wasn't answered{advice}")
                     raise
-                _say(f"error: {error}{advice}")
+                say(f"error: {error}{advice}")
         _say_figures(loaded)
 
 
@@ -242,10 +227,8 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
     from ondevice import api, report
 
     prepared = api.open_model(model, runtime_config(values))
-    if as_json:
-        _print_json(report.inspection(prepared.bundle, prepared.plan))
-    else:
-        click.echo(report.inspection_text(prepared.bundle, prepared.plan))
+    shown = prepared.bundle, prepared.plan
+    print_result(as_json, report.inspection(*shown), report.inspection_text(*shown))
 
 
 @cli.command()
@@ -276,9 +259,9 @@ def bench(
         measured = []
         for index in range(runs):
             measured.append(loaded.measure(prompt_tokens, max_tokens))
-            _say(f"run {index + 1} of {runs}: {report.figures(measured[-1])}")
+            say(f"run {index + 1} of {runs}: {report.figures(measured[-1])}")
         if as_json:
-            _print_json(benchmark_report(measured, loaded.kernel_target))
+            print_json(benchmark_report(measured, loaded.kernel_target))
         else:
             click.echo(report.figures(median_stats(measured)))
 
@@ -296,16 +279,74 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
     prepared = _prepared(model, values)
     tokens = api.text_tokenizer(prepared).encode(content)
     api.scoring_windows(prepared, tokens)
-    with _loaded(prepared) as loaded, _progress() as show:
+    with _loaded(prepared) as loaded, progress() as show:
         score = loaded.score(
             tokens=tokens, on_progress=lambda done, total: show(done / total, f"{done} of {total} tokens")
         )
     if as_json:
-        _print_json(score.to_dict())
+        print_json(score.to_dict())
     else:
         click.echo(
             f"perplexity {score.perplexity:.4f} ({score.nll_per_token:.6f} nats/token, {score.tokens} tokens)"
         )
+
+
+@cli.group(cls=CommandGroup)
+def train() -> None:
+    """Train what a bundle can do without, and runs better with."""
+
+
+@train.command()
+@model_option
+@option(
+    "--text", required=True, metavar="FILE|-", shell_complete=complete_path, help="The text to learn from."
+)
+@option("--output", "-o", type=click.Path(path_type=Path), help="A new folder for a copy that has them.")
+@option("--tokens", type=click.IntRange(1), default=TRAIN_TOKENS, help="Tokens of the text to use at most.")
+@add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
+@json_option
+def predictors(
+    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+) -> None:
+    """Train predictors of which neurons fire, for --sparsity predicted.
+
+    They are measured on the last tenth of the text, which they aren't trained on: what they miss, what they
+    select in vain, and what that costs in perplexity. Models with ReLU gates only.
+    """
+    from ondevice import report, training
+
+    content = read_text(text)
+    _take_interrupts()
+    with progress() as show:
+        found = training.train_predictors(
+            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+        )
+    print_result(as_json, report.predictor_figures(found), report.predictor_table(found))
+
+
+@cli.command()
+@model_option
+@option("--output", "-o", type=click.Path(path_type=Path), help="A new folder: four SVGs and profile.json.")
+@option(
+    "--text",
+    metavar="FILE|-",
+    shell_complete=complete_path,
+    help="The text to run; if not given, the model writes one.",
+)
+@option("--tokens", type=click.IntRange(PROFILE_LEAST), default=PROFILE_TOKENS, help="Tokens run at most.")
+@json_option
+def profile(model: str | None, output: Path | None, text: str | None, tokens: int, as_json: bool) -> None:
+    """Measure which neurons fire, what caches of any size would miss, and how fast flash is read.
+
+    With --output it is drawn, too, which takes matplotlib: pip install 'ondevice[plots]'.
+    """
+    from ondevice import plots, report
+
+    content = None if text is None else read_text(text)
+    _take_interrupts()
+    with progress() as show:
+        found = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)
+    print_result(as_json, found.to_dict(), report.profile_table(found))
 
 
 @cli.command()
@@ -316,7 +357,7 @@ def verify(model: str | None) -> None:
     from ondevice.units import format_bytes
 
     _take_interrupts()
-    with _progress() as show:
+    with progress() as show:
         found = api.verify(
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
@@ -344,49 +385,13 @@ def _loaded(prepared: Prepared) -> Iterator[Model]:
     from ondevice import api, report
 
     prepared.plan.require_fit(prepared.bundle.name)
-    _say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
+    say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
     with api.Model(prepared) as loaded:
         yield loaded
-
-
-def _stream(events: Iterator[Event]) -> str | None:
-    """Write a text as it comes; what was interrupted still ends its line. Returns why it ended."""
-    begun, reason, write = False, None, _writer()
-    try:
-        for event in events:
-            begun, reason = True, event.finish_reason
-            write(event.text)
-        return reason
-    finally:
-        events.close()  # type: ignore[attr-defined]
-        if begun:
-            write("\n")
 
 
 def _say_figures(model: Model) -> None:
     from ondevice import report
 
     if model.stats.forward_passes:
-        _say(report.figures(model.stats))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[float, str], None]]:
-    """A progress line on a terminal, and a line per tenth elsewhere."""
-    terminal = sys.stderr.isatty()
-    last = [-1.0, -1.0]
-
-    def show(fraction: float, what: str) -> None:
-        now = time.monotonic()
-        if terminal and now - last[1] > 0.1:
-            _say(f"\r\x1b[K{100 * fraction:3.0f} %  {what}", newline=False)
-            last[1] = now
-        elif not terminal and int(10 * fraction) > int(10 * last[0]):
-            _say(f"{100 * fraction:3.0f} %  {what}")
-            last[0] = fraction
-
-    try:
-        yield show
-    finally:
-        if terminal and last[1] >= 0:
-            _say("\r\x1b[K", newline=False)
+        say(report.figures(model.stats))

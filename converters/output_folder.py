@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ondevice.bundle.files import sync_folder
 from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
+from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.resume import STATE_FILE
 from ondevice.converters.error_log import ErrorLog
 from ondevice.errors import OndeviceError, UsageError
@@ -24,6 +25,7 @@ from ondevice.units import format_bytes
 
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
+    | {PREDICTORS, PREDICTORS_MANIFEST}
     | {STATE_FILE, ErrorLog.FILE}
 )
 _LAYERS = re.compile(r"(neurons|gates)-\d{5}\.safetensors", re.ASCII)

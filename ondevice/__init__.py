@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ondevice.scoring import Score as Score
     from ondevice.session import Session as Session
     from ondevice.stats import GenerationStats as GenerationStats
+    from ondevice.training import train_predictors as train_predictors
 
 _MODULES = {
     "api": ("Model", "convert", "inspect", "load", "verify"),
@@ -54,6 +55,7 @@ _MODULES = {
     "scoring": ("Score",),
     "session": ("Session",),
     "stats": ("GenerationStats",),
+    "training": ("train_predictors",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -14,6 +14,8 @@ Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
+TRAIN_TOKENS, PROFILE_TOKENS, PROFILE_LEAST = 40_000, 1024, 16
+"""Of a text: used at most where nothing else is said, for training and for a profile; a profile's fewest."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a bundle is run. None of these but `kv_bits`, `backend` and lossy `sparsity` changes the text."""
+    """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text."""
 
     dram_budget: str | int = "auto"
     backend: Literal["auto", "cpu", "mlx", "reference"] = "auto"
@@ -143,6 +145,8 @@ class RuntimeConfig:
     """Compute threads; 0 means one per core the process may use."""
     io: Literal["auto", "direct", "buffered"] = "auto"
     sparsity: Sparsity = "auto"
+    predictor_recall: float = 0.95
+    """Share of the neurons that fire which `predicted` aims to find: one of those the bundle has measured."""
     speculation: Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"] = "auto"
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0

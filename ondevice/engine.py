@@ -62,7 +62,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     that this model or machine can't have, and what reading the tokenizer raises.
     """
     check_choices(runtime)
-    check_runtime(bundle.config, runtime)
+    check_runtime(bundle.config, runtime, bundle.predictors)
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
@@ -82,6 +82,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
             budget_bytes=0,
             process_bytes=process_bytes,
             threads=runtime.threads,
+            predictors=bundle.predictors,
         )
         plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
         possible.append(Prepared(bundle, tokenizer, settled, plan))
@@ -136,11 +137,10 @@ class Engine:
         """Feed-forward segments that are lent; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._cpu: CpuBackend | None = None
-        self._sparse = self._runtime.sparsity == "exact"
         self._reader = FlashReader(
-            bundle_files(self._bundle, gates=self._sparse),
+            bundle_files(self._bundle, self._runtime.sparsity),
             self._runtime.io,
-            FETCH_THREADS if self._sparse else DEFAULT_THREADS,
+            DEFAULT_THREADS if self._runtime.sparsity == "dense" else FETCH_THREADS,
         )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -231,7 +231,10 @@ class Engine:
                 stream_neurons=plan.stream.neurons,
                 resident_embedding=plan.embedding_resident,
             )
-        weights = load_weights(self._bundle, self._reader, backend, cancelled, gates=self._sparse)
+        point = None
+        if runtime.sparsity == "predicted" and self._bundle.predictors is not None:
+            point = self._bundle.predictors.point(runtime.predictor_recall)
+        weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
         transformer = Transformer(config, backend, weights)
         if self._cpu is not None:
             self._neurons = self._neuron_memory(self._cpu.feed_forwards)

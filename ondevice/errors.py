@@ -59,7 +59,7 @@ class CheckpointError(OndeviceError):
 
 
 class BackendUnavailableError(OndeviceError):
-    """The requested backend, kernel target or I/O mode can't run on this machine."""
+    """What was asked for can't run on this machine: a backend, kernel target or I/O mode, or plots."""
 
 
 class FlashReadError(OndeviceError):

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from ondevice.backends.base import KVLayout
 from ondevice.bundle.layout import embedding_layout
+from ondevice.bundle.predictors import Predictors
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError
 from ondevice.memory_sizes import (
@@ -28,6 +29,8 @@ from ondevice.memory_sizes import (
     fetch_shape,
     gates_bytes,
     matrix_elements,
+    neuron_table_bytes,
+    predictors_bytes,
     reference_bytes,
     segment_shape,
     slot_shape,
@@ -136,7 +139,7 @@ class Plan:
         if self.fits:
             return
         parts = {
-            "weights of every token": self.weights_bytes,
+            "weights of every token": self.weights_bytes + self.predictor_bytes,
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
             "buffers and working memory": self.stream.nbytes
             + self.activation_bytes
@@ -144,7 +147,7 @@ class Plan:
             "the process itself": self.process_bytes,
             "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
         }
-        dense = ", or load with --sparsity dense" if self.sparsity == "exact" else ""
+        dense = "" if self.sparsity == "dense" else ", or load with --sparsity dense"
         listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts.items())
         raise BudgetError(
             f"a DRAM budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is too small "
@@ -219,10 +222,11 @@ def plan_memory(
     budget_bytes: int,
     process_bytes: int,
     threads: int = 1,
+    predictors: Predictors | None = None,
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
-    runtime.sparsity is settled: what isn't `exact` is planned as `dense`.
+    runtime.sparsity is settled: what isn't `exact`, or `predicted` with `predictors`, is planned as `dense`.
     Raises UsageError if the context asked for is longer than the model's. A budget that is too small gives
     a plan that says so (`fits`), not an error.
     """
@@ -241,15 +245,20 @@ def plan_memory(
         activation_bytes=activation_bytes(config, quant, runtime, threads) * 5 // 4,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
-    if runtime.sparsity == "exact":
-        slots = slot_shape(config, quant)
+    predicted = runtime.sparsity == "predicted" and predictors is not None
+    if runtime.sparsity == "exact" or predicted:
+        slots = slot_shape(config, quant, whole=predicted)
+        selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
         return replace(
             plan,
-            weights_bytes=plan.weights_bytes + gates_bytes(config, quant),
+            weights_bytes=plan.weights_bytes + selecting,
+            predictor_bytes=0
+            if predictors is None or not predicted
+            else predictors_bytes(config, predictors),
             segment=slots,
             stream=fetch_shape(slots.slot_bytes),
             activation_bytes=plan.activation_bytes + sparse_activation_bytes(config, runtime),
-            sparsity="exact",
+            sparsity=runtime.sparsity,
         )
     if runtime.backend != "reference":
         return plan

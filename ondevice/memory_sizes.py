@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, padded
+from ondevice.bundle.predictors import Predictors
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
 
@@ -135,9 +136,13 @@ def segment_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape:
     )
 
 
-def slot_shape(config: ModelConfig, quant: QuantConfig) -> SlotShape:
-    """Segments near 8 MiB, or a sixteenth of all neurons if that is less, for the up and down rows."""
-    slot_bytes = neuron_layout(config, quant).part_bytes[1]
+def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShape:
+    """Segments near 8 MiB, or a sixteenth of all neurons if that is less.
+
+    whole: slots are for whole records, not for the up and down rows alone.
+    """
+    layout = neuron_layout(config, quant)
+    slot_bytes = layout.stride if whole else layout.part_bytes[1]
     neurons = config.num_layers * config.intermediate_size
     reserve = 2 * fetch_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
@@ -203,14 +208,27 @@ def weights_bytes(config: ModelConfig, quant: QuantConfig) -> int:
 
 
 def gates_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Every layer's gate projection, packed, with its checksums, and what is kept about every neuron."""
+    """Every layer's gate projection, packed, with its checksums."""
     neurons, hidden = config.intermediate_size, config.hidden_size
-    kept = 4 + NEURON_TABLE_BYTES
-    return config.num_layers * (interleaved_bytes(neurons, hidden, quant.bits) + kept * neurons)
+    return config.num_layers * (interleaved_bytes(neurons, hidden, quant.bits) + 4 * neurons)
+
+
+def predictors_bytes(config: ModelConfig, predictors: Predictors) -> int:
+    """Every layer's two predictor matrices, packed, and the biases."""
+    neurons, hidden, bits = config.intermediate_size, config.hidden_size, predictors.bits
+    return sum(
+        interleaved_bytes(rank, hidden, bits) + interleaved_bytes(neurons, rank, bits) + 4 * neurons
+        for rank in predictors.ranks
+    )
+
+
+def neuron_table_bytes(config: ModelConfig) -> int:
+    """What the neuron cache and its policy keep about every neuron of the model."""
+    return config.num_layers * config.intermediate_size * NEURON_TABLE_BYTES
 
 
 def sparse_activation_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:
-    """What a pass over neurons that fire holds beside the dense one: all gates, hidden values spread out."""
+    """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out."""
     chunk = min(runtime.prefill_chunk, context_tokens(config, runtime))
     neurons = padded(config.intermediate_size, GROUP_SIZE)
     return 4 * chunk * (2 * neurons + 2 * fetch_neurons(config)) + 64 * neurons

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 
+from ondevice.bundle.predictors import Predictors
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
     BackendUnavailableError,
@@ -195,13 +196,20 @@ class SparsityMode:
     reason: str
 
 
-def sparsity_modes(config: ModelConfig) -> tuple[SparsityMode, ...]:
+def sparsity_modes(config: ModelConfig, predictors: Predictors | None) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it."""
     relu = config.zeros_gates
     exact = (
         "only neurons whose gate is above zero; the same text as dense"
         if relu
         else f"{config.hidden_act} gates are hardly ever exactly zero; it takes relu or relu2"
+    )
+    predicted = (
+        "only neurons that predictors select; not the same text as dense"
+        if predictors is not None
+        else "its bundle holds no predictors; `ondevice train predictors` makes them"
+        if relu
+        else f"predictors say which gates are zero, and {config.hidden_act} gates hardly ever are"
     )
     threshold = (
         "is for silu and gelu models"
@@ -211,7 +219,7 @@ def sparsity_modes(config: ModelConfig) -> tuple[SparsityMode, ...]:
     return (
         SparsityMode("dense", True, "every neuron of every token; exact"),
         SparsityMode("exact", relu, exact),
-        SparsityMode("predicted", False, "its bundle holds no predictors"),
+        SparsityMode("predicted", predictors is not None, predicted),
         SparsityMode("threshold", False, threshold),
         SparsityMode("experts", False, "it has no expert router"),
     )
@@ -222,19 +230,21 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
     return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
 
 
-def check_runtime(config: ModelConfig, runtime: RuntimeConfig) -> None:
+def check_runtime(config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None) -> None:
     """Refuse what this model or this version can't do, before anything is loaded.
 
     Raises UnsupportedModelError for a sparsity or speculation mode, BackendUnavailableError for a backend.
     """
-    modes = {mode.name: mode for mode in sparsity_modes(config)}
+    modes = {mode.name: mode for mode in sparsity_modes(config, predictors)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)
         raise UnsupportedModelError(
             f"--sparsity {runtime.sparsity} isn't possible with this model: "
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
-    if runtime.sparsity == "exact" and runtime.backend == "reference":
+    if runtime.sparsity == "predicted" and predictors is not None:
+        predictors.point(runtime.predictor_recall)
+    if runtime.sparsity in ("exact", "predicted") and runtime.backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )

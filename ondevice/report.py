@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from statistics import mean
 from typing import Any
 
+from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.reader import Bundle
 from ondevice.memory_plan import Plan
 from ondevice.models import SparsityMode, sparsity_modes
+from ondevice.profiling import Profile
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
 
+PROFILE_SPANS = (8, 32)
+"""Neighbouring tokens whose distinct neurons the table has; the plot has all."""
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -21,10 +28,10 @@ def plan_summary(plan: Plan) -> str:
     total = plan.segment.total - least
     if not plan.streams:
         resident = "everything will be resident"
-    elif plan.sparsity == "exact":
+    elif plan.sparsity != "dense":
         resident = (
             f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "
-            f"{plan.max_context} tokens; of the others, those that fire are read from flash"
+            f"{plan.max_context} tokens; of the others, those that are selected are read from flash"
         )
     else:
         resident = (
@@ -62,7 +69,7 @@ def figures(stats: GenerationStats) -> str:
 
 def inspection(bundle: Bundle, plan: Plan) -> dict[str, Any]:
     """`inspect --json`."""
-    modes = sparsity_modes(bundle.config)
+    modes = sparsity_modes(bundle.config, bundle.predictors)
     return {
         "model": bundle.name,
         "architecture": bundle.config.architecture,
@@ -82,7 +89,7 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
         "sparsity modes:",
-        *(_mode_line(mode) for mode in sparsity_modes(config)),
+        *(_mode_line(mode) for mode in sparsity_modes(config, bundle.predictors)),
         f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens:",
         *(f"  {what:<24}{format_bytes(nbytes):>9}{nbytes:>16}" for what, nbytes in _parts(plan)),
         f"  {'total':<24}{format_bytes(plan.total_bytes):>9}{plan.total_bytes:>16}",
@@ -91,6 +98,74 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
         "fits: " + ("yes" if plan.fits else "no"),
     ]
     return "\n".join(lines)
+
+
+def predictor_figures(found: Predictors) -> dict[str, Any]:
+    """`train predictors --json`."""
+    shown = asdict(found)
+    return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
+
+
+def predictor_table(found: Predictors) -> str:
+    """What each recall target takes and costs, means over layers, and every layer's rank."""
+    lines = [
+        f"ranks by layer: {' '.join(map(str, found.ranks))}; {found.bits} bits; trained on "
+        f"{found.trained_tokens} tokens, measured on {found.measured_tokens}",
+        "recall  missed  selected  perplexity  agrees with dense",
+    ]
+    for point in found.points:
+        missed, selected = 100 * mean(point.false_negatives), 100 * mean(point.selected)
+        quality = "not measured"
+        if point.perplexity is not None and point.agreement is not None:
+            quality = f"{point.perplexity:<12.3f}{100 * point.agreement:.1f} %"
+        lines.append(f"{point.recall:<8g}{missed:4.1f} %  {selected:6.1f} %  {quality}")
+    dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
+    lines.append(f"dense      0 %   100.0 %  {dense}")
+    return "\n".join(lines)
+
+
+def profile_table(found: Profile) -> str:
+    """`profile` for people: neurons by layer, misses by size of the cache, reads by size; notes."""
+    lines = [f"{found.model}: {found.num_layers} layers of {found.num_neurons} neurons"]
+    if found.firing is not None and found.misses is not None:
+        firing, misses = found.firing, found.misses
+        spans = [span for span in PROFILE_SPANS if span <= len(firing.distinct[0])]
+        rows = [
+            (f"layer {layer}", [active, also, *(distinct[span - 1] for span in spans)])
+            for layer, (active, also, distinct) in enumerate(
+                zip(firing.active, firing.also_before, firing.distinct, strict=True)
+            )
+        ]
+        means = [mean(column) for column in zip(*(shares for _, shares in rows), strict=True)]
+        lines += [
+            f"{found.tokens} tokens: {found.text}",
+            "",
+            _columns("neurons", ["fire", "before too", *(f"in {span} tokens" for span in spans)]),
+            *(_columns(name, map(_percent, shares)) for name, shares in [*rows, ("mean", means)]),
+            "",
+            _columns("misses of a cache of", map(_percent, misses.shares)),
+            *(_columns(name, map(_percent, rates)) for name, rates in misses.policies.items()),
+            _columns("at best (Belady)", map(_percent, misses.optimum)),
+        ]
+    threads = sorted({rate.threads for rate in found.reads.rates})
+    sizes = sorted({rate.read_bytes for rate in found.reads.rates})
+    rates = {(rate.read_bytes, rate.threads): rate.bytes_per_second for rate in found.reads.rates}
+    lines += ["", _columns(f"{found.reads.io} reads, GB/s", [f"{count} threads" for count in threads])]
+    for nbytes in sizes:
+        lines.append(_columns(f"{nbytes >> 10} KiB", [_gigabytes(rates[nbytes, count]) for count in threads]))
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _columns(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<22}" + "".join(f"{cell:>12}" for cell in cells)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _gigabytes(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.2f}"
 
 
 def harmless(text: str) -> str:
@@ -113,6 +188,7 @@ def _mode_line(mode: SparsityMode) -> str:
 def _parts(plan: Plan) -> list[tuple[str, int]]:
     parts = [
         ("weights of every token", plan.resident_weights_bytes),
+        ("predictors", plan.predictor_bytes),
         ("KV cache", plan.kv_cache_bytes),
         ("feed-forward, resident", plan.neuron_cache_bytes),
         ("streaming buffers", plan.staging_bytes),

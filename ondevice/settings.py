@@ -47,6 +47,7 @@ _RUNTIME_HELP = {
     "threads": "Compute threads; 0: one per core.",
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
+    "predictor_recall": "With --sparsity predicted: share of the firing neurons to find.",
     "speculation": "How tokens are drafted.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096.",
@@ -104,6 +105,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "quant": str,
     "prompt_tokens": int,
     "runs": int,
+    "tokens": int,
     "no_calibrate": bool,
     "resume": bool,
     "force": bool,
@@ -185,6 +187,9 @@ def check_choices(config: RuntimeConfig) -> None:
         value = getattr(config, name)
         if type(value) is not int or not least <= value <= most:
             raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+    recall = config.predictor_recall
+    if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
+        raise UsageError(f"predictor_recall is {recall!r}; it must be a number above 0 and at most 1")
 
 
 def with_model_defaults(

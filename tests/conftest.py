@@ -13,8 +13,11 @@ import pytest
 
 from ondevice import cli
 from ondevice.api import Model, load
+from ondevice.flash.reader import FlashReader
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Result, Run
+from tests.faults import build_shim
+from tests.flash_files import RecordFile, write_records
 from tests.models import write_checkpoint
 from tests.small_tokenizers import train_sentencepiece
 
@@ -60,6 +63,26 @@ def model(chat_bundle: Path) -> Iterator[Model]:
     """The chat bundle loaded, everything resident, one thread."""
     with load(chat_bundle, threads=1) as loaded:
         yield loaded
+
+
+@pytest.fixture(scope="module")
+def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
+    """A file of as many records as `RECORDS` of the test's module says."""
+    return write_records(tmp_path_factory.mktemp("flash") / "records.flash", request.module.RECORDS)
+
+
+@pytest.fixture(scope="module", params=["direct", "buffered"])
+def reader(records: RecordFile, request: pytest.FixtureRequest) -> Iterator[FlashReader]:
+    """A reader of `records` on three threads, once past the page cache and once through it."""
+    with FlashReader([records.checked], io=request.param, threads=3) as reader:
+        assert reader.io == request.param
+        yield reader
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes reads fail in a process that preloads it; see `tests/faults.py`."""
+    return build_shim(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture(scope="session")

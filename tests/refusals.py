@@ -10,7 +10,7 @@ from ondevice.converters.convert import convert
 from ondevice.errors import OndeviceError
 
 
-def refused(source: Path, error: type[OndeviceError], match: str, quant: str = "q4") -> None:
+def assert_refused(source: Path, error: type[OndeviceError], match: str, quant: str = "q4") -> None:
     """Conversion ends in exactly `error`, and leaves nothing that could be taken for a bundle."""
     output = source.parent / "output"
     with pytest.raises(error, match=match) as caught:

@@ -102,7 +102,7 @@ def test_loading_is_given_up_between_two_pieces(chat_bundle: Path) -> None:
 def test_an_interrupt_while_loading_cancels_it(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def waiting(bundle: Any, reader: Any, backend: Any, cancelled: Callable[[], bool], gates: bool) -> None:
+    def waiting(bundle: Any, reader: Any, backend: Any, cancelled: Callable[[], bool], *mode: Any) -> None:
         time.sleep(0.5)  # Python misses a signal that comes just before it waits.
         os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 30

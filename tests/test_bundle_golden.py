@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,11 @@ SHA256 = {
     "neurons-00001.safetensors": "ef6df6ec7e764885eeb559eb15fe9ae1fb069d694b64f94091af87bb76d89bf8",
     "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
 }
+WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
+    "bundle.json": "33c733f05854dd2b3d162813f268c0dd7c9c5ae82acb01ddb7e5f1567f2eefe8",
+    "checksums.bin": "024feab3f75fa9e08fe90d317dd39fbe1e5536e511a372e19d3a73b3e7cfe2a3",
+}
+"""The same weights for an activation that never makes a gate zero."""
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -41,6 +47,14 @@ def test_writer_makes_the_golden_bytes(tmp_path: Path) -> None:
     writer = BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden")
     fill(writer, recipe)
     assert hashes(tmp_path / "b") == SHA256
+
+
+def test_a_bundle_without_gates(tmp_path: Path) -> None:
+    recipe = Recipe(config=replace(Recipe().config, hidden_act="silu"))
+    fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden"), recipe)
+    assert hashes(tmp_path / "b") == WITHOUT_GATES
+    assert b'\n  "gates": null,\n' in (tmp_path / "b" / "bundle.json").read_bytes()
+    assert Bundle.open(tmp_path / "b").config == recipe.config
 
 
 def test_golden_bundle_opens_and_verifies() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from malformed.rules import manifest_of, overwrite, put, seal
 from ondevice.bundle import digest, verify
 from ondevice.errors import BundleError, ModelNotFoundError
 
-NEURONS = "neurons-00001.safetensors"
+GATES, NEURONS = "gates-00001.safetensors", "neurons-00001.safetensors"
 
 
 @pytest.fixture
@@ -77,12 +79,40 @@ def test_padding_that_is_not_zero_is_found(offset: int, name: str, copy: Path) -
         verify.verify(copy, crc32c)
 
 
-def test_gates_that_are_not_the_neurons_are_found(copy: Path) -> None:
-    gates = copy / "gates-00001.safetensors"
-    overwrite(gates.name, 4096 + 50 * 64 + 3, bytes([gates.read_bytes()[4096 + 50 * 64 + 3] ^ 1]))(copy)
-    reseal(copy, gates.name)
-    with pytest.raises(BundleError, match=f"{gates.name}: record 50 isn't the gate row that {NEURONS} has"):
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, digest.CHUNK_BYTES])
+@pytest.mark.parametrize(
+    ("name", "offset", "record"),
+    [(GATES, 4096 + 50 * 64 + 3, 50), (GATES, 4096, 0), (NEURONS, 4096 + 95 * 192 + 35, 95)],
+)
+def test_gates_that_are_not_the_neurons_are_named(
+    name: str, offset: int, record: int, chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
+    overwrite(name, offset, bytes([(copy / name).read_bytes()[offset] ^ 1]))(copy)
+    reseal(copy, name)
+    with pytest.raises(BundleError, match=f"{GATES}: record {record} isn't the gate row that {NEURONS} has"):
         verify.verify(copy, crc32c)
+
+
+def test_equal_gates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes: Counter[str] = Counter()
+
+    class CountedFile(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            nbytes[Path(str(self.name)).name] += len(data)
+            return data
+
+        def readinto(self, buffer: memoryview, /) -> int:
+            count = super().readinto(buffer)
+            nbytes[Path(str(self.name)).name] += count
+            return count
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: CountedFile(path, mode))
+    verify.verify(GOLDEN, crc32c)
+    for name in (GATES, NEURONS):
+        # Opening the bundle reads the header of 4096 bytes besides.
+        assert nbytes[name] == 4096 + (GOLDEN / name).stat().st_size
 
 
 def reseal(folder: Path, name: str) -> None:

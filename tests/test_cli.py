@@ -8,9 +8,10 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ondevice import cli
+from ondevice import terminal
 from ondevice.api import Model
 from ondevice.bundle.reader import Bundle
 from ondevice.report import harmless
@@ -71,7 +72,29 @@ def test_convert_says_how_far_it_is_and_resumes(ondevice: Run, tmp_path: Path) -
     assert Bundle.open(output).quant.bits == 16
     refused = ondevice("convert", source, "-o", tmp_path / "b", "--text", "corpus.txt")
     assert refused.code == 2
-    assert "calibration" in refused.err
+    assert "no file corpus.txt" in refused.err
+    assert not (tmp_path / "b").exists()
+    (tmp_path / "text").write_text("words " * 200)
+    dense = ondevice("convert", source, "-o", tmp_path / "b", "--text", tmp_path / "text")
+    assert dense.code == 0
+    assert "silu gates are hardly ever exactly zero" in dense.err
+
+
+def test_convert_with_text_trains_predictors(ondevice: Run, tmp_path: Path) -> None:
+    source = write_chat_checkpoint(tmp_path / "hf", hidden_act="relu", num_hidden_layers=1)
+    letters = np.random.default_rng(2).integers(97, 122, 1200).astype(np.uint8).tobytes()
+    (tmp_path / "text").write_bytes(letters.replace(b"e", b" "))
+    arguments = ("convert", source, "-o", tmp_path / "out", "--text", tmp_path / "text")
+    without = ondevice(*arguments, "--no-calibrate")
+    assert without.code == 0
+    assert Bundle.open(tmp_path / "out").predictors is None
+    trained = ondevice(*arguments, "--force")
+    assert trained.code == 0, trained.err
+    assert "agrees with dense" in trained.err
+    assert Bundle.open(tmp_path / "out").predictors is not None
+    again = ondevice(*arguments[:4], "--force")
+    assert again.code == 0, again.err
+    assert Bundle.open(tmp_path / "out").predictors is None
 
 
 def test_generate_json(ondevice: Run, chat_bundle: Path) -> None:
@@ -153,5 +176,5 @@ def test_text_for_a_terminal_loses_what_could_steer_it_and_no_other_text_does() 
     colours = "\x1b[31mred"
     for stream, expected in ((io.StringIO(), colours), (TerminalText(), "\ufffd[31mred")):
         with contextlib.redirect_stdout(stream):
-            cli._writer()(colours)
+            terminal._writer()(colours)
         assert stream.getvalue() == expected

@@ -133,7 +133,7 @@ def test_options_of_one_command_come_from_everywhere_too(
     assert ondevice("generate").json["stats"]["prompt_tokens"] == len("<two words")
     monkeypatch.setenv("ONDEVICE_JSON", "0")
     assert ondevice("bench").out.startswith("3 tokens, ")
-    # `text` is for eval: a conversion, which can't use one yet, goes on without it.
+    # `text` set so is for eval: a conversion goes on without it.
     checkpoint = write_chat_checkpoint(tmp_path / "hf")
     assert ondevice("convert", checkpoint, "-o", tmp_path / "out", "--quant", "q8").code == 0
 
@@ -228,7 +228,8 @@ def test_an_error_spells_a_key_as_the_settings_file_does(
 
 
 def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
-    assert set(cli.cli.commands) == {"convert", "chat", "generate", "inspect", "bench", "eval", "verify"}
+    commands = {"convert", "chat", "generate", "inspect", "bench", "eval", "verify", "train", "profile"}
+    assert set(cli.cli.commands) == commands
     for name in cli.cli.commands:
         result = ondevice(name, "--help")
         assert result.code == 0

@@ -26,7 +26,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from tests.refusals import refused
+from tests.refusals import assert_refused
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ SHARD = "model-00002-of-00003.safetensors"
 
 def test_a_missing_shard(source: Path) -> None:
     (source / SHARD).unlink()
-    refused(source, CheckpointError, f"no {SHARD}; is the download complete")
+    assert_refused(source, CheckpointError, f"no {SHARD}; is the download complete")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 0.5, -1])
@@ -59,7 +59,7 @@ def test_a_truncated_shard(source: Path, keep: float) -> None:
     size = (source / SHARD).stat().st_size
     with (source / SHARD).open("r+b") as file:
         file.truncate(int(size * keep) if 0 < keep < 1 else int(keep) % size)
-    refused(source, CheckpointError, f"{SHARD}.*(truncated|ends at byte|safetensors file)")
+    assert_refused(source, CheckpointError, f"{SHARD}.*(truncated|ends at byte|safetensors file)")
 
 
 def test_a_shard_that_shrinks_while_it_is_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_shard_that_shrinks_while_it_is_read(source: Path, monkeypatch: pytest
         return "f"
 
     monkeypatch.setattr("ondevice.converters.convert.fingerprint", truncate)
-    refused(source, CheckpointError, f"{SHARD} ends at byte .* download it again")
+    assert_refused(source, CheckpointError, f"{SHARD} ends at byte .* download it again")
 
 
 class Header(NamedTuple):
@@ -93,33 +93,37 @@ class Header(NamedTuple):
 def test_a_header_that_lies(source: Path, header: Header) -> None:
     text = header.entries if isinstance(header.entries, str) else json.dumps(header.entries)
     (source / SHARD).write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(16))
-    refused(source, CheckpointError, header.match)
+    assert_refused(source, CheckpointError, header.match)
 
 
 @pytest.mark.parametrize("length", [1 << 26, 1 << 40, (1 << 64) - 1])
 def test_a_huge_header_is_not_read(source: Path, length: int) -> None:
     (source / SHARD).write_bytes(length.to_bytes(8, "little") + b"{}" * 100)
-    refused(source, CheckpointError, "its header would be")
+    assert_refused(source, CheckpointError, "its header would be")
 
 
 def test_wrong_shapes(source: Path) -> None:
     edit_config(source, intermediate_size=161)
-    refused(source, CheckpointError, r"gate_proj\.weight has shape \[160, 64\].* asks for \[161, 64\]; take")
+    assert_refused(
+        source, CheckpointError, r"gate_proj\.weight has shape \[160, 64\].* asks for \[161, 64\]; take"
+    )
 
 
 def test_a_missing_tensor(source: Path) -> None:
     edit_config(source, num_hidden_layers=3)
-    refused(source, CheckpointError, r"9 tensors .* missing, model\.layers\.2\.input_layernorm\.weight")
+    assert_refused(
+        source, CheckpointError, r"9 tensors .* missing, model\.layers\.2\.input_layernorm\.weight"
+    )
 
 
 def test_a_tensor_of_no_known_kind(source: Path) -> None:
     edit_config(source, num_hidden_layers=1)
-    refused(source, CheckpointError, "9 tensors are no part of a llama model")
+    assert_refused(source, CheckpointError, "9 tensors are no part of a llama model")
 
 
 def test_an_index_that_disagrees_with_its_shards(source: Path) -> None:
     edit_index(source, lambda index: index.update({"model.norm.weight": "model-00001-of-00003.safetensors"}))
-    refused(source, CheckpointError, r"model-00001-of-00003\.safetensors has no model\.norm\.weight")
+    assert_refused(source, CheckpointError, r"model-00001-of-00003\.safetensors has no model\.norm\.weight")
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8", "F64"])
@@ -127,7 +131,7 @@ def test_a_quantised_checkpoint(source: Path, dtype: str) -> None:
     values = {"F8_E4M3": 1, "I8": 1, "F64": 8}[dtype] * 6
     header = json.dumps({"w": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, values]}}).encode()
     (source / SHARD).write_bytes(len(header).to_bytes(8, "little") + header + bytes(values))
-    refused(source, UnsupportedModelError, f"w is stored as {dtype}; only F32, F16 and BF16")
+    assert_refused(source, UnsupportedModelError, f"w is stored as {dtype}; only F32, F16 and BF16")
 
 
 @pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
@@ -141,13 +145,13 @@ def test_weights_that_are_no_numbers(tmp_path: Path, name: str, value: float, qu
     tensors = random_tensors(tiny_config())
     tensors[name][..., -1] = value
     save_safetensors(source / "model.safetensors", tensors)
-    refused(source, CheckpointError, f"{name} holds NaN", quant)
+    assert_refused(source, CheckpointError, f"{name} holds NaN", quant)
 
 
 def test_a_tied_model_with_a_head_of_its_own(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source")
     edit_config(source, tie_word_embeddings=True)
-    refused(source, CheckpointError, "tie_word_embeddings, but lm_head.weight differs")
+    assert_refused(source, CheckpointError, "tie_word_embeddings, but lm_head.weight differs")
 
 
 class Bomb:
@@ -168,22 +172,22 @@ def test_a_pickle_is_never_opened(tmp_path: Path, name: str, alone: bool) -> Non
     if alone:
         (source / "config.json").unlink()
     (source / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
-    refused(source, UnsupportedModelError, f"{name}.*a pickle.*never.*safetensors")
+    assert_refused(source, UnsupportedModelError, f"{name}.*a pickle.*never.*safetensors")
     if alone:
-        refused(source / name, UnsupportedModelError, "a pickle")
+        assert_refused(source / name, UnsupportedModelError, "a pickle")
     assert not (tmp_path / "mark").exists()
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF" + bytes(100))
-    refused(file, UnsupportedModelError, "GGUF")
+    assert_refused(file, UnsupportedModelError, "GGUF")
     file.write_bytes(b"24ka" + bytes(300))
-    refused(file, UnsupportedModelError, "--version 0")
+    assert_refused(file, UnsupportedModelError, "--version 0")
     source = write_checkpoint(tmp_path / "source")
-    refused(source / "model.safetensors", CheckpointError, "give the folder")
+    assert_refused(source / "model.safetensors", CheckpointError, "give the folder")
     bundle = convert(source, tmp_path / "bundle")
-    refused(bundle, UnsupportedModelError, "is a bundle already")
+    assert_refused(bundle, UnsupportedModelError, "is a bundle already")
 
 
 @pytest.mark.parametrize("name", [
@@ -195,13 +199,15 @@ def test_an_index_that_climbs_out(source: Path, name: str) -> None:
     (source / "sub").mkdir()
     save_safetensors(source / "sub" / "outside.safetensors", random_tensors(tiny_config()))
     edit_index(source, lambda index: index.update(dict.fromkeys(index, name)))
-    refused(source, CheckpointError, "(is not the name of a file|isn't a safetensors file).*; download")
+    assert_refused(
+        source, CheckpointError, "(is not the name of a file|isn't a safetensors file).*; download"
+    )
 
 
 @pytest.mark.parametrize("value", [None, [], {"w": 3}, "x"])
 def test_an_index_without_a_map(source: Path, value: object) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
-    refused(source, CheckpointError, "weight_map")
+    assert_refused(source, CheckpointError, "weight_map")
 
 
 @pytest.mark.parametrize("name", [SHARD, "config.json", "tokenizer.json", "generation_config.json"])
@@ -212,10 +218,10 @@ def test_a_link_that_leads_out(source: Path, name: str) -> None:
     else:
         outside.write_text("{}")
     (source / name).symlink_to(outside)
-    refused(source, CheckpointError, f"{name} is a link that leads out of")
+    assert_refused(source, CheckpointError, f"{name} is a link that leads out of")
     (source / name).unlink()
     (source / name).symlink_to(name)
-    refused(source, CheckpointError, f"no {name}")
+    assert_refused(source, CheckpointError, f"no {name}")
 
 
 def test_a_link_to_blobs_counts_only_in_a_cache(source: Path) -> None:
@@ -223,7 +229,7 @@ def test_a_link_to_blobs_counts_only_in_a_cache(source: Path) -> None:
     blobs.mkdir(exist_ok=True)
     (source / SHARD).rename(blobs / "shard")
     (source / SHARD).symlink_to(blobs / "shard")
-    refused(source, CheckpointError, "leads out")
+    assert_refused(source, CheckpointError, "leads out")
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer_config.json"])
@@ -232,46 +238,46 @@ def test_a_link_to_blobs_counts_only_in_a_cache(source: Path) -> None:
 ])  # fmt: skip
 def test_json_that_is_none(source: Path, name: str, content: bytes) -> None:
     (source / name).write_bytes(content)
-    refused(source, CheckpointError, name)
+    assert_refused(source, CheckpointError, name)
 
 
 def test_json_that_never_ends(source: Path) -> None:
     with (source / "config.json").open("wb") as file:
         file.truncate(1 << 40)
-    refused(source, CheckpointError, "config.json is larger than")
+    assert_refused(source, CheckpointError, "config.json is larger than")
 
 
 def test_a_folder_where_a_file_should_be(source: Path) -> None:
     (source / SHARD).unlink()
     (source / SHARD).mkdir()
-    refused(source, CheckpointError, "not a regular file")
+    assert_refused(source, CheckpointError, "not a regular file")
 
 
 def test_a_pipe_where_a_file_should_be(source: Path) -> None:
     (source / SHARD).unlink()
     os.mkfifo(source / SHARD)
-    refused(source, CheckpointError, "not a regular file")
+    assert_refused(source, CheckpointError, "not a regular file")
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    refused(tmp_path / "absent", ModelNotFoundError, "no checkpoint at .*absent")
+    assert_refused(tmp_path / "absent", ModelNotFoundError, "no checkpoint at .*absent")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", CheckpointError, "no config.json")
+    assert_refused(tmp_path / "empty", CheckpointError, "no config.json")
     (tmp_path / "loop").symlink_to("loop")
-    refused(tmp_path / "loop", ModelNotFoundError, "no checkpoint")
+    assert_refused(tmp_path / "loop", ModelNotFoundError, "no checkpoint")
     source = write_checkpoint(tmp_path / "weightless")
     (source / "model.safetensors").unlink()
-    refused(source, CheckpointError, "neither model.safetensors nor")
+    assert_refused(source, CheckpointError, "neither model.safetensors nor")
 
 
 def test_an_unknown_quantisation(source: Path) -> None:
-    refused(source, UsageError, "'q5' is not one of q4, q8, f16", "q5")
+    assert_refused(source, UsageError, "'q5' is not one of q4, q8, f16", "q5")
 
 
 def test_no_room_is_said_before_anything_is_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage(source)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=1_000_000))
-    refused(
+    assert_refused(
         source, OndeviceError, r"needs 1\.\d+ MB \(\d+ bytes\) more, but .* has 1\.00 MB .* free; make room"
     )
     assert not (source.parent / "output.partial").exists()
@@ -328,13 +334,13 @@ def test_a_full_disk(source: Path, small_disk: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_file_where_the_unfinished_bundle_should_be(source: Path) -> None:
     (source.parent / "output.partial").write_text("mine")
-    refused(source, OndeviceError, "can't be made: File exists")
+    assert_refused(source, OndeviceError, "can't be made: File exists")
     assert (source.parent / "output.partial").read_text() == "mine"
 
 
 def test_what_no_bundle_can_say_is_refused_at_once(source: Path) -> None:
     edit_config(source, rope_scaling={"rope_type": "linear", "factor": 1e9})
-    refused(source, CheckpointError, "can't be described in a bundle: .*factor")
+    assert_refused(source, CheckpointError, "can't be described in a bundle: .*factor")
     assert not (source.parent / "output.partial").exists()
 
 
@@ -382,6 +388,6 @@ def test_memory_limits_are_not_needed_for_lies(source: Path) -> None:
     edit_config(source, vocab_size=1 << 22, intermediate_size=1 << 20, num_hidden_layers=2)
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, hard))
     try:
-        refused(source, CheckpointError, "has shape")
+        assert_refused(source, CheckpointError, "has shape")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

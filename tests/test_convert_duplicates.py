@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.errors import CheckpointError
-from tests.refusals import refused
+from tests.refusals import assert_refused
 
 INDEX = "model.safetensors.index.json"
 FIRST, LAST = (f"model-0000{n}-of-00003.safetensors" for n in (1, 3))
@@ -34,12 +34,12 @@ def repeat(path: Path, entry: str, other: str) -> None:
 
 def test_a_key_of_the_config(source: Path) -> None:
     repeat(source / "config.json", '"hidden_act": "silu"', '"hidden_act": "relu"')
-    refused(source, CheckpointError, r"config\.json isn't valid JSON .*same key twice")
+    assert_refused(source, CheckpointError, r"config\.json isn't valid JSON .*same key twice")
 
 
 def test_a_tensor_in_the_index(source: Path) -> None:
     repeat(source / INDEX, f'"{NORM}": "{LAST}"', f'"{NORM}": "{FIRST}"')
-    refused(source, CheckpointError, r"index\.json isn't valid JSON .*same key twice")
+    assert_refused(source, CheckpointError, r"index\.json isn't valid JSON .*same key twice")
 
 
 @pytest.mark.parametrize("listed", [FIRST, LAST])
@@ -50,7 +50,7 @@ def test_a_tensor_in_two_shards(source: Path, listed: str) -> None:
     save_safetensors(source / FIRST, held | {NORM: np.ones(64, np.float32)})
     index["weight_map"][NORM] = listed
     (source / INDEX).write_text(json.dumps(index))
-    refused(source, CheckpointError, rf"{FIRST} and {LAST} both hold {NORM}")
+    assert_refused(source, CheckpointError, rf"{FIRST} and {LAST} both hold {NORM}")
 
 
 def test_a_tensor_in_a_header(source: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_tensor_in_a_header(source: Path) -> None:
     header = header.replace(entry, f"{entry}, {entry}")
     header += " " * (-len(header) % 8)
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data[8 + length :])
-    refused(source, CheckpointError, rf"{LAST} has no sound header.*same key twice")
+    assert_refused(source, CheckpointError, rf"{LAST} has no sound header.*same key twice")
 
 
 def vocabulary() -> dict[str, Any]:
@@ -75,18 +75,18 @@ def vocabulary() -> dict[str, Any]:
 def test_a_piece_of_a_tokenizer(source: Path) -> None:
     (source / "tokenizer.json").write_text(json.dumps(vocabulary(), ensure_ascii=False))
     repeat(source / "tokenizer.json", '"A": 32', '"A": 290')
-    refused(source, CheckpointError, "same key twice")
+    assert_refused(source, CheckpointError, "same key twice")
 
 
 def test_an_id_of_a_tokenizer(source: Path) -> None:
     values = vocabulary()
     values["model"]["vocab"]["A"] = values["model"]["vocab"]["B"]
     (source / "tokenizer.json").write_text(json.dumps(values))
-    refused(source, CheckpointError, r"tokenizer\.json gives two pieces the same id")
+    assert_refused(source, CheckpointError, r"tokenizer\.json gives two pieces the same id")
 
 
 def test_a_piece_of_a_sentencepiece_model(source: Path) -> None:
     pieces = [("<unk>", 0.0, proto.UNKNOWN), ("<s>", 0.0, proto.CONTROL), ("</s>", 0.0, proto.CONTROL)]
     pieces += [("a", -1.0, proto.NORMAL), ("b", -2.0, proto.NORMAL), ("a", -3.0, proto.NORMAL)]
     (source / "tokenizer.model").write_bytes(proto.bpe_model(pieces, 0, 1, 2))
-    refused(source, CheckpointError, "a is already defined")
+    assert_refused(source, CheckpointError, "a is already defined")

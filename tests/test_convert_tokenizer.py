@@ -19,7 +19,7 @@ from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES, load_tokenizer
-from tests.refusals import refused
+from tests.refusals import assert_refused
 
 VOCAB = 300
 
@@ -189,7 +189,7 @@ def test_what_ends_a_text(
 @pytest.mark.parametrize("ids", [VOCAB, -1, [2, VOCAB], "2", [None], 2.0, True, {"a": 1}, [2] * 100])
 def test_ends_outside_the_vocabulary(source: Path, ids: object) -> None:
     write_json(source / "generation_config.json", eos_token_id=ids)
-    refused(
+    assert_refused(
         source, CheckpointError, r"generation_config\.json: eos_token_id .* must be ids below vocab_size 300"
     )
 
@@ -217,18 +217,20 @@ def test_a_template_file_goes_before_the_key(source: Path) -> None:
 
 def test_templates_that_are_no_text(source: Path) -> None:
     (source / "chat_template.jinja").write_bytes(b"\xff\xfe\x00")
-    refused(source, CheckpointError, "isn't UTF-8")
+    assert_refused(source, CheckpointError, "isn't UTF-8")
     (source / "chat_template.jinja").unlink()
     (source / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
-    refused(source, CheckpointError, "isn't UTF-8")
+    assert_refused(source, CheckpointError, "isn't UTF-8")
 
 
 @pytest.mark.parametrize("character", ["x", "\U0001f600"])
 def test_the_longest_template_that_the_runtime_takes(source: Path, character: str) -> None:
     write_json(source / "tokenizer_config.json", chat_template=character * (MAX_TEMPLATE_CHARS + 1))
-    refused(source, CheckpointError, "has 65537 characters; the limit is 65536, so shorten it")
+    assert_refused(source, CheckpointError, "has 65537 characters; the limit is 65536, so shorten it")
     (source / "chat_template.jinja").write_text(character * (MAX_TEMPLATE_CHARS + 1))
-    refused(source, CheckpointError, "has 65537 characters|larger than 262144 bytes; download it again")
+    assert_refused(
+        source, CheckpointError, "has 65537 characters|larger than 262144 bytes; download it again"
+    )
     (source / "chat_template.jinja").write_text(character * MAX_TEMPLATE_CHARS)
     longest = converted(source)[1].read_small("chat_template.jinja").decode()
     assert ChatTemplate(longest).render([{"role": "user", "content": "x"}]) == longest
@@ -239,15 +241,17 @@ def test_a_tokenizer_above_the_runtimes_cap_is_refused(source: Path, kind: str) 
     file, limit = TOKENIZER_FILES[kind], MAX_TOKENIZER_BYTES[kind]
     with (source / file).open("wb") as stream:
         stream.truncate(limit + 1)
-    refused(source, CheckpointError, f"{file} is larger than {limit} bytes")
+    assert_refused(source, CheckpointError, f"{file} is larger than {limit} bytes")
 
 
 def test_a_tokenizer_of_another_model(source: Path) -> None:
     byte_level(extra=50).save(str(source / "tokenizer.json"))
-    refused(source, CheckpointError, r"tokenizer\.json has 309 tokens, but config\.json says vocab_size 300")
+    assert_refused(
+        source, CheckpointError, r"tokenizer\.json has 309 tokens, but config\.json says vocab_size 300"
+    )
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.model").write_bytes(sentencepiece_model(extra=60))
-    refused(
+    assert_refused(
         source,
         CheckpointError,
         r"tokenizer\.model has 319 tokens.*: put this model's in its place, or remove it",
@@ -268,27 +272,27 @@ def test_a_much_smaller_tokenizer_is_a_warning(tmp_path: Path, caplog: pytest.Lo
 @pytest.mark.parametrize("content", [b"", b"x", b"{}", b"\xff" * 50, b"[" * 100000, b"\x0a\x05\x0a\x01a\x15"])
 def test_a_damaged_tokenizer(source: Path, file: str, content: bytes) -> None:
     (source / file).write_bytes(content)
-    refused(source, CheckpointError, "tokenizer.*download it again")
+    assert_refused(source, CheckpointError, "tokenizer.*download it again")
 
 
 def test_a_truncated_tokenizer(source: Path) -> None:
     byte_level().save(str(source / "tokenizer.json"))
     whole = (source / "tokenizer.json").read_bytes()
     (source / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
-    refused(source, CheckpointError, "download it again")
+    assert_refused(source, CheckpointError, "download it again")
 
 
 def test_a_tokenizer_the_runtime_cannot_use(source: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     tokenizer.save(str(source / "tokenizer.json"))
-    refused(source, UnsupportedModelError, "WordLevel.*without that file the model converts")
+    assert_refused(source, UnsupportedModelError, "WordLevel.*without that file the model converts")
 
 
 def test_real_tokenizers(tmp_path: Path, shared_data: Path) -> None:
     """Llama 2's and MiniMind's own files, each with a model of its vocabulary."""
     llama = write_checkpoint(tmp_path / "llama", vocab_size=32000, num_hidden_layers=1, hidden_size=64)
     (llama / "tokenizer.model").symlink_to(shared_data / "tokenizers" / "llama2" / "tokenizer.model")
-    refused(llama, CheckpointError, "leads out")
+    assert_refused(llama, CheckpointError, "leads out")
     (llama / "tokenizer.model").unlink()
     model = (shared_data / "tokenizers" / "llama2" / "tokenizer.model").read_bytes()
     (llama / "tokenizer.model").write_bytes(model)

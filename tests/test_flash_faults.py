@@ -1,56 +1,18 @@
 """Storage that misbehaves: a preloaded shim makes pread fail, come short or stall (Linux, needs a compiler).
 
-Each test runs its body, a function of this file, in a process of its own under the shim.
+What each test asserts is a function of this file that runs in a process of its own under the shim.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
-import shutil
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+from tests.faults import assert_holds_under
 
 
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if sys.platform != "linux" or compiler is None:
-        pytest.skip("needs Linux and a C++ compiler")
-    library = tmp_path_factory.mktemp("shim") / "flash_faults.so"
-    source = TESTS / "native" / "flash_faults.cc"
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
-    subprocess.run(command, check=True)
-    return library
-
-
-def run_under(shim: Path, folder: Path, body: Callable[[Path], None], **settings: object) -> None:
-    """Runs `body(folder)` in a new process under the shim, which `FLASH_<SETTING>` variables set up.
-
-    Fails where an assertion of the body fails, and where the shim had nothing to spoil.
-    """
-    source = textwrap.dedent(inspect.getsource(body))
-    program = f"from pathlib import Path\n{source}\n{body.__name__}(Path({str(folder)!r}))\n"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}
-    environment |= {f"FLASH_{name.upper()}": str(value) for name, value in settings.items()}
-    faults = folder / "faults"
-    faults.touch()
-    environment |= {"LD_PRELOAD": str(shim), "FLASH_FAULT_LOG": str(faults)}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert faults.stat().st_size > 0, "no read met a fault"
-
-
-def read_everything(folder: Path) -> None:
+def every_byte_is_right(folder: Path) -> None:
     import numpy as np
     from flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_plain, write_records
 
@@ -79,10 +41,10 @@ def read_everything(folder: Path) -> None:
 @pytest.mark.parametrize("fault", ["short", "eintr"])
 @pytest.mark.parametrize("every", [2, 5])
 def test_short_and_interrupted_reads_go_on(shim: Path, tmp_path: Path, fault: str, every: int) -> None:
-    run_under(shim, tmp_path, read_everything, fault=fault, fault_every=every)
+    assert_holds_under(shim, tmp_path, every_byte_is_right, fault=fault, fault_every=every)
 
 
-def recover_from_io_errors(folder: Path) -> None:
+def io_errors_come_in_order_and_pass(folder: Path) -> None:
     import numpy as np
     import pytest
     from flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
@@ -137,10 +99,17 @@ def recover_from_io_errors(folder: Path) -> None:
 
 
 def test_io_errors_are_typed_in_order_and_pass(shim: Path, tmp_path: Path) -> None:
-    run_under(shim, tmp_path, recover_from_io_errors, fault="eio", fault_every=3, fault_off=tmp_path / "off")
+    assert_holds_under(
+        shim,
+        tmp_path,
+        io_errors_come_in_order_and_pass,
+        fault="eio",
+        fault_every=3,
+        fault_off=tmp_path / "off",
+    )
 
 
-def close_while_reads_stall(folder: Path) -> None:
+def closing_waits_for_one_read(folder: Path) -> None:
     import threading
     import time
 
@@ -181,10 +150,10 @@ def close_while_reads_stall(folder: Path) -> None:
 
 def test_closing_waits_for_the_read_in_flight_only(shim: Path, tmp_path: Path) -> None:
     settings = {"fault": "stall", "fault_every": 1, "fault_stall_ms": 500, "fault_off": tmp_path / "off"}
-    run_under(shim, tmp_path, close_while_reads_stall, **settings)
+    assert_holds_under(shim, tmp_path, closing_waits_for_one_read, **settings)
 
 
-def refuse_direct_reads(folder: Path) -> None:
+def refused_direct_reads_are_noticed(folder: Path) -> None:
     import logging
 
     import numpy as np
@@ -211,4 +180,4 @@ def refuse_direct_reads(folder: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["refuse_open", "refuse_read"])
 def test_a_file_system_that_refuses_direct_reads(shim: Path, tmp_path: Path, fault: str) -> None:
-    run_under(shim, tmp_path, refuse_direct_reads, fault=fault)
+    assert_holds_under(shim, tmp_path, refused_direct_reads_are_noticed, fault=fault)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +28,6 @@ from ondevice.flash.reader import FlashReader
 
 RECORDS = 997
 END = HEADER_BYTES + RECORDS * STRIDE
-
-
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
-    return write_records(tmp_path_factory.mktemp("flash") / "records.flash", RECORDS)
-
-
-@pytest.fixture(scope="module", params=["direct", "buffered"])
-def reader(records: RecordFile, request: pytest.FixtureRequest) -> Iterator[FlashReader]:
-    with FlashReader([records.checked], io=request.param, threads=3) as reader:
-        assert reader.io == request.param
-        yield reader
 
 
 @settings(max_examples=100, deadline=None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.bundle.layout import neuron_layout
@@ -59,6 +60,24 @@ class Layer:
         packed(engine, self.source.gate, self.bits)[0].forward(engine, x, None, out)
         return out
 
+    def without(self, removed: NDArray[np.bool_]) -> Layer:
+        """The same layer, but these neurons (F,) contribute nothing: their up and down rows are zero."""
+        records = self.records.copy()
+        records[removed, self.source.layout.part_offsets[1] :] = 0
+        return Layer(self.source, records, self.bits)
+
+    def selected(self, engine: _native.Engine, x: Float32, scores: Float32, activation: int) -> Float32:
+        """Those with a score (T, F) above zero, each from a copy of its whole record."""
+        ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
+        copies = [self.records[i].copy() for i in ids]
+        parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        layer = self.native
+        layer.begin(engine, x)
+        layer.add_gathered(engine, ids, parts, True, scores, activation)
+        layer.finish(engine, out)
+        return out
+
     def gathered(
         self, engine: _native.Engine, x: Float32, activation: int, also: int = 0, blocks: int = 1 << 20
     ) -> Float32:
@@ -78,7 +97,7 @@ class Layer:
         layer.begin(engine, x)
         for first in range(0, self.source.num_neurons, 64 * blocks):
             batch = (ids >= first) & (ids < first + 64 * blocks)
-            layer.add_gathered(engine, ids[batch], parts[batch], gates, activation)
+            layer.add_gathered(engine, ids[batch], parts[batch], False, gates, activation)
         layer.finish(engine, out)
         return out
 
@@ -102,6 +121,24 @@ def test_the_neurons_that_fire_give_the_dense_bits(
     assert in_batches.tobytes() == dense.tobytes()
 
 
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("hidden", [100, 1088])
+def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activation: str) -> None:
+    layer, act = Layer.of(hidden, 200, bits), ACTIVATIONS.index(activation)
+    x, scores = normal(3, hidden, seed=3), normal(3, 200, seed=4)
+    scores[:, 64:128] = -1
+    together = on_every_target(lambda engine: layer.selected(engine, x, scores, act))
+    for token in range(3):
+        alone = on_every_target(
+            lambda engine, t=token: layer.selected(engine, x[t : t + 1], scores[t : t + 1], act)
+        )
+        dense = on_every_target(
+            lambda engine, t=token: layer.without(scores[t] <= 0).dense(engine, x[t : t + 1], act)
+        )
+        assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
     layer, engine = Layer.of(100, 70, bits), _native.Engine(1, "auto")
@@ -109,7 +146,8 @@ def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
     native = layer.native
     native.begin(engine, x)
     none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint64)
-    native.add_gathered(engine, *none, np.zeros((2, 70), dtype=np.float32), ACTIVATIONS.index("relu"))
+    scores = np.zeros((2, 70), dtype=np.float32)
+    native.add_gathered(engine, *none, False, scores, ACTIVATIONS.index("relu"))
     native.finish(engine, out)
     assert not out.any()
 
@@ -121,5 +159,5 @@ def test_ids_that_do_not_ascend_within_the_layer_are_refused(ids: list[int]) -> 
     layer.native.begin(engine, normal(1, 64))
     with pytest.raises(ValueError, match="ascend"):
         layer.native.add_gathered(
-            engine, np.array(ids, dtype=np.int32), parts, np.ones((1, 70), dtype=np.float32), 3
+            engine, np.array(ids, dtype=np.int32), parts, False, np.ones((1, 70), dtype=np.float32), 3
         )

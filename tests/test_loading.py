@@ -19,9 +19,9 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.model import loading, resident_file
+from ondevice.model import loading, tensor_file
 from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.resident_file import READ_AHEAD, ReadAhead, ResidentFile
+from ondevice.model.tensor_file import READ_AHEAD, ReadAhead, TensorFile
 from tests.engines import bundle_weights
 from tests.models import write_checkpoint
 
@@ -43,16 +43,17 @@ class MemoryReader:
         return out
 
 
-def file_over(data: Bytes, **spans: tuple[int, int]) -> tuple[ResidentFile, MemoryReader]:
-    """A resident file of these bytes; spans: tensor name -> (offset, nbytes)."""
+def file_over(data: Bytes, **spans: tuple[int, int]) -> tuple[TensorFile, MemoryReader]:
+    """A file of tensors of these bytes; spans: tensor name -> (offset, nbytes)."""
     named = {name: SimpleNamespace(offset=at, nbytes=nbytes) for name, (at, nbytes) in spans.items()}
-    bundle: Any = SimpleNamespace(file=lambda name: SimpleNamespace(nbytes=len(data)), tensor_span=named.get)
+    bundle: Any = SimpleNamespace(tensor_span=named.get)
+    file: Any = SimpleNamespace(path=Path("file"), nbytes=len(data))
     reader: Any = MemoryReader(data)
-    return ResidentFile(bundle, reader), reader
+    return TensorFile(bundle, reader, file, 0, 8), reader
 
 
 def test_reads_in_order_of_use_take_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_file, "CRC_BLOCK_BYTES", 64)
+    monkeypatch.setattr(tensor_file, "CRC_BLOCK_BYTES", 64)
     data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
     file, reader = file_over(data)
     # A long tensor in pieces, three side by side (as codes, scales and biases are), then the rest.

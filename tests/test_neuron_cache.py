@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Int32
 from ondevice.errors import OndeviceError
 from ondevice.sparsity.neuron_cache import DIVIDE_TOKENS, NeuronCache
 from ondevice.sparsity.policies import POLICIES, PolicyName, make_policy
@@ -39,6 +39,8 @@ class Cache(RuleBasedStateMachine):
         self.segments = 4
         self.at: dict[int, tuple[int, int]] = {}
         """Which neuron was last read to an address."""
+        self.claim: tuple[int, Int32, Int32, list[int]] | None = None
+        """Layer, ids, slots and addresses of what is read ahead."""
 
     @rule(
         layer=st.integers(0, LAYERS - 1),
@@ -46,7 +48,7 @@ class Cache(RuleBasedStateMachine):
         fails=st.booleans(),
     )
     def use(self, layer: int, ids: list[int], fails: bool) -> None:
-        self.cache.divide(1)
+        self.cache.divide(1, keep=self.claim is not None)
         self.cache.observe(layer, gates_that_fire(ids))
         wanted = np.array(ids, np.int32)
         placement = self.cache.place(layer, wanted)
@@ -59,8 +61,33 @@ class Cache(RuleBasedStateMachine):
             self.cache.forget(layer, wanted[placement.missing])
         self.cache.settle(layer)
 
+    @rule(layer=st.integers(0, LAYERS - 1), most=st.integers(1, 50))
+    def read_ahead(self, layer: int, most: int) -> None:
+        if self.claim is None:
+            ids, slots, addresses = self.cache.claim(layer, most)
+            assert len(ids) <= most
+            assert (self.cache._slot_of[layer, ids] < 0).all()
+            self.claim = (layer, ids, slots, addresses.tolist())
+
+    @rule(fails=st.booleans())
+    def read_ahead_ends(self, fails: bool) -> None:
+        if self.claim is None:
+            return
+        layer, ids, slots, addresses = self.claim
+        self.claim = None
+        before = self.cache._slot_of[layer, ids].copy()
+        if fails:
+            self.cache.release(layer, slots)
+            np.testing.assert_array_equal(self.cache._slot_of[layer, ids], before)
+            return
+        self.cache.adopt(layer, ids, slots)
+        for i, address, had in zip(ids.tolist(), addresses, before.tolist(), strict=True):
+            if had < 0:
+                self.at[address] = (layer, i)
+
     @rule(segments=st.integers(2, 12))
     def resize(self, segments: int) -> None:
+        self.read_ahead_ends(fails=True)
         self.cache.resize(segments)
         self.segments = segments
 
@@ -72,13 +99,15 @@ class Cache(RuleBasedStateMachine):
         held = cache._slot_of[cache._slot_of >= 0]
         free = cache._free[: cache._num_free]
         existing = len(cache._segments) * SEGMENT_SLOTS
-        assert sorted([*held.tolist(), *free.tolist()]) == list(range(existing))
+        claimed = [] if self.claim is None else self.claim[2].tolist()
+        assert sorted([*held.tolist(), *free.tolist(), *claimed]) == list(range(existing))
         layers, neurons = np.nonzero(cache._slot_of >= 0)
         owners = cache._owner[cache._slot_of[layers, neurons]]
         np.testing.assert_array_equal(owners, layers * NEURONS + neurons)
         assert cache._counts == (cache._slot_of >= 0).sum(axis=1).tolist()
         assert cache.nbytes == existing * SLOT_BYTES <= self.segments * SEGMENT_SLOTS * SLOT_BYTES
-        assert all(count <= share for count, share in zip(cache._counts, cache._shares, strict=True))
+        kept = [count + claimed for count, claimed in zip(cache._counts, cache._claimed, strict=True)]
+        assert all(count <= share for count, share in zip(kept, cache._shares, strict=True))
         assert sum(min(share, NEURONS) for share in cache._shares) <= max(
             self.segments * SEGMENT_SLOTS - RESERVE, 0
         )

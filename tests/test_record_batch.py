@@ -1,9 +1,8 @@
-"""Record parts read into slots on demand: exact bytes, few reads, damage found, nothing left over."""
+"""Records from a part on, read into slots on demand: exact bytes, few reads, damage found."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +20,14 @@ RECORDS = 600
 OFFSETS = (0, PARTS[0])
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
-    return write_records(tmp_path_factory.mktemp("batch") / "records.flash", RECORDS)
-
-
-@pytest.fixture(scope="module", params=["direct", "buffered"])
-def reader(records: RecordFile, request: pytest.FixtureRequest) -> Iterator[FlashReader]:
-    with FlashReader([records.checked], io=request.param, threads=3) as reader:
-        yield reader
-
-
 class Slots:
-    """Slots for one part of some records, in an order of their own, filled with what no record has."""
+    """Slots for some records from a part on, in an order of their own, filled with what no record has."""
 
     def __init__(self, ids: list[int], part: int) -> None:
         self.ids = np.array(ids, dtype=np.int32)
-        self.part = part
-        self.rows = np.zeros((len(ids) + 1, PARTS[part] + 8), np.uint8)
+        self.start = OFFSETS[part]
+        self.nbytes = STRIDE - self.start
+        self.rows = np.zeros((len(ids) + 1, self.nbytes + 8), np.uint8)
         self.places = np.random.default_rng(len(ids)).permutation(len(ids))
 
     @property
@@ -46,14 +35,11 @@ class Slots:
         base, stride = self.rows.ctypes.data, self.rows.strides[0]
         return np.array([base + int(place) * stride for place in self.places], dtype=np.uint64)
 
-    def check(self, records: RecordFile) -> None:
-        start = OFFSETS[self.part]
+    def assert_hold(self, records: RecordFile) -> None:
         for record, place in zip(self.ids, self.places, strict=True):
-            np.testing.assert_array_equal(
-                self.rows[place, : PARTS[self.part]], records.data[record, start : start + PARTS[self.part]]
-            )
-        # Nothing beside the part, and nothing behind the last slot.
-        assert not self.rows[:, PARTS[self.part] :].any()
+            np.testing.assert_array_equal(self.rows[place, : self.nbytes], records.data[record, self.start :])
+        # Nothing beside what is wanted, and nothing behind the last slot.
+        assert not self.rows[:, self.nbytes :].any()
         assert not self.rows[len(self.ids)].any()
 
 
@@ -63,15 +49,15 @@ ascending = st.lists(st.integers(0, RECORDS - 1), max_size=80, unique=True).map(
 @settings(max_examples=80, deadline=None)
 @given(ids=ascending, part=st.integers(0, 1), gap=st.sampled_from([0, 700, 5000, 1 << 20]))
 def test_any_records(reader: FlashReader, records: RecordFile, ids: list[int], part: int, gap: int) -> None:
-    batch, slots = _native.RecordBatch(reader.native), Slots(ids, part)
+    batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, part)
     batch.start(0, part, slots.ids, slots.targets, gap)
     batch.finish()
-    slots.check(records)
+    slots.assert_hold(records)
 
 
 def test_a_gap_that_may_be_read_through_makes_one_read_of_two(reader: FlashReader) -> None:
     def bytes_read(ids: list[int], gap: int) -> int:
-        batch, slots = _native.RecordBatch(reader.native), Slots(ids, 1)
+        batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, 1)
         batch.start(0, 1, slots.ids, slots.targets, gap)
         batch.finish()
         return batch.stats()[0]
@@ -87,7 +73,7 @@ def test_a_gap_that_may_be_read_through_makes_one_read_of_two(reader: FlashReade
 
 
 def test_two_batches_are_under_way_at_once(reader: FlashReader, records: RecordFile) -> None:
-    batches = [_native.RecordBatch(reader.native) for _ in range(2)]
+    batches = [_native.RecordBatch(reader.native, urgent=True) for _ in range(2)]
     slots = [Slots(list(range(first, 300, 2)), 1) for first in (0, 1)]
     for _ in range(3):
         for batch, half in zip(batches, slots, strict=True):
@@ -95,15 +81,16 @@ def test_two_batches_are_under_way_at_once(reader: FlashReader, records: RecordF
             batch.start(0, 1, half.ids, half.targets, 0)
         for batch, half in zip(batches, slots, strict=True):
             batch.finish()
-            half.check(records)
+            half.assert_hold(records)
 
 
 def test_damage_names_the_lowest_record_and_the_next_batch_is_sound(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.flash", 200)
     for record in (50, 120):
         flip_byte(records.checked.path, HEADER_BYTES + record * STRIDE + PARTS[0] + 5)
+    flip_byte(records.checked.path, HEADER_BYTES + 70 * STRIDE + 5)
     with FlashReader([records.checked], threads=3) as reader:
-        batch = _native.RecordBatch(reader.native)
+        batch = _native.RecordBatch(reader.native, urgent=True)
         for _ in range(5):
             slots = Slots(list(range(0, 200, 10)), 1)
             batch.start(0, 1, slots.ids, slots.targets, 0)
@@ -112,24 +99,28 @@ def test_damage_names_the_lowest_record_and_the_next_batch_is_sound(tmp_path: Pa
             sound = Slots([3, 49, 51, 121], 1)
             batch.start(0, 1, sound.ids, sound.targets, 0)
             batch.finish()
-            sound.check(records)
+            sound.assert_hold(records)
         # What lies between two parts that are wanted isn't.
         around = Slots([49, 51], 1)
         batch.start(0, 1, around.ids, around.targets, 1 << 16)
         batch.finish()
-        around.check(records)
-        # Nor is the damaged part where only the other one is wanted.
-        gates = Slots([50, 120], 0)
-        batch.start(0, 0, gates.ids, gates.targets, 0)
+        around.assert_hold(records)
+        # Nor is a damaged first part where only the second is wanted; whole records have it.
+        second = Slots([70], 1)
+        batch.start(0, 1, second.ids, second.targets, 0)
         batch.finish()
-        gates.check(records)
+        second.assert_hold(records)
+        whole = Slots([69, 70], 0)
+        batch.start(0, 0, whole.ids, whole.targets, 0)
+        with pytest.raises(FlashReadError, match=f"from {HEADER_BYTES + 70 * STRIDE} "):
+            batch.finish()
 
 
 def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.flash", 100)
     with FlashReader([records.checked], threads=2) as reader:
         os.truncate(records.checked.path, HEADER_BYTES + 60 * STRIDE)
-        batch, slots = _native.RecordBatch(reader.native), Slots([10, 90], 1)
+        batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots([10, 90], 1)
         batch.start(0, 1, slots.ids, slots.targets, 0)
         with pytest.raises(FlashReadError):
             batch.finish()
@@ -137,14 +128,14 @@ def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[3, 3], [5, 4], [-1, 2], [2, RECORDS]])
 def test_ids_that_do_not_ascend_within_the_file_are_refused(reader: FlashReader, ids: list[int]) -> None:
-    batch, slots = _native.RecordBatch(reader.native), Slots(ids, 1)
+    batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, 1)
     with pytest.raises(IndexError):
         batch.start(0, 1, slots.ids, slots.targets, 0)
     batch.finish()
 
 
 def test_misuse_is_refused(reader: FlashReader, records: RecordFile) -> None:
-    batch, slots = _native.RecordBatch(reader.native), Slots([1, 2], 1)
+    batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots([1, 2], 1)
     with pytest.raises(IndexError, match="part 2"):
         batch.start(0, 2, slots.ids, slots.targets, 0)
     with pytest.raises(ValueError, match=r"\(n,\)"):
@@ -153,7 +144,7 @@ def test_misuse_is_refused(reader: FlashReader, records: RecordFile) -> None:
     with pytest.raises(ValueError, match="finish"):
         batch.start(0, 1, slots.ids, slots.targets, 0)
     batch.finish()
-    slots.check(records)
+    slots.assert_hold(records)
     batch.close()
     batch.close()
     with pytest.raises(ValueError, match="closed"):
@@ -164,7 +155,7 @@ def test_close_waits_for_what_is_being_read(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.flash", 3000)
     for _ in range(20):
         with FlashReader([records.checked], threads=4) as reader:
-            batch, slots = _native.RecordBatch(reader.native), Slots(list(range(0, 3000, 2)), 1)
+            batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(list(range(0, 3000, 2)), 1)
             batch.start(0, 1, slots.ids, slots.targets, 0)
             batch.close()
             seen = slots.rows.copy()

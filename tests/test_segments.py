@@ -60,7 +60,7 @@ def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader
         pool.close()
 
 
-def settle(model: Transformer, pool: SegmentPool, lent: list[int], expected: bytes) -> None:
+def assert_settles(model: Transformer, pool: SegmentPool, lent: list[int], expected: bytes) -> None:
     """Resize and run passes, each with the right logits, until all that is lent is filled."""
     pool.resize(lent)
     layers = model.backend.feed_forwards  # type: ignore[attr-defined]
@@ -84,13 +84,13 @@ def test_every_division_gives_the_same_logits(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
         expected = logits(model)
         for lent in ([1, 1, 1], [4, 0, 2], [0, 0, 4], [4, 4, 4], [2, 3, 4], [0, 0, 0]):
-            settle(model, pool, lent, expected)
+            assert_settles(model, pool, lent, expected)
 
 
 def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, reader):
         source = model.backend.feed_forwards[0].source  # type: ignore[attr-defined]
-        settle(model, pool, [2, 2, 2], logits(model))
+        assert_settles(model, pool, [2, 2, 2], logits(model))
         layer_bytes = (NEURONS - 2 * SEGMENT_NEURONS) * source.layout.stride
         logits(model)
         before = reader.stats.bytes_read
@@ -98,7 +98,7 @@ def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
         read = reader.stats.bytes_read - before
         # Embedding rows and what is read ahead at the end come on top.
         assert 10 * LAYERS * layer_bytes <= read <= 14 * LAYERS * layer_bytes + 10 * len(TOKENS) * 4096
-        settle(model, pool, [4, 4, 4], logits(model))
+        assert_settles(model, pool, [4, 4, 4], logits(model))
         before = reader.stats.bytes_read
         logits(model)
         # What is left are embedding rows, a page each.
@@ -110,7 +110,7 @@ def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
         segment = model.backend.feed_forwards[0].native.segment_bytes(1)  # type: ignore[attr-defined]
         assert pool.nbytes == 0
         expected = logits(model)
-        settle(model, pool, [1, 2, 3], expected)
+        assert_settles(model, pool, [1, 2, 3], expected)
         assert pool.nbytes == 6 * segment
         pool.resize([0, 0, 1])
         assert pool.nbytes == segment
@@ -150,7 +150,7 @@ def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: 
             memory.set()
             pool.resize([kept, 0, 0])
             assert pool.nbytes == kept * segment
-            settle(model, pool, [kept, 0, 0], expected)
+            assert_settles(model, pool, [kept, 0, 0], expected)
             pool.resize([0, 0, 0])
             memory.clear()
 
@@ -158,7 +158,7 @@ def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: 
 def test_a_pass_given_up_half_way_leaves_the_stream_usable(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
         expected = logits(model)
-        settle(model, pool, [1, 0, 2], expected)
+        assert_settles(model, pool, [1, 0, 2], expected)
         for layers in (1, 2):
             left = iter([False] * layers + [True])
             with pytest.raises(Cancelled):
@@ -184,12 +184,12 @@ def test_a_damaged_record_is_a_typed_error_and_not_the_end(bundle: Path, tmp_pat
                 with pytest.raises(FlashReadError, match="neurons-00001"):
                     logits(model)
             victim.write_bytes(good)
-            settle(model, pool, lent, expected)
+            assert_settles(model, pool, lent, expected)
 
 
 def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
-        settle(model, pool, [4, 4, 4], logits(model))
+        assert_settles(model, pool, [4, 4, 4], logits(model))
         layers = model.backend.feed_forwards  # type: ignore[attr-defined]
         watched = [weakref.ref(segment) for layer in layers for segment in layer.segments]
         assert len(watched) == 12

@@ -35,6 +35,9 @@ Embedding: TypeAlias = Any
 """A loaded embedding table, resident or read row by row."""
 FeedForward: TypeAlias = Any
 """One layer's loaded neurons: resident, streamed or cached; the model can't tell."""
+Block: TypeAlias = Any
+"""64 positions' keys and values, in a form that one backend's ops read and write; `Bytes` for `cpu` and
+`reference`. `target[:] = source` copies one."""
 
 BLOCK_TOKENS = 64
 """Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
@@ -87,14 +90,14 @@ class KVLayout:
 
 
 class KVStore(Protocol):
-    """The part of a key/value cache that ops see: where position p's bytes are."""
+    """The part of a key/value cache that ops see: in which block position p's keys and values are."""
 
     @property
     def layout(self) -> KVLayout: ...
 
     @property
-    def blocks(self) -> list[Bytes]:
-        """(block_bytes,) each, 64-byte aligned, writable; room for every position an op is given."""
+    def blocks(self) -> list[Block]:
+        """Room for every position an op is given. Bytes are (block_bytes,), 64-byte aligned, writable."""
         ...
 
 
@@ -182,6 +185,18 @@ class EmbeddingSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Selector:
+    """What scores a layer's neurons for a token, F values; those with a score above zero are multiplied.
+
+    `matrices` follow each other: the gate projection alone, whose products decide exactly, or a predictor's
+    low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section 3.1), whose score is a guess.
+    """
+
+    matrices: tuple[Linear, ...]
+    predicted: bool
+
+
 class Backend(Protocol):
     """One engine. Ops are deterministic; arguments are as documented, and ops needn't check them again.
 
@@ -199,11 +214,11 @@ class Backend(Protocol):
     def load_linear(self, source: LinearSource) -> Linear: ...
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, gate: Linear | None = None
+        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> FeedForward:
         """Called for layers 0, 1, ... in order.
 
-        gate: the layer's gate projection, loaded, where it decides which neurons are multiplied.
+        selector: decides which neurons are multiplied for a token; without it, all are.
         """
         ...
 

@@ -22,6 +22,7 @@ from ondevice.backends.base import (
     Int32,
     KVStore,
     LinearSource,
+    Selector,
 )
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import ACTIVATIONS, GROUP_SIZE, Activation
@@ -50,15 +51,15 @@ class CpuLinear:
     bias: Float32 | None
 
 
-Fired: TypeAlias = Callable[[Float32], Iterator[tuple[Int32, NDArray[np.uint64]]]]
-"""Gates (T, F) -> the neurons with a gate above zero: ascending ids, addresses of their up and down rows."""
+Selected: TypeAlias = Callable[[Float32], Iterator[tuple[Int32, NDArray[np.uint64]]]]
+"""Scores (T, F) -> the neurons with a score above zero: ascending ids, addresses of what is read of them."""
 
 
 class CpuFeedForward:
     """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
 
-    With a `gate`, only those that fire are multiplied, from where `fired` says they lie. It owns neither the
-    memory nor what is read: `sparsity` lends both.
+    With a `selector`, only those it selects are multiplied, from where `selected` says they lie. It owns
+    neither the memory nor what is read: `sparsity` lends both.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class CpuFeedForward:
         engine: _native.Engine,
         source: FeedForwardSource,
         segment_neurons: int,
-        gate: CpuLinear | None = None,
+        selector: Selector | None = None,
     ) -> None:
-        self.gate = gate
-        self.fired: Fired = _unfed
+        self.selector = selector
+        self.selected: Selected = _unfed
         row = RowLayout(source.hidden_size, source.bits)
         first, second = source.layout.part_offsets
         self.source = source
@@ -104,9 +105,9 @@ class CpuFeedForward:
         self.native.pack(self._engine, segment, blocks, block0, records)
 
 
-def _unfed(gates: Float32) -> Iterator[tuple[Int32, NDArray[np.uint64]]]:
+def _unfed(scores: Float32) -> Iterator[tuple[Int32, NDArray[np.uint64]]]:
     """Neurons that nobody provides must not read as zeros."""
-    raise OndeviceError("nothing provides the neurons that fire")
+    raise OndeviceError("nothing provides the neurons that are selected")
 
 
 class CpuBackend:
@@ -147,9 +148,9 @@ class CpuBackend:
         return CpuLinear(matrix, bias)
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, gate: CpuLinear | None = None
+        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> CpuFeedForward:
-        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, gate))
+        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, selector))
         return self.feed_forwards[-1]
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
@@ -201,16 +202,20 @@ class CpuBackend:
         return out
 
     def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
+        if weight.selector is None:
+            return self.dense_feed_forward(x, weight, activation)
+        native, act = weight.native, ACTIVATIONS.index(activation)
+        scores = self.scores(x, weight.selector)
+        native.begin(self.engine, x)
+        for ids, parts in weight.selected(scores):
+            native.add_gathered(self.engine, ids, parts, weight.selector.predicted, scores, act)
+        out = self._buffer("feed_forward", x.shape)
+        native.finish(self.engine, out)
+        return out
+
+    def dense_feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
+        """`feed_forward` of every neuron, whatever a selector would say."""
         native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
-        if weight.gate is not None:
-            gates = self._buffer("gates", (tokens, weight.source.num_neurons))
-            weight.gate.matrix.forward(self.engine, x, None, gates)
-            native.begin(self.engine, x)
-            for ids, parts in weight.fired(gates):
-                native.add_gathered(self.engine, ids, parts, gates, act)
-            out = self._buffer("feed_forward", x.shape)
-            native.finish(self.engine, out)
-            return out
         native.begin(self.engine, x)
         if weight.segments:
             native.add(self.engine, weight.segments, tokens, act)
@@ -229,6 +234,14 @@ class CpuBackend:
 
     def to_numpy(self, x: Float32) -> Float32:
         return x.copy()
+
+    def scores(self, x: Float32, selector: Selector) -> Float32:
+        """(T, F), what `selector` says of every neuron for x (T, D)."""
+        for step, linear in enumerate(selector.matrices):
+            out = self._buffer(f"scores {step}", (len(x), linear.matrix.rows))
+            linear.matrix.forward(self.engine, x, linear.bias, out)
+            x = out
+        return x
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
         """Where streamed records are packed before they are multiplied; made when first needed."""

@@ -23,6 +23,7 @@ from ondevice.backends.base import (
     Int32,
     KVStore,
     LinearSource,
+    Selector,
 )
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
@@ -66,9 +67,9 @@ class ReferenceBackend:
         return ReferenceLinear(weight, bias)
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, gate: ReferenceLinear | None = None
+        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> ReferenceFeedForward:
-        # Every neuron is multiplied here, so its record's gate does.
+        # Every neuron is multiplied here: nothing is selected.
         shape = (source.num_neurons, source.hidden_size)
         gates, up, down = (np.empty(shape, dtype=np.float32) for _ in range(3))
         row = RowLayout(source.hidden_size, source.bits)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, OndeviceError
 
 
 def contained(folder: Path, name: str) -> Path:
@@ -75,3 +77,12 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(path: Path, remedy: str) -> Iterator[None]:
+    """Turns what the disk refuses into an OndeviceError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OndeviceError(f"{path} can't be written: {error.strerror or error}; {remedy}") from error

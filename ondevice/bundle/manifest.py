@@ -159,7 +159,7 @@ def parse_manifest(data: bytes) -> Manifest:
     quant = _parse_quantisation(root.section("quantisation"))
     root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
-    root.equal("gates", _gates_json(config, quant))
+    _check_gates(root, config, quant)
     tokenizer = _parse_tokenizer(root.section("tokenizer"), config.vocab_size)
     generation = _parse_generation(root.section("generation"))
     provenance = _parse_provenance(root.section("provenance"))
@@ -185,6 +185,16 @@ def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
 
 def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | None:
     return _layout_json(config.intermediate_size, gate_layout(config, quant)) if config.zeros_gates else None
+
+
+def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:
+    """With the remedy, because converters older than this key made bundles without it."""
+    try:
+        root.equal("gates", _gates_json(config, quant))
+    except BundleError as error:
+        raise BundleError(
+            f"{error} (hidden_act is {config.hidden_act!r}); convert the model again"
+        ) from error
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,15 @@ from ondevice.bundle.layout import (
     resident_tensors,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
+from ondevice.bundle.predictors import (
+    PREDICTORS,
+    PREDICTORS_MANIFEST,
+    Predictors,
+    parse_predictors,
+    predictor_tensors,
+    predictors_layout,
+)
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
-from ondevice.config import ModelConfig, QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
@@ -81,9 +89,11 @@ class Bundle:
         self._folder = path.resolve()
         self._check_sizes()
         self._check_headers()
-        self._spans = _resident_spans(self.config, self.quant)
+        self._spans = _spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._check_with_safetensors()
         self._crcs = self._read_checksums()
+        self.predictors = self._read_predictors()
+        """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -137,8 +147,20 @@ class Bundle:
         crcs = self._crcs[entry.crc.offset : entry.crc.offset + entry.crc.count]
         return CheckedFile(self._folder / name, entry.nbytes, layout.crc_start, layout.crc_units, crcs)
 
+    def predictors_file(self) -> CheckedFile:
+        """Raises BundleError if the bundle has no predictors."""
+        if self.predictors is None:
+            raise BundleError(f"the bundle {self.path} has no predictors")
+        layout = predictors_layout(self.config, self.predictors)
+        crcs = np.array(self.predictors.crcs, dtype=np.uint32)
+        path = self._folder / PREDICTORS
+        return CheckedFile(path, path.stat().st_size, layout.crc_start, layout.crc_units, crcs)
+
     def tensor_span(self, name: str) -> TensorSpan:
-        """Where the resident tensor `name` lies. Raises BundleError if the model has no such tensor."""
+        """Where a tensor of the resident file, or of the predictors', lies.
+
+        Raises BundleError if the model has no such tensor.
+        """
         if name not in self._spans:
             raise BundleError(f"the bundle {self.path} has no tensor {name!r}")
         return self._spans[name]
@@ -197,6 +219,22 @@ class Bundle:
         if list(specs.items()) != list(expected.items()):
             raise BundleError(f"{RESIDENT}: the safetensors library finds other tensors than this model has")
 
+    def _read_predictors(self) -> Predictors | None:
+        if not os.path.lexists(self._folder / PREDICTORS_MANIFEST):
+            return None
+        data = read_whole(contained(self._folder, PREDICTORS_MANIFEST), MAX_JSON_BYTES)
+        predictors = parse_predictors(data, self.manifest)
+        layout = predictors_layout(self.config, predictors)
+        path = contained(self._folder, PREDICTORS)
+        if path.stat().st_size != layout.nbytes or read_range(path, 0, len(layout.header)) != layout.header:
+            raise BundleError(
+                f"{PREDICTORS} isn't the {layout.nbytes} bytes that {PREDICTORS_MANIFEST} describes: delete "
+                "both or train the predictors again"
+            )
+        self.bundle_bytes += len(data) + path.stat().st_size
+        self._spans |= _spans(PREDICTORS, predictor_tensors(self.config, predictors.bits, predictors.ranks))
+        return predictors
+
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]
         data = read_whole(contained(self._folder, CHECKSUMS), entry.nbytes)
@@ -207,11 +245,10 @@ class Bundle:
         return np.frombuffer(data, dtype="<u4")
 
 
-def _resident_spans(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpan]:
-    tensors = resident_tensors(config, quant)
+def _spans(file: str, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpan]:
     offset = len(resident_header(tensors))
     spans = {}
     for name, spec in tensors.items():
-        spans[name] = TensorSpan(RESIDENT, offset, spec.nbytes, spec.numpy_dtype, spec.shape)
+        spans[name] = TensorSpan(file, offset, spec.nbytes, spec.numpy_dtype, spec.shape)
         offset += spec.nbytes
     return spans

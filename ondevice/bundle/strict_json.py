@@ -96,10 +96,22 @@ class Section:
 
     def number(self, key: str, low: float, high: float) -> float:
         """A finite number from `low` to `high`."""
-        value = self.get(key)
-        if type(value) not in (int, float) or not low <= value <= high:
-            self._refuse(key, value, f"a number from {low} to {high}")
-        return float(value)
+        return self._number(self.get(key), key, low, high)
+
+    def optional_number(self, key: str, low: float, high: float) -> float | None:
+        """`number`, or None for null."""
+        return None if self.get(key) is None else self.number(key, low, high)
+
+    def numbers(self, key: str, most: int, low: float, high: float) -> tuple[float, ...]:
+        """A list of at most `most` finite numbers from `low` to `high`."""
+        return tuple(self._number(value, key, low, high) for value in self._list(key, most))
+
+    def sections(self, key: str, most: int) -> tuple[Section, ...]:
+        """A list of at most `most` objects."""
+        return tuple(
+            Section(value, f"{self.where}.{key}[{index}]")
+            for index, value in enumerate(self._list(key, most))
+        )
 
     def boolean(self, key: str) -> bool:
         value = self.get(key)
@@ -135,6 +147,11 @@ class Section:
         if type(value) is not int or not low <= value <= high:
             self._refuse(key, value, f"an integer from {low} to {high}")
         return value
+
+    def _number(self, value: Any, key: str, low: float, high: float) -> float:
+        if type(value) not in (int, float) or not low <= value <= high:
+            self._refuse(key, value, f"a number from {low} to {high}")
+        return float(value)
 
     def _text(self, value: object, key: str, most: int) -> str:
         if not isinstance(value, str) or not 1 <= len(value) <= most or not value.isprintable():

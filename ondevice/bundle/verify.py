@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,16 @@ import numpy as np
 
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.files import read_range
-from ondevice.bundle.layout import CHECKSUMS, FileLayout, RecordLayout, file_layout
+from ondevice.bundle.layout import (
+    CHECKSUMS,
+    FileLayout,
+    RecordLayout,
+    file_layout,
+    gate_file_name,
+    neuron_file_name,
+)
 from ondevice.bundle.manifest import FileEntry
+from ondevice.bundle.predictors import PREDICTORS, predictors_layout
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.errors import BundleError
 
@@ -39,29 +48,56 @@ def verify(
     Raises what `Bundle.open` raises, and BundleError naming file, offset and record at the first damage.
     """
     bundle = Bundle.open(bundle_path)
-    files = bundle.manifest.files
+    files = dict(bundle.manifest.files)
+    if bundle.predictors is not None:
+        nbytes = bundle.predictors_file().nbytes
+        files[PREDICTORS] = FileEntry(nbytes, bundle.predictors.sha256, None)
     total = sum(entry.nbytes for entry in files.values())
     done = checksums = 0
+    layers = range(bundle.config.num_layers if bundle.config.zeros_gates else 0)
+    # A layer's gate rows lie in two files; digests taken on the way spare comparing them in a second reading.
+    pairs = [(gate_file_name(layer), neuron_file_name(layer)) for layer in layers]
+    gate_rows = {name: hashlib.sha256() for pair in pairs for name in pair}
     for name, entry in files.items():
         if name != CHECKSUMS:
-            file = bundle.file(name)
-            for read in _verify_file(file, file_layout(name, bundle.config, bundle.quant), entry, crc32c):
+            file, layout = _opened(bundle, name)
+            for read in _verify_file(file, layout, entry, crc32c, gate_rows.get(name)):
                 if on_progress is not None:
                     on_progress(done + read, total)
             checksums += file.crcs.size
         done += entry.nbytes
-    for layer in range(bundle.config.num_layers if bundle.config.zeros_gates else 0):
-        _compare_gates(bundle, layer)
+    for layer, (gates, neurons) in enumerate(pairs):
+        if gate_rows[gates].digest() != gate_rows[neurons].digest():
+            raise _different_gates(bundle, layer)
     return Report(tuple((name, entry.nbytes) for name, entry in files.items()), checksums)
 
 
-def _verify_file(file: CheckedFile, layout: FileLayout, entry: FileEntry, crc32c: Crc32c) -> Iterator[int]:
-    """Yields the bytes read so far. Raises BundleError at the end if anything was wrong."""
+def _opened(bundle: Bundle, name: str) -> tuple[CheckedFile, FileLayout]:
+    if name == PREDICTORS and bundle.predictors is not None:
+        return bundle.predictors_file(), predictors_layout(bundle.config, bundle.predictors)
+    return bundle.file(name), file_layout(name, bundle.config, bundle.quant)
+
+
+def _verify_file(
+    file: CheckedFile,
+    layout: FileLayout,
+    entry: FileEntry,
+    crc32c: Crc32c,
+    gate_rows: hashlib._Hash | None,
+) -> Iterator[int]:
+    """Yields the bytes read so far, with the records' gate rows, without padding, in `gate_rows`.
+
+    Raises BundleError at the end if anything was wrong.
+    """
     digest = FileDigest(layout, crc32c)
     stain: int | None = None
     for chunk in _chunks(file, layout):
-        if stain is None and layout.record is not None and digest.nbytes >= layout.crc_start:
-            stain = _padding_stain(chunk, layout.record, digest.nbytes)
+        if layout.record is not None and digest.nbytes >= layout.crc_start:
+            records = chunk.reshape(-1, layout.record.stride)
+            if stain is None:
+                stain = _padding_stain(records, layout.record, digest.nbytes)
+            if gate_rows is not None:
+                gate_rows.update(np.ascontiguousarray(records[:, : layout.record.row_bytes[0]]).data)
         digest.update(chunk)
         yield digest.nbytes
     wrong = np.flatnonzero(digest.crcs() != file.crcs)
@@ -74,8 +110,8 @@ def _verify_file(file: CheckedFile, layout: FileLayout, entry: FileEntry, crc32c
         raise BundleError(f"{name}: byte {stain} is padding and not zero; {_REMEDY}")
 
 
-def _compare_gates(bundle: Bundle, layer: int) -> None:
-    """Raises BundleError where the two copies of a layer's gate rows aren't the same."""
+def _different_gates(bundle: Bundle, layer: int) -> BundleError:
+    """Reads both copies of a layer's gate rows again, to name the first record where they aren't the same."""
     gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
     strides = bundle.gate_layout.stride, bundle.neuron_layout.stride
     used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.neuron_layout.stride)
@@ -89,10 +125,11 @@ def _compare_gates(bundle: Bundle, layer: int) -> None:
         )
         different = np.flatnonzero((rows != records).any(axis=1))
         if different.size:
-            raise BundleError(
+            return BundleError(
                 f"{gates.path.name}: record {first + int(different[0])} isn't the gate row that "
                 f"{neurons.path.name} has; {_REMEDY}"
             )
+    return BundleError(f"{gates.path.name} or {neurons.path.name} changed while it was read; {_REMEDY}")
 
 
 def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
@@ -114,9 +151,8 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
         raise BundleError(f"{file.path.name} can't be read: {error}") from error
 
 
-def _padding_stain(chunk: np.ndarray, record: RecordLayout, offset: int) -> int | None:
-    """File offset of a padding byte that isn't zero in `chunk`, whole records that begin at `offset`."""
-    records = chunk.reshape(-1, record.stride)
+def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> int | None:
+    """File offset of a padding byte that isn't zero in `records` (n, stride), which begin at `offset`."""
     for start, stop in record.padding:
         stains = np.argwhere(records[:, start:stop])
         if stains.size:

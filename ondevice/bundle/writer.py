@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from ondevice.bundle.digest import Crc32c, FileDigest
-from ondevice.bundle.files import publish, sync_folder, temporary_path, write_durably
+from ondevice.bundle.files import disk_errors, publish, sync_folder, temporary_path, write_durably
 from ondevice.bundle.layout import (
     CHECKSUMS,
     MANIFEST,
@@ -40,7 +40,6 @@ from ondevice.bundle.manifest import (
 )
 from ondevice.bundle.resume import Claim, ResidentClaim, SourceStamp, load_state
 from ondevice.config import ModelConfig, QuantConfig
-from ondevice.errors import OndeviceError
 
 
 class BundleWriter:
@@ -262,13 +261,5 @@ def _write_tensor(sink: _FileSink, name: str, spec: TensorSpec, chunks: Iterable
         raise ValueError(f"tensor {name!r} got {nbytes} bytes; its shape {spec.shape} needs {spec.nbytes}")
 
 
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """Turns what the disk refuses into an OndeviceError that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise OndeviceError(
-            f"{path} can't be written: {error.strerror or error}; "
-            "make room or choose another folder, then run again with --resume"
-        ) from error
+def _disk_errors(path: Path) -> AbstractContextManager[None]:
+    return disk_errors(path, "make room or choose another folder, then run again with --resume")

@@ -197,16 +197,18 @@ void bind_stream(nb::module_& m) {
 void bind_batch(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<RecordBatch>(m, "RecordBatch")
-      .def(nb::init<std::shared_ptr<FlashReader>>(), nb::arg("reader"))
+      .def(nb::init<std::shared_ptr<FlashReader>, bool>(), nb::arg("reader"), nb::arg("urgent"))
       .def(
           "start",
-          [](RecordBatch& self, size_t file, size_t part, RecordIds ids, Targets targets, int64_t gap_bytes) {
+          [](RecordBatch& self, size_t file, size_t first_part, RecordIds ids, Targets targets,
+             int64_t gap_bytes) {
             if (ids.size() != targets.size()) throw std::invalid_argument("ids and targets are (n,)");
             nb::gil_scoped_release release;
-            self.start(file, part, ids.data(), ids.size(), targets.data(), gap_bytes);
+            self.start(file, first_part, ids.data(), ids.size(), targets.data(), gap_bytes);
           },
-          nb::arg("file"), nb::arg("part"), nb::arg("ids").noconvert(), nb::arg("targets").noconvert(),
+          nb::arg("file"), nb::arg("first_part"), nb::arg("ids").noconvert(), nb::arg("targets").noconvert(),
           nb::arg("gap_bytes"))
+      .def("done", &RecordBatch::done, Release())
       .def("finish", &RecordBatch::finish, Release())
       .def("close", &RecordBatch::close, Release())
       .def("stats", [](RecordBatch& self) { return times(self.stats()); }, Release());

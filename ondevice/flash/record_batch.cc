@@ -12,19 +12,19 @@ constexpr int64_t kRunBytes = int64_t{1} << 16;
 
 }  // namespace
 
-RecordBatch::RecordBatch(std::shared_ptr<FlashReader> reader) : reader_(std::move(reader)) {
+RecordBatch::RecordBatch(std::shared_ptr<FlashReader> reader, bool urgent) : reader_(std::move(reader)) {
   reader_->pool().require_running();
-  reader_->pool().add(this, true);
+  reader_->pool().add(this, urgent);
 }
 
-void RecordBatch::start(size_t file_index, size_t part, const int32_t* ids, size_t count,
+void RecordBatch::start(size_t file_index, size_t first_part, const int32_t* ids, size_t count,
                         const uint64_t* targets, int64_t gap_bytes) {
   const FlashFile& file = reader_->file(file_index);
   const std::vector<uint64_t>& units = file.spec().units;
-  if (part >= units.size())
-    throw std::out_of_range("part " + std::to_string(part) + " of " + std::to_string(units.size()));
+  if (first_part >= units.size())
+    throw std::out_of_range("part " + std::to_string(first_part) + " of " + std::to_string(units.size()));
   int64_t part_offset = 0;
-  for (size_t i = 0; i < part; ++i) part_offset += static_cast<int64_t>(units[i]);
+  for (size_t i = 0; i < first_part; ++i) part_offset += static_cast<int64_t>(units[i]);
   const int64_t records = (file.spec().nbytes - file.spec().crc_start) / file.period();
   for (size_t i = 0; i < count; ++i)
     if (ids[i] < (i == 0 ? 0 : ids[i - 1] + 1) || ids[i] >= records)
@@ -41,13 +41,13 @@ void RecordBatch::start(size_t file_index, size_t part, const int32_t* ids, size
     // Nothing can fail from here on.
     under_way_ = true;
     file_ = &file;
-    part_bytes_ = static_cast<int64_t>(units[part]);
+    wanted_bytes_ = file.period() - part_offset;
     error_.clear();
     next_ = 0;
     for (size_t i = 0; i < count; ++i) {
       const int64_t offset = file.spec().crc_start + ids[i] * file.period() + part_offset;
-      const bool joins = !runs_.empty() && offset - (wanted_.back().offset + part_bytes_) <= gap_bytes &&
-                         offset + part_bytes_ - wanted_[runs_.back().first].offset <= kRunBytes;
+      const bool joins = !runs_.empty() && offset - (wanted_.back().offset + wanted_bytes_) <= gap_bytes &&
+                         offset + wanted_bytes_ - wanted_[runs_.back().first].offset <= kRunBytes;
       if (joins)
         ++runs_.back().count;
       else
@@ -62,7 +62,7 @@ bool RecordBatch::take(Piece* piece) {
   if (next_ == runs_.size() || !error_.empty() || closed_) return false;
   const Run& run = runs_[next_];
   piece->file = file_;
-  piece->range = {wanted_[run.first].offset, wanted_[run.first + run.count - 1].offset + part_bytes_};
+  piece->range = {wanted_[run.first].offset, wanted_[run.first + run.count - 1].offset + wanted_bytes_};
   piece->tag = next_++;
   return true;
 }
@@ -70,7 +70,7 @@ bool RecordBatch::take(Piece* piece) {
 void RecordBatch::check(const Piece& piece, const uint8_t* units) {
   const Run& run = runs_[piece.tag];
   for (size_t i = run.first; i < run.first + run.count; ++i)
-    piece.file->check({wanted_[i].offset, wanted_[i].offset + part_bytes_},
+    piece.file->check({wanted_[i].offset, wanted_[i].offset + wanted_bytes_},
                       units + (wanted_[i].offset - piece.range.begin));
 }
 
@@ -78,13 +78,18 @@ void RecordBatch::deliver(const Piece& piece, const uint8_t* units) {
   const Run& run = runs_[piece.tag];
   for (size_t i = run.first; i < run.first + run.count; ++i)
     std::memcpy(wanted_[i].target, units + (wanted_[i].offset - piece.range.begin),
-                static_cast<size_t>(part_bytes_));
+                static_cast<size_t>(wanted_bytes_));
 }
 
 void RecordBatch::complete(const Piece& piece, const std::string& error) {
   if (error.empty() || (!error_.empty() && failed_ < piece.tag)) return;
   error_ = error;
   failed_ = piece.tag;
+}
+
+bool RecordBatch::done() {
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  return meter.idle() && (next_ == runs_.size() || !error_.empty() || closed_ || reader_->pool().stopped());
 }
 
 void RecordBatch::finish() {
@@ -100,9 +105,9 @@ void RecordBatch::finish() {
 void RecordBatch::close() {
   {
     std::lock_guard<std::mutex> lock(reader_->pool().mutex());
-    if (closed_) return;
     closed_ = true;
   }
+  // Where two close it at once, both wait: either may take the targets away.
   reader_->pool().remove(this);
 }
 

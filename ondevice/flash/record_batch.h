@@ -1,4 +1,4 @@
-// Records on demand: one part of each goes straight to where its reader wants it, while others compute.
+// Records on demand: the wanted parts of each go to where its reader wants them, while others compute.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,18 @@ namespace ondevice {
 // One set of records under way at a time; start() and finish() belong to one thread, close() to any.
 class RecordBatch : public PieceSource {
  public:
-  explicit RecordBatch(std::shared_ptr<FlashReader> reader);
+  // urgent: somebody waits; else its reads go after those of urgent ones.
+  RecordBatch(std::shared_ptr<FlashReader> reader, bool urgent);
   ~RecordBatch() override { close(); }
 
-  // Begins to read part `part` of the records ids[0] < ids[1] < ... of a file, each to its target. Records
-  // with at most `gap_bytes` between the parts wanted are one read. The targets must stay until finish() or
-  // close(). Throws std::invalid_argument if the batch before isn't finished, std::out_of_range for a part or
-  // a record that the file hasn't.
-  void start(size_t file, size_t part, const int32_t* ids, size_t count, const uint64_t* targets,
+  // Begins to read the parts from `first_part` on of the records ids[0] < ids[1] < ... of a file, each to its
+  // target. Records with at most `gap_bytes` between what is wanted are one read. The targets must stay until
+  // finish() or close(). Throws std::invalid_argument if the batch before isn't finished, std::out_of_range
+  // for a part or a record that the file hasn't.
+  void start(size_t file, size_t first_part, const int32_t* ids, size_t count, const uint64_t* targets,
              int64_t gap_bytes);
+  // Whether finish() would wait for nothing.
+  bool done();
   // Reads along until everything has arrived. Throws FlashError, of the record with the lowest id that
   // failed; whatever it throws, no target is written to any more.
   void finish();
@@ -43,13 +46,13 @@ class RecordBatch : public PieceSource {
     size_t first, count;  // of wanted_
   };
   struct Wanted {
-    int64_t offset;  // of the part, in the file
+    int64_t offset;  // of the first part, in the file
     uint8_t* target;
   };
 
   std::shared_ptr<FlashReader> reader_;
   const FlashFile* file_ = nullptr;
-  int64_t part_bytes_ = 0;
+  int64_t wanted_bytes_ = 0;  // of each record
   std::vector<Wanted> wanted_;
   std::vector<Run> runs_;
   size_t next_ = 0, failed_ = 0;

@@ -127,21 +127,23 @@ void bind_layers(nb::module_& m) {
       .def(
           "add_gathered",
           [](const FeedForward& layer, Engine& engine, const CArray<const int32_t, 1>& ids,
-             const CArray<const uint64_t, 1>& parts, const CArray<const float, 2>& gates, int activation) {
-            const int64_t count = ids.shape(0), tokens = gates.shape(0), neurons = gates.shape(1);
+             const CArray<const uint64_t, 1>& parts, bool whole, const CArray<const float, 2>& scores,
+             int activation) {
+            const int64_t count = ids.shape(0), tokens = scores.shape(0), neurons = scores.shape(1);
             require(parts.shape(0) == ids.shape(0), "ids and parts are (n,)");
             require(tokens > 0 && activation >= 0 && activation <= 4, "tokens or activation is out of range");
             for (int64_t k = 0; k < count; ++k)
               require(ids.data()[k] >= 0 && ids.data()[k] < neurons &&
                           (k == 0 || ids.data()[k] > ids.data()[k - 1]),
-                      "ids ascend, from 0 to below the number of gates");
+                      "ids ascend, from 0 to below the number of scores");
             nb::gil_scoped_release release;
             layer.add_gathered(engine,
                                {ids.data(), reinterpret_cast<const uint8_t* const*>(parts.data()), count,
-                                gates.data(), neurons},
+                                whole, scores.data(), neurons},
                                tokens, static_cast<Activation>(activation));
           },
-          nb::arg("engine"), nb::arg("ids"), nb::arg("parts"), nb::arg("gates"), nb::arg("activation"))
+          nb::arg("engine"), nb::arg("ids"), nb::arg("parts"), nb::arg("whole"), nb::arg("scores"),
+          nb::arg("activation"))
       .def(
           "finish",
           [](const FeedForward& layer, Engine& engine, const CArray<float, 2>& out) {

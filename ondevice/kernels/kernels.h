@@ -59,6 +59,11 @@ struct KernelTable {
   void (*linear_quantized)(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                            const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
                            int64_t end);
+  // out[t, r] of 16 rows that lie apart, for a few tokens: as linear_quantized of a tile of them, whose
+  // scales and biases are `affine`. The 16 rows `next`, if not null, are fetched meanwhile.
+  void (*linear_gathered)(int bits, const uint8_t* const* rows, const uint8_t* const* next,
+                          const uint16_t* affine, const QuantizedRows& x, int64_t tokens, float* out,
+                          int64_t out_stride);
   // Row-major float16 weights, padded_cols (a multiple of 16) each; x rows are padded with zeros likewise.
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                       const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end);

@@ -49,6 +49,7 @@ class Engine {
   std::vector<GatheredBlock> gathered_blocks_;
   std::vector<const uint8_t*> gathered_rows_;
   std::vector<uint8_t> gathered_index_;
+  std::vector<int64_t> gathered_places_;
 };
 
 // A (rows, cols) matrix: 16 rows interleaved when quantised, row-major at 16 bits.
@@ -88,13 +89,15 @@ class Segment {
   int64_t blocks_ = 0;
 };
 
-// Neurons of a layer that fire for at least one token, ascending, and what their gates computed.
+// Neurons of a layer that are selected for at least one token, ascending. A neuron counts for a token unless
+// its score there is zero or less.
 struct Gathered {
   const int32_t* ids;
-  const uint8_t* const* parts;  // of each, its up row and its down row behind it
+  const uint8_t* const* parts;  // of each, its up row and its down row behind it, or its whole record
   int64_t count;
-  const float* gates;  // (T, gates_stride) products of every gate, before the activation
-  int64_t gates_stride;
+  bool whole;           // parts are whole records, whose gates are computed here; else scores are the gates
+  const float* scores;  // (T, scores_stride) of every neuron
+  int64_t scores_stride;
 };
 
 class FeedForward {
@@ -116,15 +119,15 @@ class FeedForward {
   void begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const;
   void add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens,
            Activation activation) const;
-  // Instead of segments: the neurons that fire, in whole blocks of 64 stored ids, ascending.
+  // Instead of segments: the neurons selected, in whole blocks of 64 stored ids, ascending.
   void add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens, Activation activation) const;
   void finish(Engine& engine, int64_t tokens, float* out) const;
 
  private:
   void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
                  Activation activation) const;
-  void gathered_up(Engine& engine, const Gathered& neurons, int64_t tokens, float* out,
-                   int64_t out_stride) const;
+  void gathered_rows(Engine& engine, const Gathered& neurons, int64_t offset, int64_t tokens, float* out,
+                     int64_t out_stride) const;
   void gathered_down(Engine& engine, const Gathered& neurons, int64_t tokens, const float* h,
                      int64_t h_stride) const;
   void gate_up(Engine& engine, const Segment& segment, int64_t tile, int64_t tokens, Activation activation,

@@ -59,6 +59,88 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
   }
 }
 
+typedef uint32_t Words16 __attribute__((vector_size(64)));
+
+Words16 words(B bytes) {
+  Words16 w;
+  memcpy(&w, &bytes, sizeof(w));
+  return w;
+}
+
+B bytes(Words16 words) {
+  B b;
+  memcpy(&b, &words, sizeof(b));
+  return b;
+}
+
+// 16 bytes at `at` of 16 rows -> what a tile has of them: 4 vectors, each with one word of every row.
+void gather_words(const uint8_t* const* rows, int64_t at, B out[4]) {
+  Words16 quads[4];  // rows j, j + 4, j + 8, j + 12
+  for (int j = 0; j < 4; ++j) {
+    Bytes16 pieces[4];
+    for (int i = 0; i < 4; ++i) pieces[i] = load_vector<Bytes16>(rows[4 * i + j] + at);
+    quads[j] = words(join_quarters(pieces));
+  }
+#define ONDEVICE_ZIP(x, y, a, b)                                                                          \
+  __builtin_shufflevector(x, y, a, a + 16, b, b + 16, a + 4, a + 20, b + 4, b + 20, a + 8, a + 24, b + 8, \
+                          b + 24, a + 12, a + 28, b + 12, b + 28)
+#define ONDEVICE_PAIRS(x, y, a)                                                                       \
+  __builtin_shufflevector(x, y, a, a + 1, a + 16, a + 17, a + 4, a + 5, a + 20, a + 21, a + 8, a + 9, \
+                          a + 24, a + 25, a + 12, a + 13, a + 28, a + 29)
+  const Words16 low01 = ONDEVICE_ZIP(quads[0], quads[1], 0, 1),
+                low23 = ONDEVICE_ZIP(quads[2], quads[3], 0, 1);
+  const Words16 high01 = ONDEVICE_ZIP(quads[0], quads[1], 2, 3),
+                high23 = ONDEVICE_ZIP(quads[2], quads[3], 2, 3);
+  out[0] = bytes(ONDEVICE_PAIRS(low01, low23, 0));
+  out[1] = bytes(ONDEVICE_PAIRS(low01, low23, 2));
+  out[2] = bytes(ONDEVICE_PAIRS(high01, high23, 0));
+  out[3] = bytes(ONDEVICE_PAIRS(high01, high23, 2));
+#undef ONDEVICE_ZIP
+#undef ONDEVICE_PAIRS
+}
+
+// dot_block of 16 rows that lie apart, and one token.
+template <int BITS>
+F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t int_sum) {
+  I a = int_zero(), b = int_zero();
+  for (int64_t piece = 0; piece < kGroup * BITS / 8; piece += 16) {
+    B columns[4];
+    gather_words(rows, at + piece, columns);
+    for (int w = 0; w < 4; ++w) {
+      const int8_t* quad = x + piece * 8 / BITS + w * 32 / BITS;
+      if (BITS == 4) {
+        a = dot_q4(a, low_nibbles(columns[w]), quad);
+        b = dot_q4(b, high_nibbles(columns[w]), quad + 4);
+      } else {
+        I& chain = w % 2 ? b : a;
+        chain = dot_q8(chain, columns[w], quad);
+      }
+    }
+  }
+  a = add_int(a, b);
+  return to_float(BITS == 8 ? finish_q8(a, int_sum) : a);
+}
+
+// affine: scales and biases of 16 rows side by side, group by group.
+template <int BITS>
+void gathered_token(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
+                    const QuantizedRows& x, int64_t t, float* out) {
+  constexpr int64_t kRowBytes = kGroup * BITS / 8, kFetched = kRowBytes + 4;  // of each group, with affines
+  F acc = zero();
+  for (int64_t g = 0; g < x.groups; ++g) {
+    // Rows lie anywhere: nothing but this fetches those of the next tile.
+    if (next)
+      for (int64_t line = (g * kFetched + 63) / 64; line < ((g + 1) * kFetched + 63) / 64; ++line)
+        for (int64_t r = 0; r < kTile; ++r) prefetch(next[r] + line * 64);
+    const int64_t i = t * x.groups + g;
+    const F sums = dot_gathered<BITS>(rows, g * kRowBytes, x.codes + i * kGroup, x.int_sums[i]);
+    const F scale = load_half(affine + 2 * kTile * g), offset = load_half(affine + 2 * kTile * g + kTile);
+    acc = fma(mul(scale, set1(x.scales[i])), sums, acc);
+    acc = fma(offset, set1(x.sums[i]), acc);
+  }
+  store(out, acc);
+}
+
 // Four rows at a time, each with 16 lanes over the columns.
 template <int RR>
 void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
@@ -86,6 +168,17 @@ void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, in
     tiles_tokens<4>(tiles, x, tokens, bias, out, out_stride, rows, begin, end);
   else
     tiles_tokens<8>(tiles, x, tokens, bias, out, out_stride, rows, begin, end);
+}
+
+void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
+                     const QuantizedRows& x, int64_t tokens, float* out, int64_t out_stride) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    const uint8_t* const* ahead = t == 0 ? next : nullptr;
+    if (bits == 4)
+      gathered_token<4>(rows, ahead, affine, x, t, out + t * out_stride);
+    else
+      gathered_token<8>(rows, ahead, affine, x, t, out + t * out_stride);
+  }
 }
 
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,

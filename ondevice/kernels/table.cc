@@ -9,6 +9,7 @@ extern const KernelTable kTable;
 const KernelTable kTable = {
     quantize_activations,
     linear_quantized,
+    linear_gathered,
     linear_half,
     activate,
     down_quantized,

@@ -14,6 +14,8 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
 void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                       const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
                       int64_t end);
+void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
+                     const QuantizedRows& x, int64_t tokens, float* out, int64_t out_stride);
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                  const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end);
 void activate(Activation act, const float* gate, const float* up, float* h, int64_t n);

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Bytes, KVLayout
+from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
 
 __all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block"]
 
@@ -24,25 +24,25 @@ def allocate_block(nbytes: int) -> Bytes:
     return buffer[start : start + nbytes]
 
 
-def _forget(block: Bytes) -> None:
+def _forget(block: Block) -> None:
     """The heap's blocks need no more than their last reference to go."""
 
 
 class KVCache:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1.
 
-    `allocate(nbytes)` gives a writable uint8 block or raises (`BudgetError` where a plan is in charge);
-    `release(block)` takes one back.
+    `allocate(nbytes)` gives a block that the backend's ops can write (uint8 for numpy backends) or raises
+    (`BudgetError` where a plan is in charge); `release(block)` takes one back.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        allocate: Callable[[int], Bytes] = allocate_block,
-        release: Callable[[Bytes], None] = _forget,
+        allocate: Callable[[int], Block] = allocate_block,
+        release: Callable[[Block], None] = _forget,
     ) -> None:
         self.layout = layout
-        self.blocks: list[Bytes] = []
+        self.blocks: list[Block] = []
         self.tokens: list[int] = []
         self._allocate = allocate
         self._release = release
@@ -59,7 +59,7 @@ class KVCache:
 
     def reserve(self, n_tokens: int) -> None:
         """Hold room for n_tokens positions in all. What the allocator raises leaves the cache as it was."""
-        added: list[Bytes] = []
+        added: list[Block] = []
         try:
             while len(self.blocks) + len(added) < self.layout.blocks(n_tokens):
                 added.append(self._allocate(self.layout.block_bytes))

@@ -13,15 +13,18 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk
+from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk, Selector
 from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
+from ondevice.bundle.predictors import OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.config import ModelConfig, Sparsity
 from ondevice.flash.reader import FlashReader
-from ondevice.model.resident_file import ReadAhead, ResidentFile
+from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
 
-# Indices in the flash reader; the resident file comes first.
+# Indices in the flash reader.
+RESIDENT_FILE = 0
 EMBEDDING_FILE = 1
 FIRST_NEURON_FILE = 2
 CHUNK_BYTES = 4 << 20
@@ -31,15 +34,19 @@ Rows = Callable[[int, int], RowChunk]
 """(row0, count) -> those rows of one matrix."""
 
 
-def bundle_files(bundle: Bundle, gates: bool = False) -> list[CheckedFile]:
+def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense") -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order that the sources' indices mean.
 
-    gates: with the separate gate rows, which bundles of ReLU-family models have.
+    With `exact`, what decides which neurons are multiplied are gate rows of their own; with `predicted`, the
+    predictors.
     """
     layers = range(bundle.config.num_layers)
-    neurons = [bundle.neuron_file(layer) for layer in layers]
-    gate_files = [bundle.gate_file(layer) for layer in layers if gates]
-    return [bundle.file(RESIDENT), bundle.embedding_file, *neurons, *gate_files]
+    files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
+    if sparsity == "exact":
+        files += [bundle.gate_file(layer) for layer in layers]
+    elif sparsity == "predicted":
+        files.append(bundle.predictors_file())
+    return files
 
 
 def load_weights(
@@ -47,25 +54,30 @@ def load_weights(
     reader: FlashReader,
     backend: Backend,
     cancelled: Callable[[], bool] = lambda: False,
-    gates: bool = False,
+    sparsity: Sparsity = "dense",
+    point: OperatingPoint | None = None,
 ) -> ModelWeights:
-    """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, gates)`.
+    """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, sparsity)`.
 
-    gates: load the gate projections too, which then decide what is read and multiplied of the neurons.
+    sparsity: what decides which neurons are read and multiplied: nothing (`dense`), their gates (`exact`) or
+    the predictors at an operating point of theirs (`predicted`).
 
     Raises FlashReadError when bytes don't match their checksum, BundleError when what they hold can't be
     weights, Cancelled when `cancelled()` holds between two pieces, and what the backend raises when memory
     runs out.
     """
     config = bundle.config
-    resident, embedding = ResidentFile(bundle, reader), EmbeddingRecords(bundle, reader)
+    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+    embedding = EmbeddingRecords(bundle, reader)
     layers = [_layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     head_rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
     final_norm = _Vector("final_norm", partial(resident.vector, "final_norm.weight"))
     head = _Matrix("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
-    gate_parts = [_gate_part(bundle, reader, layer) if gates else None for layer in range(config.num_layers)]
-    per_layer = [[*parts, *([gate] if gate else [])] for parts, gate in zip(layers, gate_parts, strict=True)]
-    order = [*(part for parts in per_layer for part in parts), final_norm, head]
+    selectors = _selector_parts(bundle, reader, sparsity, point)
+    order: list[_Part] = [
+        part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector)
+    ]
+    order += [final_norm, head]
 
     def tasks() -> Iterator[Callable[[], Any]]:
         for part in order:
@@ -82,16 +94,18 @@ def load_weights(
                     | {part.field: part.load(backend, ahead) for part in parts}
                 ),
                 feed_forward=backend.load_feed_forward(
-                    layer, NeuronRecords(bundle, reader, layer), gate and gate.load(backend, ahead)
+                    layer,
+                    NeuronRecords(bundle, reader, layer),
+                    _selector([part.load(backend, ahead) for part in selector], sparsity),
                 ),
             )
-            for layer, (parts, gate) in enumerate(zip(layers, gate_parts, strict=True))
+            for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True))
         ]
         loaded_norm, loaded_head = final_norm.load(backend, ahead), head.load(backend, ahead)
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, loaded_norm, loaded_head)
 
 
-def _layer_parts(bundle: Bundle, resident: ResidentFile, layer: int) -> list[_Part]:
+def _layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[_Part]:
     """What LayerWeights holds of the resident file, in the order in which it lies there."""
     config, prefix = bundle.config, f"layers.{layer}"
 
@@ -110,6 +124,41 @@ def _layer_parts(bundle: Bundle, resident: ResidentFile, layer: int) -> list[_Pa
         *norms,
         matrix("out", config.hidden_size, config.query_size, config.attention_output_bias),
         vector("feed_forward_norm"),
+    ]
+
+
+def _selector(matrices: list[Any], sparsity: Sparsity) -> Selector | None:
+    return Selector(tuple(matrices), predicted=sparsity == "predicted") if matrices else None
+
+
+def _selector_parts(
+    bundle: Bundle, reader: FlashReader, sparsity: Sparsity, point: OperatingPoint | None
+) -> list[list[_Matrix]]:
+    """Per layer, the matrices that score its neurons, in the order in which they multiply."""
+    layers = range(bundle.config.num_layers)
+    if sparsity == "exact":
+        return [[_gate_part(bundle, reader, layer)] for layer in layers]
+    if sparsity != "predicted" or bundle.predictors is None or point is None:
+        return [[] for _ in layers]
+    index = FIRST_NEURON_FILE + bundle.config.num_layers
+    file = TensorFile(bundle, reader, bundle.predictors_file(), index, bundle.predictors.bits)
+    return [
+        _predictor_parts(bundle.config, file, layer, rank, offset)
+        for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
+    ]
+
+
+def _predictor_parts(
+    config: ModelConfig, file: TensorFile, layer: int, rank: int, offset: float
+) -> list[_Matrix]:
+    down, up = f"layers.{layer}.down", f"layers.{layer}.up"
+
+    def bias() -> Float32:
+        return file.vector(f"layers.{layer}.bias") + np.float32(offset)
+
+    return [
+        _Matrix("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
+        _Matrix("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
     ]
 
 

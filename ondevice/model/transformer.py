@@ -32,12 +32,15 @@ class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, 
 
 
 class Transformer:
-    """A loaded model: shapes, an engine and the weights that engine loaded."""
+    """A loaded model: shapes, an engine and the weights that engine loaded.
+
+    To run it with others, as training does, make another from `weights` with parts replaced.
+    """
 
     def __init__(self, config: ModelConfig, backend: Backend, weights: ModelWeights) -> None:
         self.config = config
         self.backend = backend
-        self._weights = weights
+        self.weights = weights
         self._rope = Rope(config)
 
     def forward(
@@ -72,12 +75,37 @@ class Transformer:
 
         The layers have run, and kv holds the tokens, when the first piece comes.
         """
-        with ExitStack() as undo:
-            undo.callback(kv.truncate, kv.length)
-            hidden = self._layers(tokens, kv, "all", cancelled)
-            undo.pop_all()
+        hidden = self.hidden_states(tokens, kv, cancelled)
         for start in range(0, len(tokens), rows):
             yield self._head(hidden[start : start + rows])
+
+    def embedding(self, tokens: Sequence[int]) -> Array:
+        """What enters the first layer, (T, D). Raises UsageError for an id outside the vocabulary."""
+        return self.backend.embedding(self.weights.embedding, self._checked(tokens))
+
+    def hidden_states(
+        self,
+        tokens: Sequence[int],
+        kv: KVCache,
+        cancelled: Callable[[], bool] | None = None,
+        x: Array | None = None,
+    ) -> Array:
+        """Like `forward`, but returns what leaves the last layer for every token, (T, D), for `logits`.
+
+        x: (T, D) enters the first layer in place of `embedding(tokens)`, and may be overwritten; UsageError
+        for another shape. Over `mlx` the result is differentiable by x, by the weights, and through the keys
+        and values that earlier passes left in kv.
+        """
+        with ExitStack() as undo:
+            undo.callback(kv.truncate, kv.length)
+            hidden = self._layers(tokens, kv, "all", cancelled, x)
+            undo.pop_all()
+        return hidden
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden: (n, D) from `hidden_states`. Returns (n, V), the backend's own array, unchecked."""
+        normed = self.backend.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
+        return self.backend.linear(normed, self.weights.head)
 
     def _layers(
         self,
@@ -85,14 +113,18 @@ class Transformer:
         kv: KVCache,
         wanted: Literal["last", "all"],
         cancelled: Callable[[], bool] | None,
+        x: Array | None = None,
     ) -> Array:
         """Hidden states after the last layer, (T, D) or only the last token's (1, D). Extends kv."""
         backend, config, position = self.backend, self.config, kv.length
         ids = self._checked(tokens)
         kv.reserve(position + len(ids))
         cos, sin = self._rope.tables(position, len(ids))
-        x = backend.embedding(self._weights.embedding, ids)
-        for layer, weights in enumerate(self._weights.layers):
+        if x is None:
+            x = backend.embedding(self.weights.embedding, ids)
+        elif tuple(x.shape) != (len(ids), config.hidden_size):
+            raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
+        for layer, weights in enumerate(self.weights.layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
             x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
@@ -103,8 +135,7 @@ class Transformer:
         return x
 
     def _head(self, x: Array) -> Float32:
-        normed = self.backend.rms_norm(x, self._weights.final_norm, self.config.rms_norm_eps)
-        logits = self.backend.to_numpy(self.backend.linear(normed, self._weights.head))
+        logits = self.backend.to_numpy(self.logits(x))
         if not np.isfinite(logits).all():
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "

@@ -1,4 +1,4 @@
-"""Neurons that fire, from the cache or from flash, in batches that are in memory when they are handed out.
+"""Selected neurons, from the cache or from flash, in batches that are in memory when they are handed out.
 
 While one batch is multiplied, the next one's records are read. A record that can't be read gives its slots
 back: nothing is ever multiplied that hasn't arrived whole.
@@ -20,10 +20,11 @@ from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import Addresses, NeuronCache, Placement
-from ondevice.sparsity.policies import fired
+from ondevice.sparsity.policies import selected
+from ondevice.sparsity.warming import Warming
 
-UP_AND_DOWN = 1
-"""The part of a neuron's record that is read: its gate row is in memory."""
+WHOLE_RECORD, UP_AND_DOWN = 0, 1
+"""The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
 GAP_BYTES = 16 << 10
 """Bytes between two records up to which reading through costs less than a second read."""
 BATCHES = 2
@@ -45,9 +46,12 @@ class NeuronFetcher:
         self._layers = layers
         self._cache = cache
         self._batch = batch
-        self._reads = deque(_native.RecordBatch(reader.native) for _ in range(BATCHES))
+        self._reads = deque(_native.RecordBatch(reader.native, urgent=True) for _ in range(BATCHES))
+        predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
+        self._first_part = WHOLE_RECORD if predicted else UP_AND_DOWN
+        self._warming = Warming(layers, reader, cache, self._first_part)
         for index, layer in enumerate(layers):
-            layer.fired = partial(self._fired, index)
+            layer.selected = partial(self._selected, index)
 
     @property
     def nbytes(self) -> int:
@@ -66,26 +70,30 @@ class NeuronFetcher:
 
     def resize(self, lent: Sequence[int]) -> None:
         """Keep to so many segments in all: those above go back at once, those below come when needed."""
+        self._warming.stop()
         self._cache.resize(sum(lent))
 
     def close(self) -> None:
         """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
+        self._warming.close()
         for reads in self._reads:
             reads.close()
         self._cache.close()
         for layer in self._layers:
-            layer.fired = _closed
+            layer.selected = _closed
 
-    def _fired(self, index: int, gates: Float32) -> Iterator[tuple[Int32, Addresses]]:
-        """Neurons with a gate above zero for any token of gates (T, F): ascending ids, where they lie.
+    def _selected(self, index: int, scores: Float32) -> Iterator[tuple[Int32, Addresses]]:
+        """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
 
         Each batch is valid until the next.
         """
         cache = self._cache
         if index == 0:
-            cache.divide(len(gates))
-        cache.observe(index, gates)
-        waiting = deque(self._cut(fired(gates)))
+            self._warming.collect()
+            cache.divide(len(scores), keep=self._warming.under_way)
+            self._warming.begin()
+        cache.observe(index, scores)
+        waiting = deque(self._cut(selected(scores)))
         under_way: deque[_Batch] = deque()
         try:
             while waiting or under_way:
@@ -111,7 +119,7 @@ class NeuronFetcher:
         self._reads.rotate()
         file, started = self._layers[index].source.file, False
         try:
-            reads.start(file, UP_AND_DOWN, ids[missing], placement.addresses[missing], GAP_BYTES)
+            reads.start(file, self._first_part, ids[missing], placement.addresses[missing], GAP_BYTES)
             started = True
         finally:
             if not started:
@@ -135,5 +143,5 @@ class NeuronFetcher:
             start = stop
 
 
-def _closed(gates: Float32) -> Iterator[tuple[Int32, Addresses]]:
+def _closed(scores: Float32) -> Iterator[tuple[Int32, Addresses]]:
     raise OndeviceError("the model's feed-forward memory was given back: it is closed")

@@ -48,7 +48,7 @@ class NeuronCache:
         self, layers: int, neurons: int, slot_bytes: int, segment_slots: int, reserve: int, policy: Policy
     ) -> None:
         self._neurons = neurons
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._segment_slots = segment_slots
         self._reserve = reserve
         self._policy = policy
@@ -62,6 +62,8 @@ class NeuronCache:
         """A stack of slots: the first `_num_free` are free."""
         self._num_free = 0
         self._counts = [0] * layers
+        self._claimed = [0] * layers
+        """Slots of each layer that are being read into and hold nobody yet."""
         self._shares = [0] * layers
         """Slots that each layer may keep."""
         self._tokens = 0
@@ -74,7 +76,7 @@ class NeuronCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the segments that exist; those lent and not needed yet don't."""
-        return len(self._segments) * self._segment_slots * self._slot_bytes
+        return len(self._segments) * self._segment_slots * self.slot_bytes
 
     @property
     def holds_all(self) -> bool:
@@ -87,7 +89,10 @@ class NeuronCache:
         return max(0, self._lent * self._segment_slots - self._reserve)
 
     def resize(self, segments: int) -> None:
-        """Keep to so many segments: those above go at once, with the neurons in them."""
+        """Keep to so many segments: those above go at once, with the neurons in them.
+
+        No claim may be open: slots that are read into would be gone.
+        """
         self._lent = segments
         limit = segments * self._segment_slots
         if len(self._segments) > segments:
@@ -103,10 +108,13 @@ class NeuronCache:
             del self._segments[segments:]
         self._draw_shares()
 
-    def divide(self, tokens: int) -> None:
-        """Draw up the layers' shares anew, from time to time; called before each pass with its tokens."""
+    def divide(self, tokens: int, keep: bool = False) -> None:
+        """Draw up the layers' shares anew, from time to time; called before each pass with its tokens.
+
+        keep: not now, as there are claims, which were made by the shares as they are.
+        """
         self._tokens += tokens
-        if self._tokens >= DIVIDE_TOKENS and not self.holds_all:
+        if self._tokens >= DIVIDE_TOKENS and not self.holds_all and not keep:
             self._draw_shares()
 
     def observe(self, layer: int, gates: Float32) -> None:
@@ -131,13 +139,11 @@ class NeuronCache:
             own[missing] = slots[ids[missing]] = new
             self._owner[new] = layer * self._neurons + ids[missing]
             self._counts[layer] += len(missing)
-        segments, slots_in = np.divmod(own, self._segment_slots)
-        addresses = self._bases[segments] + slots_in.astype(np.uint64) * np.uint64(self._slot_bytes)
-        return Placement(addresses, missing)
+        return Placement(self._addresses(own), missing)
 
     def settle(self, layer: int, keep: Int32 | None = None) -> None:
         """Let the layer's lowest scores go until it keeps to its share; those of `keep` stay in any case."""
-        over = self._counts[layer] - self._shares[layer]
+        over = self._counts[layer] + self._claimed[layer] - self._shares[layer]
         if over <= 0:
             return
         held = self._slot_of[layer] >= 0
@@ -149,14 +155,46 @@ class NeuronCache:
             candidates = candidates[np.argpartition(scores, over)[:over]]
         self.forget(layer, candidates)
 
+    def claim(self, layer: int, most: int) -> tuple[Int32, Int32, Addresses]:
+        """Up to `most` of the layer's absent neurons, the likeliest, with slots that its share has spare.
+
+        Returns ascending ids (n,), slots and their addresses. They stay absent until `adopt`.
+        """
+        spare = min(most, self._shares[layer] - self._counts[layer] - self._claimed[layer])
+        if spare <= 0:
+            none = np.zeros(0, dtype=np.int32)
+            return none, none, np.zeros(0, dtype=np.uint64)
+        absent = np.flatnonzero(self._slot_of[layer] < 0)
+        spare = min(spare, len(absent))
+        if spare < len(absent):
+            scores = self._policy.scores(layer)[absent]
+            absent = np.sort(absent[np.argpartition(-scores, spare - 1)[:spare]])
+        slots = self._take(spare)
+        self._claimed[layer] += spare
+        return absent.astype(np.int32), slots, self._addresses(slots)
+
+    def adopt(self, layer: int, ids: Int32, slots: Int32) -> None:
+        """The neurons of a claim have arrived. Those that a pass has read meanwhile give theirs back."""
+        self._claimed[layer] -= len(ids)
+        absent = self._slot_of[layer, ids] < 0
+        new, held = ids[absent], slots[absent]
+        self._slot_of[layer, new] = held
+        self._owner[held] = layer * self._neurons + new
+        self._counts[layer] += len(new)
+        self._give_back(slots[~absent])
+
+    def release(self, layer: int, slots: Int32) -> None:
+        """A claim came to nothing."""
+        self._claimed[layer] -= len(slots)
+        self._give_back(slots)
+
     def forget(self, layer: int, ids: NDArray[np.integer]) -> None:
         """Give back the slots of these neurons, which all have one."""
         slots = self._slot_of[layer]
         freed = slots[ids]
         slots[ids] = -1
         self._owner[freed] = -1
-        self._free[self._num_free : self._num_free + len(freed)] = freed
-        self._num_free += len(freed)
+        self._give_back(freed)
         self._counts[layer] -= len(freed)
 
     def close(self) -> None:
@@ -186,6 +224,14 @@ class NeuronCache:
         for layer in range(layers):
             self.settle(layer)
 
+    def _addresses(self, slots: Int32) -> Addresses:
+        segments, slots_in = np.divmod(slots, self._segment_slots)
+        return self._bases[segments] + slots_in.astype(np.uint64) * np.uint64(self.slot_bytes)
+
+    def _give_back(self, slots: Int32) -> None:
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
+
     def _take(self, count: int) -> Int32:
         while self._num_free < count:
             if len(self._segments) == self._lent:
@@ -198,7 +244,7 @@ class NeuronCache:
         return self._free[self._num_free : self._num_free + count].copy()
 
     def _add_segment(self) -> None:
-        segment = _native.allocate(self._segment_slots * self._slot_bytes)
+        segment = _native.allocate(self._segment_slots * self.slot_bytes)
         first = len(self._owner)
         new = np.arange(first, first + self._segment_slots, dtype=np.int32)
         bases = np.append(self._bases, np.uint64(segment.__array_interface__["data"][0]))

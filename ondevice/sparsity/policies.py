@@ -1,7 +1,8 @@
 """Which neurons are worth their place in memory: cache policies, functions of what gates have computed.
 
-A policy sees the gates of every accepted token and gives each neuron a score; the cache keeps the highest of
-a layer, and gives layers shares by where the highest of the model are. What isn't a number counts as fired.
+A policy sees the gates of every accepted token (or what a predictor says of them) and gives each neuron a
+score; the cache keeps the highest of a layer, and gives layers shares by where the highest of the model are.
+What isn't a number counts as fired.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """
@@ -116,14 +117,14 @@ def make_policy(name: PolicyName, layers: int, neurons: int) -> Policy:
 
 
 def fires(gates: Float32) -> np.ndarray:
-    """Whether a gate lets its neuron count: (same shape) booleans."""
+    """Whether a gate, or a score, lets its neuron count: (same shape) booleans."""
     return ~(gates <= 0)
 
 
-def fired(gates: Float32) -> Int32:
-    """Ascending ids of the neurons that fire for any token of gates (T, F)."""
-    any_token = np.zeros(gates.shape[1], dtype=bool)
-    for row in gates:
+def selected(scores: Float32) -> Int32:
+    """Ascending ids of the neurons that any token of scores (T, F) selects."""
+    any_token = np.zeros(scores.shape[1], dtype=bool)
+    for row in scores:
         any_token |= fires(row)
     return np.flatnonzero(any_token).astype(np.int32)
 

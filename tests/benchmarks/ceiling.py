@@ -28,10 +28,12 @@ MAX_TOKENS = 16
 SHAPES = {shape.name: shape for shape in (SMALL, LLAMA_7B)}
 
 
-def inspect(bundle: Path, budget: int, threads: int) -> dict[str, Any]:
+def inspect(
+    bundle: Path, budget: int, threads: int, context: int = CONTEXT, sparsity: str = "dense"
+) -> dict[str, Any]:
     """`ondevice inspect --json`: the plan, before anything is loaded."""
-    command = [ONDEVICE, "inspect", "--model", str(bundle), "--json"]
-    command += ["--dram-budget", str(budget), "--max-context", str(CONTEXT), "--kv-bits", "8"]
+    command = [ONDEVICE, "inspect", "--model", str(bundle), "--json", "--sparsity", sparsity]
+    command += ["--dram-budget", str(budget), "--max-context", str(context), "--kv-bits", "8"]
     command += ["--threads", str(threads)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if not result.stdout.strip():
@@ -55,7 +57,7 @@ def measure_budget(bundle: Path, shape: Shape, budget: int, threads: int) -> dic
         "max_tokens": MAX_TOKENS,
         "context": CONTEXT,
         "threads": threads,
-        "warm_up": False,
+        "warm_up": 0,
         "dram_budget": budget,
         "io": "auto",
         "sparsity": "dense",
@@ -73,15 +75,15 @@ def measure_budget(bundle: Path, shape: Shape, budget: int, threads: int) -> dic
     return row
 
 
-def complaints(budget: int, limited: Result, free: Result) -> list[str]:
-    """What breaks the ceiling, in words; empty if it holds."""
+def complaints(
+    budget: int, limited: Result, free: Result, steady_tokens: int = MAX_TOKENS - STEADY_TOKENS
+) -> list[str]:
+    """What breaks the ceiling, in words; empty if it holds. steady_tokens: those `steady_failcnt` is of."""
     wrong = []
     if not limited["survived"]:
         wrong.append(f"in a cgroup of the budget: {limited['reason']}")
-    elif limited["steady_failcnt"] > MAX_TOKENS - STEADY_TOKENS:
-        wrong.append(
-            f"the limit was hit {limited['steady_failcnt']} times in {MAX_TOKENS - STEADY_TOKENS} tokens"
-        )
+    elif limited["steady_failcnt"] > steady_tokens:
+        wrong.append(f"the limit was hit {limited['steady_failcnt']} times in {steady_tokens} tokens")
     if not free["survived"]:
         return [*wrong, f"unlimited: {free['reason']}"]
     peak, plan = free["peak_memory_bytes"], free["plan_bytes"]
@@ -122,8 +124,13 @@ def main() -> int:
             note(f"{name}: {budget / 1e6:.1f} MB")
             rows.append(measure_budget(bundle, shape, budget, args.threads))
             print(line(rows[-1]), flush=True)
+    return verdict("ceiling", rows)
+
+
+def verdict(benchmark: str, rows: list[dict[str, Any]]) -> int:
+    """Print the line of JSON; 0 if nothing was wrong with any row."""
     passed = not any(row["wrong"] for row in rows)
-    print(json.dumps({"benchmark": "ceiling", "passed": passed, "machine": machine(), "budgets": rows}))
+    print(json.dumps({"benchmark": benchmark, "passed": passed, "machine": machine(), "budgets": rows}))
     return 0 if passed else 1
 
 

@@ -1,8 +1,8 @@
 """One run of llama.cpp in a fresh process: load, prefill, greedy decode. JSON in, JSON out.
 
-Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (a short pass first),
-and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types), micro_batch.
-KV is 8-bit (q8_0, which needs flash attention).
+Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass
+first), and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
+micro_batch. KV is 8-bit (q8_0, which needs flash attention).
 """
 
 from __future__ import annotations

@@ -17,19 +17,28 @@ neighbouring tokens and 56 % by 16.
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from ondevice_bundle import convert_command
-from random_model import Shape, write_checkpoint
+from random_model import Shape, random_tokens, write_checkpoint
+
+from ondevice.bundle.predictors import PREDICTORS_MANIFEST
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.activations import record_activations
+from ondevice.converters.predictors import store_predictor, write_predictors
+from ondevice.converters.train_predictor import LayerPredictor
 
 Float32 = npt.NDArray[np.float32]
 
@@ -43,6 +52,7 @@ ROTARY_PAIRS = range(18, 25)
 SCORE = 8.0
 """Sum of the products of queries and keys at distance 0, scaled by 1 / sqrt(head_dim)."""
 PIECE_VALUES = 1 << 22
+CALIBRATED_PROMPTS, CALIBRATED_TOKENS = 3, 128
 QUIET = np.float32(0.05)
 """What later layers add to the stream, of what is there."""
 
@@ -51,12 +61,16 @@ QUIET = np.float32(0.05)
 class Plant:
     """density: neurons that fire, of all. slow: share of a gate's variance that lasts for tokens.
 
-    spread: standard deviation of the thresholds, in standard deviations of a gate.
+    spread: standard deviation of the thresholds, in standard deviations of a gate. rank: of what the gates of
+    a layer have in common, which is what its predictor knows. noise: the rest, as a share of a gate's
+    deviation, chosen so that predictors are about as precise as the shipped model's.
     """
 
     density: float
     slow: float = 0.4
     spread: float = 0.4
+    rank: int = 256
+    noise: float = 0.37
 
     def thresholds(self, random: np.random.Generator, count: int) -> Float32:
         """(count,) in standard deviations of a gate: sums of two normals exceed 0 at `density`."""
@@ -72,6 +86,7 @@ class PlantedModel:
         self._plant = plant
         self._slow = shape.hidden_size - shape.hidden_size // SLOW_PART
         """The first slow channel; channel 0 is constant, those between are fast."""
+        self._predictor = lru_cache(maxsize=1)(self.predictor)
         self._noise = np.random.default_rng(20).standard_normal(1 << 24, np.float32)
 
     def rows(self, number: int, name: str, start: int, stop: int, cols: int) -> Float32:
@@ -120,14 +135,35 @@ class PlantedModel:
         rows *= strength * STD / (STD * np.float32(reached))
         rows[: max(0, self._slow - start)] = 0
 
-    def _gate(self, rows: Float32, layer: int, start: int, stop: int) -> None:
+    def predictor(self, layer: int) -> tuple[Float32, Float32, Float32]:
+        """What the layer's gates have in common: down (R, D), up (F, R), bias (F,); scores in deviations."""
+        shape, random = self._shape, np.random.default_rng([22, layer])
+        down = random.standard_normal((self._plant.rank, shape.hidden_size), np.float32)
+        up = random.standard_normal((shape.intermediate_size, self._plant.rank), np.float32)
+        up /= np.sqrt(np.square(up).sum(axis=1, keepdims=True))
+        down[:, 0] = 0
+        self._scale_slow(down)
+        down /= np.float32(sqrt((self._slow - 1) / (1 - self._plant.slow)))
+        return down, up * np.float32(sqrt(1 - self._plant.noise**2)), -self._thresholds(layer)
+
+    def _thresholds(self, layer: int) -> Float32:
+        return self._plant.thresholds(np.random.default_rng([21, layer]), self._shape.intermediate_size)
+
+    def _scale_slow(self, rows: Float32) -> None:
+        """Weights on slow channels, so that these have their share of a product's variance."""
         fast, slow = self._slow - 1, self._shape.hidden_size - self._slow
         share = self._plant.slow
         # The stream's mean square is one after the norm, in slow and fast channels alike.
         rows[:, self._slow :] *= np.float32(sqrt(share / (1 - share) * fast / slow))
-        deviation = float(STD) * sqrt(fast / (1 - share))
-        thresholds = self._plant.thresholds(np.random.default_rng([21, layer]), self._shape.intermediate_size)
-        rows[:, 0] = -thresholds[start:stop] * np.float32(deviation) / CONSTANT
+
+    def _gate(self, rows: Float32, layer: int, start: int, stop: int) -> None:
+        fast, share = self._slow - 1, self._plant.slow
+        self._scale_slow(rows)
+        deviation = np.float32(float(STD) * sqrt(fast / (1 - share)))
+        down, up, bias = self._predictor(layer)
+        rows *= np.float32(self._plant.noise)
+        rows += deviation * (up[start:stop] @ down)
+        rows[:, 0] = bias[start:stop] * deviation / CONSTANT
 
 
 def planted_checkpoint(shape: Shape, plant: Plant, folder: Path) -> None:
@@ -144,13 +180,37 @@ def planted_checkpoint(shape: Shape, plant: Plant, folder: Path) -> None:
 
 
 def synthetic_bundle(shape: Shape, plant: Plant, workdir: Path) -> Path:
-    """q4 bundle of a planted model, made on the first call."""
+    """q4 bundle of a planted model with its predictors, made on the first call."""
     output = workdir / f"{shape.name}-synthetic-{plant.density:.0%}-q4".replace("%", "")
-    if (output / "bundle.json").is_file():
+    if (output / PREDICTORS_MANIFEST).is_file():
         return output
     source = workdir / f"{output.name}.hf"
     shutil.rmtree(source, ignore_errors=True)
     planted_checkpoint(shape, plant, source)
     subprocess.run(convert_command(source, output, "--force"), check=True, stdout=sys.stderr)
     shutil.rmtree(source)
+    planted_predictors(shape, plant, output)
     return output
+
+
+def planted_predictors(shape: Shape, plant: Plant, folder: Path) -> None:
+    """Add predictors to the bundle in `folder`: the planted matrices, calibrated on what really fires."""
+    bundle, model = Bundle.open(folder), PlantedModel(shape, plant)
+    prompts = [random_tokens(CALIBRATED_TOKENS, shape.vocab_size, seed) for seed in range(CALIBRATED_PROMPTS)]
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        seen = record_activations(bundle, prompts, Path(scratch))
+        stored = []
+        for layer in range(shape.num_layers):
+            fired = np.unpackbits(seen.fired(layer), axis=1, count=shape.intermediate_size).view(np.bool_)
+            predictor = LayerPredictor(*model.predictor(layer))
+            stored.append(store_predictor(predictor, seen.inputs(layer), fired, 4))
+            point = stored[-1].points[1]
+            precision = point.recall * fired.mean() / point.selected
+            print(
+                f"layer {layer}: {fired.mean():.1%} fire, {point.selected:.1%} selected at a recall of "
+                f"{point.recall:g}: precision {precision:.2f}",
+                file=sys.stderr,
+            )
+    write_predictors(bundle, stored, folder, 0, sum(len(prompt) for prompt in prompts))
+    # Freshly written files must not lie in the page cache of what is measured next.
+    os.sync()

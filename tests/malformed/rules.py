@@ -140,6 +140,7 @@ def resized_consistently(folder: Path) -> None:
 
 QKV = "layers.0.attention.qkv.codes"
 MODEL_BYTES = b'"hidden_size": 64'
+CONVERT_AGAIN = "convert the model again"
 
 RULES = (
     Rule("no manifest", lambda f: (f / "bundle.json").unlink(), "ondevice convert", ModelNotFoundError),
@@ -212,6 +213,18 @@ RULES = (
     Rule("group size", put("quantisation", "group_size", value=32), "quantisation.group_size"),
     Rule("stride", put("neurons", "stride", value=256), "manifest.neurons"),
     Rule("alignment", put("embedding", "alignment", value=512), "manifest.embedding"),
+    Rule("gates missing", drop("gates"), f"manifest lacks 'gates'.*{CONVERT_AGAIN}"),
+    Rule(
+        "gates null for gates that become zero",
+        put("gates", value=None),
+        f"gates is None; it must be an object of 4.*'relu'.*{CONVERT_AGAIN}",
+    ),
+    Rule(
+        "gates for gates that never become zero",
+        put("model", "hidden_act", value="silu"),
+        f"gates is an object of 4; it must be None.*'silu'.*{CONVERT_AGAIN}",
+    ),
+    Rule("gates stride", put("gates", "stride", value=128), f"manifest.gates.*{CONVERT_AGAIN}"),
     Rule("tokenizer kind", put("tokenizer", "kind", value="bpe"), "tokenizer kind", UnsupportedModelError),
     Rule("tokenizer file", put("tokenizer", "file", value="../tokenizer.model"), "tokenizer.file"),
     Rule(

@@ -83,8 +83,8 @@ void run(Engine& engine, int bits) {
     ids.push_back(n);
     parts.push_back(records.data() + (3 * n + 1) * row);
   }
-  const ondevice::Gathered neurons{ids.data(), parts.data(), static_cast<int64_t>(ids.size()), gates.data(),
-                                   kRows};
+  const ondevice::Gathered neurons{ids.data(), parts.data(), static_cast<int64_t>(ids.size()),
+                                   false,      gates.data(), kRows};
   twice("gathered feed_forward", bits, [&] {
     layer.begin(engine, x.data(), kCols, kTokens);
     layer.add_gathered(engine, neurons, kTokens, ondevice::Activation::kRelu);

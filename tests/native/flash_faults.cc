@@ -1,15 +1,22 @@
-// Preloaded into a test's process, so that reads of files named *.flash fail, come short or stall (Linux).
+// Preloaded into a test's process, so that reads of files fail, come short, stall or bring other bytes
+// (Linux).
 //
-// FLASH_FAULT: refuse_open, refuse_read (direct reads), eintr, eio, short, stall.
-// FLASH_FAULT_EVERY: about one call in so many is hit. FLASH_FAULT_STALL_MS: how long a stall lasts.
-// FLASH_FAULT_OFF: nothing happens while a file of this name exists. FLASH_FAULT_LOG: gains a byte per fault.
+// FLASH_FAULT_FILES: the files it is about, *.flash if it isn't set. FLASH_FAULT_LOG: gains a byte per fault.
+// Faults of one kind all along:
+//   FLASH_FAULT: refuse_open, refuse_read (direct reads), eintr, eio, short, stall.
+//   FLASH_FAULT_EVERY: about one call in so many is hit. FLASH_FAULT_STALL_MS: how long a stall lasts.
+//   FLASH_FAULT_OFF: nothing happens while a file of this name exists.
+// Or, changing while the process runs:
+//   FLASH_FAULT_TABLE: a file of a Table, which the test maps too.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -21,9 +28,52 @@ constexpr int kMaxFd = 4096;
 std::atomic<bool> marked[kMaxFd], direct[kMaxFd];
 std::atomic<uint32_t> calls;
 
+enum Kind { kInterrupt, kError, kEnd, kShort, kStall, kLongStall, kDamage, kKinds };
+const char* const kNames[kKinds] = {"eintr", "eio", "", "short", "stall", "", ""};
+
+// fault_rounds.py has the same.
+struct Table {
+  struct {
+    std::atomic<uint32_t> every;  // about one call in so many is hit, none for 0,
+    std::atomic<int32_t> left;    // as long as there are any left.
+    std::atomic<uint32_t> done;
+  } kinds[kKinds];
+  std::atomic<uint32_t> seed, draws;
+  std::atomic<uint32_t> cancelled;  // raised by the test when it has lost interest in the reads under way
+  std::atomic<uint32_t> late;       // reads that came back after that
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Table) == 4 * (3 * kKinds + 4));
+
 const char* setting(const char* name) {
   const char* value = getenv(name);
   return value ? value : "";
+}
+
+int log_fd() {
+  static const int fd = open(setting("FLASH_FAULT_LOG"), O_WRONLY | O_APPEND | O_CLOEXEC);
+  return fd;
+}
+
+// What a test asks for to know that it tested something.
+void log_fault() {
+  const int before = errno;
+  if (write(log_fd(), "x", 1) != 1) abort();
+  errno = before;
+}
+
+Table* map_table() {
+  if (*setting("FLASH_FAULT_TABLE") == 0) return nullptr;
+  log_fd();  // opened now: a test counts open files before the first fault and after it
+  const int fd = open(setting("FLASH_FAULT_TABLE"), O_RDWR | O_CLOEXEC);
+  void* memory = mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) abort();
+  close(fd);
+  return static_cast<Table*>(memory);
+}
+
+Table* table() {
+  static Table* const mapped = map_table();
+  return mapped;
 }
 
 bool fault_is(const char* name) {
@@ -32,21 +82,27 @@ bool fault_is(const char* name) {
   return strcmp(fault, name) == 0 && (*off == 0 || access(off, F_OK) != 0);
 }
 
-// A pseudo-random number per call; which call gets which depends on the threads.
+// Pseudo-random numbers, the same in every run; which call gets which depends on the threads.
 uint32_t draw() {
-  uint32_t x = calls.fetch_add(1) * 2654435761u + 12345u;
+  uint32_t x = table() ? table()->seed + 2654435761u * table()->draws.fetch_add(1)
+                       : 12345u + 2654435761u * calls.fetch_add(1);
   x ^= x >> 15;
   x *= 2246822519u;
   return x ^ (x >> 13);
 }
 
-// What a test asks for to know that it tested something.
-void log_fault() {
-  static const int fd = open(setting("FLASH_FAULT_LOG"), O_WRONLY | O_APPEND | O_CLOEXEC);
-  if (write(fd, "x", 1) != 1) abort();
+bool hit_by_table(Kind kind) {
+  auto& fault = table()->kinds[kind];
+  const uint32_t every = fault.every;
+  if (every == 0 || fault.left <= 0 || draw() % every != 0 || fault.left.fetch_sub(1) <= 0) return false;
+  ++fault.done;
+  log_fault();
+  return true;
 }
 
-bool hit() {
+bool hit(Kind kind) {
+  if (table()) return hit_by_table(kind);
+  if (*kNames[kind] == 0 || !fault_is(kNames[kind])) return false;
   static const uint32_t every = static_cast<uint32_t>(atoi(setting("FLASH_FAULT_EVERY")));
   if (every == 0 || draw() % every != 0) return false;
   log_fault();
@@ -59,8 +115,8 @@ Function real(const char* name) {
 }
 
 int open_with(const char* symbol, const char* path, int flags, mode_t mode) {
-  size_t length = strlen(path);
-  const bool ours = length > 6 && strcmp(path + length - 6, ".flash") == 0 && (flags & O_ACCMODE) == O_RDONLY;
+  const char* files = *setting("FLASH_FAULT_FILES") ? setting("FLASH_FAULT_FILES") : "*.flash";
+  const bool ours = fnmatch(files, path, 0) == 0 && (flags & O_ACCMODE) == O_RDONLY;
   if (ours && (flags & O_DIRECT) && fault_is("refuse_open")) {
     log_fault();
     errno = EINVAL;
@@ -72,6 +128,27 @@ int open_with(const char* symbol, const char* path, int flags, mode_t mode) {
     direct[fd] = (flags & O_DIRECT) != 0;
   }
   return fd;
+}
+
+void pause_ms(long ms) {
+  timespec pause = {ms / 1000, ms % 1000 * 1000000};
+  nanosleep(&pause, nullptr);
+}
+
+// A read that comes back, whole or short, late or with another bit.
+ssize_t spoiled(ssize_t (*next)(int, void*, size_t, off_t), int fd, void* out, size_t nbytes, off_t offset) {
+  static const long stall_ms = atol(setting("FLASH_FAULT_STALL_MS"));
+  if (hit(kStall)) pause_ms(table() ? 1 + draw() % 20 : stall_ms);
+  if (hit(kLongStall)) pause_ms(1000 + draw() % 2000);
+  // A direct read that comes short does so in device blocks, a buffered one anywhere.
+  const size_t block = direct[fd] ? 512 : 1;
+  if (nbytes > block && hit(kShort)) nbytes = block * (1 + draw() % ((nbytes - 1) / block));
+  const ssize_t got = next(fd, out, nbytes, offset);
+  if (got > 0 && hit(kDamage)) {
+    const uint32_t place = draw();
+    static_cast<uint8_t*>(out)[place % static_cast<size_t>(got)] ^= static_cast<uint8_t>(1 << place % 8);
+  }
+  return got;
 }
 
 ssize_t pread_with(const char* symbol, int fd, void* out, size_t nbytes, off_t offset) {
@@ -87,25 +164,19 @@ ssize_t pread_with(const char* symbol, int fd, void* out, size_t nbytes, off_t o
     errno = EINVAL;
     return -1;
   }
-  if (fault_is("eintr") && hit()) {
+  if (hit(kInterrupt)) {
     errno = EINTR;
     return -1;
   }
-  if (fault_is("eio") && hit()) {
+  if (hit(kError)) {
     errno = EIO;
     return -1;
   }
-  if (fault_is("stall") && hit()) {
-    static const long ms = atol(setting("FLASH_FAULT_STALL_MS"));
-    timespec pause = {ms / 1000, ms % 1000 * 1000000};
-    nanosleep(&pause, nullptr);
-  }
-  if (fault_is("short") && hit() && nbytes > 512) {
-    // A direct read that comes short does so in device blocks, a buffered one anywhere.
-    size_t fewer = 1 + draw() % (nbytes - 1);
-    nbytes = direct[fd] ? fewer / 512 * 512 + 512 : fewer;
-  }
-  return next(fd, out, nbytes, offset);
+  if (hit(kEnd)) return 0;
+  const uint32_t cancelled = table() ? table()->cancelled.load() : 0;
+  const ssize_t got = spoiled(next, fd, out, nbytes, offset);
+  if (table() && table()->cancelled != cancelled) ++table()->late;
+  return got;
 }
 
 }  // namespace

@@ -101,7 +101,7 @@ void add_gathered(Engine& engine, const ondevice::FeedForward& layer, const Reco
     parts.push_back(records.bytes.data() + n * records.shape.stride + records.shape.up);
   }
   const int64_t count = static_cast<int64_t>(ids.size());
-  layer.add_gathered(engine, {ids.data(), parts.data(), count, gates.data(), neurons}, tokens, act);
+  layer.add_gathered(engine, {ids.data(), parts.data(), count, false, gates.data(), neurons}, tokens, act);
 }
 
 // The same neurons in one segment, or split: in segments of one block, and where gates may be zero those that

@@ -6,7 +6,6 @@
 //       [rounds]
 //
 // Exits 1 with a message at the first wrong byte, missing error or wrong refusal.
-#include <fcntl.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -20,64 +19,16 @@
 #include <thread>
 #include <vector>
 
-#include "../../ondevice/flash/crc32c.h"
 #include "../../ondevice/flash/extent_stream.h"
 #include "../../ondevice/flash/flash_reader.h"
+#include "made_up_file.h"
 
 using namespace ondevice;
 
 namespace {
 
-constexpr int64_t kHeader = 4096, kRecords = 2000;
-const std::vector<uint64_t> kUnits = {640, 1152};
-constexpr int64_t kStride = 640 + 1152;
-constexpr int64_t kPerExtent = 100, kExtents = kRecords / kPerExtent, kDamaged = 7;
-
-void expect(bool condition, const char* what) {
-  if (condition) return;
-  fprintf(stderr, "stream_stress: %s\n", what);
-  _exit(1);
-}
-
-template <class Error, class Call>
-bool throws(Call call) {
-  try {
-    call();
-  } catch (const Error&) {
-    return true;
-  }
-  return false;
-}
-
-struct Data {
-  std::vector<uint8_t> bytes;
-  FileSpec spec;
-
-  const uint8_t* record(int64_t id) const { return bytes.data() + kHeader + id * kStride; }
-};
-
 // Extent number kDamaged of the file differs from its checksums.
-Data make_file(const std::string& path) {
-  Data data;
-  data.bytes.resize(kHeader + kRecords * kStride);
-  std::mt19937 random(1);
-  for (size_t i = kHeader; i < data.bytes.size(); ++i) data.bytes[i] = static_cast<uint8_t>(random());
-  auto crcs = std::make_shared<std::vector<uint32_t>>(2 * kRecords);
-  crc32c_units(data.record(0), kRecords * kStride, kUnits, 0, crcs->data());
-  (*crcs)[2 * kDamaged * kPerExtent + 5] ^= 1;
-  int fd = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
-  expect(
-      fd >= 0 && write(fd, data.bytes.data(), data.bytes.size()) == static_cast<ssize_t>(data.bytes.size()),
-      "the test file can't be written");
-  close(fd);
-  data.spec.path = path;
-  data.spec.nbytes = static_cast<int64_t>(data.bytes.size());
-  data.spec.crc_start = kHeader;
-  data.spec.units = kUnits;
-  data.spec.crcs = std::shared_ptr<const uint32_t>(crcs, crcs->data());
-  data.spec.crc_count = crcs->size();
-  return data;
-}
+constexpr int64_t kPerExtent = 100, kExtents = kRecords / kPerExtent, kDamaged = 7;
 
 std::vector<Extent> make_extents(const std::vector<int64_t>& order) {
   std::vector<Extent> extents;
@@ -103,7 +54,7 @@ std::vector<int64_t> shuffled(std::mt19937& random) {
 }
 
 // Consumes with random holds, rewinds and other schedules; every extent must be the schedule's next.
-void consume(const std::shared_ptr<FlashReader>& reader, const Data& data, unsigned seed, int steps) {
+void consume(const std::shared_ptr<FlashReader>& reader, const MadeUpFile& data, unsigned seed, int steps) {
   std::mt19937 random(seed);
   std::vector<int64_t> order = all_extents();
   const size_t slots = 2 + random() % 4;
@@ -138,7 +89,8 @@ void consume(const std::shared_ptr<FlashReader>& reader, const Data& data, unsig
   }
 }
 
-void read_records(const std::shared_ptr<FlashReader>& reader, const Data& data, unsigned seed, int steps) {
+void read_records(const std::shared_ptr<FlashReader>& reader, const MadeUpFile& data, unsigned seed,
+                  int steps) {
   std::mt19937 random(seed);
   for (int step = 0; step < steps; ++step) {
     std::vector<int64_t> ids;
@@ -156,7 +108,7 @@ void read_records(const std::shared_ptr<FlashReader>& reader, const Data& data, 
 }
 
 // Closes the stream, or its reader, while another thread consumes and reschedules.
-void close_under_a_consumer(const Data& data, bool close_reader, unsigned pause_us) {
+void close_under_a_consumer(const MadeUpFile& data, bool close_reader, unsigned pause_us) {
   auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, IoMode::kAuto, 3);
   ExtentStream stream(reader, make_extents(all_extents()), kSlotBytes, 3, true);
   std::atomic<bool> refused{false};
@@ -192,7 +144,7 @@ int main(int argc, char** argv) {
   }
   const int rounds = argc > 2 ? atoi(argv[2]) : 3;
   const std::string path = std::string(argv[1]) + "/stream_stress.bin";
-  Data data = make_file(path);
+  const MadeUpFile data = make_up_file(path, {2 * kDamaged * kPerExtent + 5});
   for (int round = 0; round < rounds; ++round) {
     for (IoMode io : {IoMode::kAuto, IoMode::kBuffered}) {
       auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, io, 4);

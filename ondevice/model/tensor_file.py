@@ -1,4 +1,4 @@
-"""The resident file read in the order of use, each CRC block once, a few pieces ahead of their consumer."""
+"""A file of tensors read in the order of use, each CRC block once, a few pieces ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, RowChunk
-from ondevice.bundle.layout import CRC_BLOCK_BYTES, RESIDENT
-from ondevice.bundle.reader import Bundle
+from ondevice.bundle.layout import CRC_BLOCK_BYTES
+from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.errors import BundleError, thread_refused
 from ondevice.flash.reader import FlashReader
 
-RESIDENT_FILE = 0
-"""Index of the resident file in the flash reader."""
 READ_AHEAD = 4
 """Pieces being read, or read and waiting, while the engine packs one."""
 KEPT_BLOCKS = 16
@@ -51,13 +49,20 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
 
-class ResidentFile:
-    """Tensors of the resident file, through remembered blocks at the edges. Any thread may call it."""
+class TensorFile:
+    """Tensors of one file, through remembered blocks at the edges. Any thread may call it.
 
-    def __init__(self, bundle: Bundle, reader: FlashReader) -> None:
+    index: of `file` in the flash reader. bits: of its matrices.
+    """
+
+    def __init__(
+        self, bundle: Bundle, reader: FlashReader, file: CheckedFile, index: int, bits: Literal[4, 8, 16]
+    ) -> None:
         self._bundle = bundle
         self._reader = reader
-        self._nbytes = bundle.file(RESIDENT).nbytes
+        self._file = file
+        self._index = index
+        self.bits = bits
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -66,14 +71,16 @@ class ResidentFile:
         span = self._bundle.tensor_span(name)
         values: Float32 = self.read(span.offset, span.nbytes).view(np.float32)
         if not np.isfinite(values).all():
-            raise BundleError(f"{RESIDENT}: {name} holds values that are not finite; convert the model again")
+            raise BundleError(
+                f"{self._file.path.name}: {name} holds values that are not finite; make it again"
+            )
         return values
 
     def rows(self, name: str, row0: int, count: int) -> RowChunk:
         """Rows row0 .. row0 + count of the stored matrix `name`."""
         codes, *affine = (
             self._tensor_rows(f"{name}.{part}", row0, count)
-            for part in (("codes",) if self._bundle.quant.bits == 16 else ("codes", "scales", "biases"))
+            for part in (("codes",) if self.bits == 16 else ("codes", "scales", "biases"))
         )
         scales, biases = affine or (codes[:, :0], codes[:, :0])
         return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
@@ -85,7 +92,7 @@ class ResidentFile:
         while at < end:
             whole_end = end - end % CRC_BLOCK_BYTES
             if at % CRC_BLOCK_BYTES == 0 and at < whole_end:
-                self._reader.read(RESIDENT_FILE, at, whole_end - at, out[at - offset : whole_end - offset])
+                self._reader.read(self._index, at, whole_end - at, out[at - offset : whole_end - offset])
                 at = whole_end
             else:
                 index, skip = divmod(at, CRC_BLOCK_BYTES)
@@ -108,8 +115,8 @@ class ResidentFile:
         with block.lock:
             if block.data is None:
                 start = index * CRC_BLOCK_BYTES
-                count = min(CRC_BLOCK_BYTES, self._nbytes - start)
-                block.data = self._reader.read(RESIDENT_FILE, start, count)
+                count = min(CRC_BLOCK_BYTES, self._file.nbytes - start)
+                block.data = self._reader.read(self._index, start, count)
             return block.data
 
 

@@ -1,0 +1,288 @@
+"""Predictors for a finished bundle: record activations, fit each layer, quantise, calibrate, write the files.
+
+The maths is in `train_predictor`; the format in `ondevice/bundle/predictors.py`. Memory: one layer at a time,
+of `train_layer`'s bound, beside the quantised predictors themselves; the recorded activations are on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.digest import FileDigest
+from ondevice.bundle.files import disk_errors, publish, temporary_path, write_durably
+from ondevice.bundle.layout import CRC_BLOCK_BYTES, MANIFEST, FileLayout, padded, resident_header
+from ondevice.bundle.predictors import (
+    PREDICTORS,
+    PREDICTORS_MANIFEST,
+    OperatingPoint,
+    Predictors,
+    predictor_tensors,
+    predictors_text,
+    weights_digest,
+)
+from ondevice.bundle.reader import Bundle
+from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
+from ondevice.converters.activations import Activations, gate_rows, record_activations
+from ondevice.converters.quantize import QuantizedRows, quantize
+from ondevice.converters.train_predictor import (
+    RECALLS,
+    LayerPredictor,
+    PredictorTraining,
+    choose_rank,
+    operating_points,
+    train_layer,
+)
+from ondevice.converters.train_predictor import OperatingPoint as MeasuredPoint
+from ondevice.errors import UnsupportedModelError, UsageError
+from ondevice.kernels import _native
+from ondevice.units import usable_cores
+
+LEAST_TOKENS = 512
+SCORED_TOKENS = 256
+"""Tokens whose scores are computed together when thresholds are set."""
+
+OnProgress = Callable[[float, str], None]
+"""Gets the share that is done, from 0 to 1, and what is being done."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PredictorOptions:
+    """tokens: of the text, at most. measured_share: of them, which calibrate and measure and don't train.
+
+    ranks: what each layer's is chosen from, multiples of 64; larger ones than half of the gate's own are left
+    out, as a predictor that large saves nothing. bits: of the stored matrices; half the bits and twice the
+    rank select less at equal recall.
+    """
+
+    tokens: int = TRAIN_TOKENS
+    measured_share: float = 0.1
+    ranks: tuple[int, ...] = (64, 128, 256, 512)
+    bits: Literal[4, 8, 16] = 4
+    seed: int = 0
+    training: PredictorTraining = field(default_factory=PredictorTraining)
+
+
+@dataclass(frozen=True)
+class StoredPredictor:
+    """One layer's predictor as the file holds it."""
+
+    bits: Literal[4, 8, 16]
+    down: QuantizedRows
+    up: QuantizedRows
+    bias: Float32
+    points: tuple[MeasuredPoint, ...]
+
+    @property
+    def rank(self) -> int:
+        return len(self.down.codes)
+
+
+def train_predictors(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    output: Path,
+    options: PredictorOptions,
+    on_progress: OnProgress = lambda fraction, what: None,
+) -> Predictors:
+    """Fit predictors to `bundle` on pieces of token ids and write them to the folder `output`.
+
+    The last pieces, of `measured_share` of all tokens, aren't trained on. What predictors cost in quality is
+    for the caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an
+    earlier training left in `output` is replaced.
+    """
+    measured = sum(len(piece) for piece in check(bundle, pieces, options))
+    total = sum(len(piece) for piece in pieces)
+    trained, layers = total - measured, bundle.config.num_layers
+    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
+        activations = record_activations(
+            bundle,
+            pieces,
+            Path(scratch),
+            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
+        )
+        stored = []
+        for layer in range(layers):
+            on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
+            stored.append(_train_layer(bundle, activations, layer, trained, options))
+    predictors = write_predictors(bundle, stored, output, trained, measured)
+    on_progress(1.0, "written")
+    return predictors
+
+
+def check(
+    bundle: Bundle, pieces: Sequence[Sequence[int]], options: PredictorOptions
+) -> Sequence[Sequence[int]]:
+    """The pieces that measure and don't train: the last, at least one and never all.
+
+    Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError for too little text.
+    """
+    if not bundle.config.zeros_gates:
+        raise UnsupportedModelError(
+            f"{bundle.name} has {bundle.config.hidden_act} gates, which are hardly ever exactly zero: "
+            "there is nothing to predict; it takes relu or relu2"
+        )
+    count = max(1, round(options.measured_share * len(pieces)))
+    total = sum(len(piece) for piece in pieces)
+    if total < LEAST_TOKENS or count >= len(pieces):
+        raise UsageError(
+            f"the text has {total} tokens in {len(pieces)} pieces; predictors take {LEAST_TOKENS} in two or "
+            "more: they are measured on other text than they are trained on"
+        )
+    return pieces[len(pieces) - count :]
+
+
+def save_predictors(predictors: Predictors, folder: Path) -> None:
+    """Write `predictors.json`, durably: the last step, which makes them part of the bundle."""
+    with disk_errors(folder, "make room, or choose another --output"):
+        write_durably(folder / PREDICTORS_MANIFEST, predictors_text(predictors))
+
+
+def copy_bundle(bundle: Bundle, output: Path) -> None:
+    """Make the new folder `output` with the bundle's files: linked where they can be, else copied.
+
+    Raises UsageError if it exists.
+    """
+    if os.path.lexists(output):
+        raise UsageError(f"{output} exists; choose a new folder, or leave --output out to add to the bundle")
+    with disk_errors(output, "make room, or choose another --output"):
+        output.mkdir(parents=True)
+        for name in (*bundle.manifest.files, MANIFEST):
+            try:
+                os.link(bundle.path / name, output / name)
+            except OSError:
+                shutil.copyfile(bundle.path / name, output / name)
+
+
+def _train_layer(
+    bundle: Bundle, activations: Activations, layer: int, trained: int, options: PredictorOptions
+) -> StoredPredictor:
+    """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices."""
+    gate = gate_rows(bundle, layer)
+    inputs, fired = activations.inputs(layer), activations.fired(layer)
+    rng = np.random.default_rng([options.seed, layer])
+    most = max(GROUP_SIZE, min(gate.shape) // 2)
+    ranks = [rank for rank in options.ranks if rank <= most] or [GROUP_SIZE]
+    candidates = [
+        train_layer(inputs[:trained], fired[:trained], gate, min(rank, *gate.shape), options.training, rng)
+        for rank in ranks
+    ]
+    chosen = choose_rank(candidates, options.training.recall)
+    active = np.unpackbits(fired[trained:], axis=1, count=len(gate)).view(np.bool_)
+    return store_predictor(chosen, inputs[trained:], active, options.bits)
+
+
+def store_predictor(
+    predictor: LayerPredictor, inputs: NDArray[np.float16], active: NDArray[np.bool_], bits: Literal[4, 8, 16]
+) -> StoredPredictor:
+    """A layer's predictor, quantised, and its operating points on inputs (M, D) that it wasn't trained on.
+
+    active: (M, F) what fired. Scores are those of the runtime's own kernels.
+    """
+    engine = _native.Engine(usable_cores(), "auto")
+    (neurons, _), width = predictor.up.shape, predictor.down.shape[1]
+    rank = padded(predictor.rank, GROUP_SIZE)
+    matrices = _padded(predictor.down, rank, width), _padded(predictor.up, neurons, rank)
+    down, up = (quantize(engine, matrix, bits, "a predictor") for matrix in matrices)
+    first, second = _matrix(engine, down, width, bits), _matrix(engine, up, rank, bits)
+    points = operating_points(_scores(engine, first, second, predictor.bias, inputs), active, RECALLS)
+    log.info("rank %d: %s", rank, ", ".join(f"{100 * point.selected:.1f} %" for point in points))
+    return StoredPredictor(bits, down, up, predictor.bias, points)
+
+
+def _scores(
+    engine: _native.Engine,
+    down: _native.Matrix,
+    up: _native.Matrix,
+    bias: Float32,
+    inputs: NDArray[np.float16],
+) -> Float32:
+    """(T, F) as the runtime's kernels compute them."""
+    scores = np.empty((len(inputs), up.rows), dtype=np.float32)
+    for start in range(0, len(inputs), SCORED_TOKENS):
+        x = inputs[start : start + SCORED_TOKENS].astype(np.float32)
+        hidden = np.empty((len(x), down.rows), dtype=np.float32)
+        down.forward(engine, x, None, hidden)
+        up.forward(engine, hidden, bias, scores[start : start + len(x)])
+    return scores
+
+
+def _matrix(engine: _native.Engine, rows: QuantizedRows, cols: int, bits: int) -> _native.Matrix:
+    matrix = _native.Matrix(len(rows.codes), cols, bits)
+    matrix.load_rows(engine, 0, rows.codes, rows.scales.view(np.uint16), rows.biases.view(np.uint16))
+    return matrix
+
+
+def _padded(matrix: Float32, rows: int, cols: int) -> Float32:
+    """With zeros up to (rows, cols): the rank that storage takes."""
+    return np.pad(matrix, ((0, rows - len(matrix)), (0, cols - matrix.shape[1])))
+
+
+def write_predictors(
+    bundle: Bundle, stored: Sequence[StoredPredictor], output: Path, trained: int, measured: int
+) -> Predictors:
+    """Both files; the JSON file goes first and comes last, so that no crash leaves one that isn't true."""
+    ranks = tuple(layer.rank for layer in stored)
+    bits = stored[0].bits
+    tensors = predictor_tensors(bundle.config, bits, ranks)
+    header = resident_header(tensors)
+    digest = FileDigest(FileLayout(None, header, 0, (CRC_BLOCK_BYTES,)), _native.crc32c)
+    path = output / PREDICTORS
+    with disk_errors(path, "make room, or choose another --output"):
+        (output / PREDICTORS_MANIFEST).unlink(missing_ok=True)
+        with temporary_path(path).open("wb") as file:
+            for data in (np.frombuffer(header, np.uint8), *_tensor_bytes(stored, bits)):
+                file.write(data.data)
+                digest.update(data)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary_path(path), path)
+    predictors = Predictors(
+        model=weights_digest(bundle.manifest),
+        bits=bits,
+        ranks=ranks,
+        trained_tokens=trained,
+        measured_tokens=measured,
+        perplexity=None,
+        points=tuple(
+            _whole_point(points) for points in zip(*(layer.points for layer in stored), strict=True)
+        ),
+        sha256=digest.sha256(),
+        crcs=tuple(int(crc) for crc in digest.crcs()),
+    )
+    save_predictors(predictors, output)
+    return predictors
+
+
+def _tensor_bytes(stored: Sequence[StoredPredictor], bits: int) -> Iterator[NDArray[np.uint8]]:
+    """uint8 (n,) each, in the order of `predictor_tensors`."""
+    for layer in stored:
+        for rows in (layer.down, layer.up):
+            affine = () if bits == 16 else (rows.scales, rows.biases)
+            for array in (rows.codes, *affine):
+                yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        yield layer.bias.astype("<f4").view(np.uint8)
+
+
+def _whole_point(layers: Sequence[MeasuredPoint]) -> OperatingPoint:
+    return OperatingPoint(
+        recall=layers[0].recall,
+        offsets=tuple(-float(layer.threshold) for layer in layers),
+        false_negatives=tuple(float(layer.false_negatives) for layer in layers),
+        false_positives=tuple(float(layer.false_positives) for layer in layers),
+        selected=tuple(float(layer.selected) for layer in layers),
+        perplexity=None,
+        agreement=None,
+    )

@@ -1,0 +1,168 @@
+"""The ops over `mlx.core` arrays in float32, with weights dequantised when loaded: differentiable.
+
+`mx.grad` reaches whatever a forward pass multiplies with and what enters it, through keys and values too: no
+op leaves MLX's graph but `to_numpy`. Logits are within 1e-4 of the largest of `reference`'s on MLX's CPU
+device; GPUs that round products further (TF32) are further away. Nothing promises equal bits between ways
+of splitting a prompt. MLX is lazy: a pass computes nothing until `to_numpy` or `mx.eval` asks for a result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from ondevice.backends.base import (
+    BLOCK_TOKENS,
+    EmbeddingSource,
+    FeedForwardSource,
+    Float32,
+    Int32,
+    KVLayout,
+    KVStore,
+    LinearSource,
+    Selector,
+)
+from ondevice.backends.reference import ReferenceBackend, read_rows
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import Activation
+from ondevice.errors import BackendUnavailableError
+
+MlxBlock: TypeAlias = list[tuple[mx.array, mx.array]]
+"""Per layer, keys and values of 64 positions: (64, KVH, Dh) each. A write replaces arrays, never their
+values, so copies of the list are independent, and gradients pass through."""
+_KV_TYPES = {32: mx.float32, 16: mx.float16}
+
+
+def block_allocator(layout: KVLayout) -> Callable[[int], MlxBlock]:
+    """What a `KVCache` of this layout allocates blocks with, for this backend's ops.
+
+    16 and 32 bits per value; raises BackendUnavailableError for 8.
+    """
+    if layout.kv_bits not in _KV_TYPES:
+        raise BackendUnavailableError(
+            f"the mlx backend holds keys and values in 16 or 32 bits, not {layout.kv_bits}; use --kv-bits 16"
+        )
+    config = layout.config
+    empty = mx.zeros((BLOCK_TOKENS, config.num_kv_heads, config.head_dim), dtype=_KV_TYPES[layout.kv_bits])
+    return lambda nbytes: [(empty, empty)] * config.num_layers
+
+
+@dataclass(frozen=True)
+class MlxLinear:
+    """weight: (N, K); bias: (N,) or None."""
+
+    weight: mx.array
+    bias: mx.array | None
+
+
+@dataclass(frozen=True)
+class MlxFeedForward:
+    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection."""
+
+    gate: mx.array
+    up: mx.array
+    down: mx.array
+
+
+class MlxBackend:
+    """`Backend` in MLX, on its default device. Arrays are float32 `mx.array`s."""
+
+    name = "mlx"
+
+    def __init__(self) -> None:
+        self._loader = ReferenceBackend()
+
+    def load_vector(self, values: Float32) -> mx.array:
+        return mx.array(values)
+
+    def load_linear(self, source: LinearSource) -> MlxLinear:
+        loaded = self._loader.load_linear(source)
+        return MlxLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
+
+    def load_feed_forward(
+        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+    ) -> MlxFeedForward:
+        # Every neuron is multiplied here: nothing is selected.
+        loaded = self._loader.load_feed_forward(layer, source)
+        return MlxFeedForward(mx.array(loaded.gate), mx.array(loaded.up), mx.array(loaded.down))
+
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
+        return source
+
+    def embedding(self, table: EmbeddingSource, tokens: Int32) -> mx.array:
+        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
+
+    def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
+        return mx.fast.rms_norm(x, weight, eps)
+
+    def linear(self, x: mx.array, weight: MlxLinear) -> mx.array:
+        product = x @ weight.weight.T
+        return product if weight.bias is None else product + weight.bias
+
+    def rope(self, x: mx.array, cos: Float32, sin: Float32) -> mx.array:
+        first, second = mx.split(x, 2, axis=-1)
+        c, s = mx.array(cos)[:, None], mx.array(sin)[:, None]
+        return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+    def kv_write(self, kv: KVStore, layer: int, k: mx.array, v: mx.array, position: int) -> None:
+        end = position + k.shape[0]
+        for block in range(position // BLOCK_TOKENS, kv.layout.blocks(end)):
+            first = max(position, block * BLOCK_TOKENS)
+            chunk = slice(first - position, min(end, (block + 1) * BLOCK_TOKENS) - position)
+            slot = mx.array([first % BLOCK_TOKENS])
+            keys, values = kv.blocks[block][layer]
+            kv.blocks[block][layer] = (
+                mx.slice_update(keys, k[chunk].astype(keys.dtype), slot, [0]),
+                mx.slice_update(values, v[chunk].astype(values.dtype), slot, [0]),
+            )
+
+    def attention(self, q: mx.array, kv: KVStore, layer: int, position: int, window: int) -> mx.array:
+        tokens, heads, width = q.shape
+        length = position + tokens
+        blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]
+        stored = (
+            mx.concatenate(list(side))[:length].astype(mx.float32) for side in zip(*blocks, strict=True)
+        )
+        context = mx.fast.scaled_dot_product_attention(
+            *(x.swapaxes(0, 1)[None] for x in (q, *stored)),
+            scale=1.0 / math.sqrt(width),
+            mask=_visible(position, tokens, window),
+        )
+        return context[0].swapaxes(0, 1).reshape(tokens, heads * width)
+
+    def feed_forward(self, x: mx.array, weight: MlxFeedForward, activation: Activation) -> mx.array:
+        return (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+
+    def add(self, a: mx.array, b: mx.array) -> mx.array:
+        return a + b
+
+    def to_numpy(self, x: mx.array) -> Float32:
+        return np.array(x)
+
+
+def activate(x: mx.array, activation: Activation) -> mx.array:
+    """The gate's nonlinearity, elementwise. At zero, ReLU's gradient is zero."""
+    match activation:
+        case "silu":
+            return x * mx.sigmoid(x)
+        case "gelu":
+            return 0.5 * x * (1.0 + mx.erf(x / math.sqrt(2.0)))
+        case "gelu_tanh":
+            return 0.5 * x * (1.0 + mx.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+        case "relu":
+            return mx.maximum(x, 0.0)
+        case "relu2":
+            return mx.square(mx.maximum(x, 0.0))
+
+
+def _visible(position: int, tokens: int, window: int) -> mx.array:
+    """(T, position + T) True where query t may look at key p: p <= position + t, within the window."""
+    query = mx.arange(position, position + tokens)[:, None]
+    key = mx.arange(position + tokens)[None, :]
+    causal = key <= query
+    return causal & (key > query - window) if window else causal

@@ -1,0 +1,200 @@
+"""`predictors.json` and `predictors.safetensors`: which neurons will fire, guessed from little memory.
+
+They are added to a finished bundle by `ondevice train predictors` and can be taken away again: nothing in
+`bundle.json` knows them. The JSON file names the weights they were trained for, and carries the checksums of
+the other one; `weights/README.md` is the specification.
+
+Legend: D hidden size, F neurons of a layer, R rank of its predictor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast
+
+from ondevice.bundle.layout import (
+    CRC_BLOCK_BYTES,
+    RESIDENT,
+    FileLayout,
+    TensorSpec,
+    gate_file_name,
+    linear_tensors,
+    neuron_file_name,
+    resident_header,
+)
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.errors import BundleError, UnsupportedModelError
+
+PREDICTORS = "predictors.safetensors"
+PREDICTORS_MANIFEST = "predictors.json"
+PREDICTORS_VERSION = 1
+MAX_RANK = 1 << 13
+MAX_POINTS = 16
+_REMEDY = f"delete {PREDICTORS_MANIFEST} or train the predictors again"
+
+
+@dataclass(frozen=True)
+class OperatingPoint:
+    """What one recall target takes and costs, measured on text that the predictors weren't trained on.
+
+    recall: share of the neurons that fire which is found, as asked. offsets: added to every score of a
+    layer. false_negatives: of the neurons that fire; false_positives: of those that don't; selected: of all.
+    perplexity and agreement, the share of tokens whose likeliest successor is that of the dense model, are
+    None as long as nobody has measured them.
+    """
+
+    recall: float
+    offsets: tuple[float, ...]
+    false_negatives: tuple[float, ...]
+    false_positives: tuple[float, ...]
+    selected: tuple[float, ...]
+    perplexity: float | None
+    agreement: float | None
+
+
+@dataclass(frozen=True)
+class Predictors:
+    """Low-rank predictors of one model: `score = up @ (down @ x) + bias + offset`, x the normed input.
+
+    model: `weights_digest` of the weights they belong to. trained_tokens, measured_tokens: how much text.
+    perplexity: of the dense model on the text measured. crcs: CRC32C of each MiB of the tensors' file.
+    """
+
+    model: str
+    bits: Literal[4, 8, 16]
+    ranks: tuple[int, ...]
+    trained_tokens: int
+    measured_tokens: int
+    perplexity: float | None
+    points: tuple[OperatingPoint, ...]
+    sha256: str
+    crcs: tuple[int, ...]
+
+    def point(self, recall: float) -> OperatingPoint:
+        """The operating point of a recall target. Raises UnsupportedModelError for one never measured."""
+        for point in self.points:
+            if point.recall == recall:
+                return point
+        measured = ", ".join(f"{point.recall:g}" for point in self.points)
+        raise UnsupportedModelError(
+            f"--predictor-recall {recall:g} wasn't measured for this model's predictors; they have {measured}"
+        )
+
+
+def predictor_tensors(
+    config: ModelConfig, bits: Literal[4, 8, 16], ranks: tuple[int, ...]
+) -> Mapping[str, TensorSpec]:
+    """The exact tensors of the file, in the order of their bytes: per layer down (R, D), up (F, R), bias."""
+    tensors: dict[str, TensorSpec] = {}
+    quant = QuantConfig(bits)
+    for layer, rank in enumerate(ranks):
+        tensors |= linear_tensors(f"layers.{layer}.down", rank, config.hidden_size, quant)
+        tensors |= linear_tensors(f"layers.{layer}.up", config.intermediate_size, rank, quant)
+        tensors[f"layers.{layer}.bias"] = TensorSpec("F32", (config.intermediate_size,))
+    return tensors
+
+
+def predictors_layout(config: ModelConfig, predictors: Predictors) -> FileLayout:
+    """Size, header and checksum units of `predictors.safetensors`."""
+    tensors = predictor_tensors(config, predictors.bits, predictors.ranks)
+    header = resident_header(tensors)
+    nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
+    return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
+
+
+def weights_digest(manifest: Manifest) -> str:
+    """What names the weights that a bundle's predictors depend on, by their files' hashes."""
+    layers = range(manifest.config.num_layers)
+    names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
+    names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
+    return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
+
+
+def predictors_text(predictors: Predictors) -> bytes:
+    """The bytes of `predictors.json`."""
+    content = {"version": PREDICTORS_VERSION, "group_size": GROUP_SIZE, **asdict(predictors)}
+    document = {"predictors": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
+    return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
+
+
+def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
+    """Raises BundleError for what is damaged, out of range, or was trained for other weights."""
+    document = Section(parse_json(data, PREDICTORS_MANIFEST), PREDICTORS_MANIFEST)
+    content = document.get("predictors")
+    if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
+        raise BundleError(
+            f"{PREDICTORS_MANIFEST} doesn't match its own sha256; it was damaged or edited: {_REMEDY}"
+        )
+    document.close()
+    predictors = _parse(Section(content, "predictors"), manifest.config)
+    if predictors.model != weights_digest(manifest):
+        raise BundleError(f"{PREDICTORS_MANIFEST} was made for other weights than these: {_REMEDY}")
+    layout = predictors_layout(manifest.config, predictors)
+    expected = layout.crc_count(layout.nbytes or 0)
+    if len(predictors.crcs) != expected:
+        raise BundleError(f"{PREDICTORS_MANIFEST} has {len(predictors.crcs)} checksums; it needs {expected}")
+    return predictors
+
+
+def _parse(section: Section, config: ModelConfig) -> Predictors:
+    section.equal("version", PREDICTORS_VERSION)
+    section.equal("group_size", GROUP_SIZE)
+    bits = section.integer("bits", 1, 64)
+    if bits not in (4, 8, 16):
+        raise BundleError(f"predictors.bits is {bits}; it must be 4, 8 or 16")
+    ranks = section.integers("ranks", config.num_layers, GROUP_SIZE, MAX_RANK)
+    if len(ranks) != config.num_layers or any(rank % GROUP_SIZE for rank in ranks):
+        raise BundleError(
+            f"predictors.ranks must hold {config.num_layers} multiples of {GROUP_SIZE}, one per layer"
+        )
+    points = tuple(_parse_point(point, config) for point in section.sections("points", MAX_POINTS))
+    recalls = [point.recall for point in points]
+    if not recalls or recalls != sorted(set(recalls)):
+        raise BundleError("predictors.points must be one or more, of ascending recall")
+    predictors = Predictors(
+        model=section.text("model", 64),
+        bits=cast(Literal[4, 8, 16], bits),
+        ranks=ranks,
+        trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
+        measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
+        perplexity=section.optional_number("perplexity", 0.0, 1e30),
+        points=points,
+        sha256=section.text("sha256", 64),
+        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+    )
+    section.close()
+    return predictors
+
+
+def _parse_point(section: Section, config: ModelConfig) -> OperatingPoint:
+    def per_layer(name: str, low: float, high: float) -> tuple[float, ...]:
+        values = section.numbers(name, config.num_layers, low, high)
+        if len(values) != config.num_layers:
+            raise BundleError(
+                f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers"
+            )
+        return values
+
+    point = OperatingPoint(
+        recall=section.number("recall", 0.0, 1.0),
+        offsets=per_layer("offsets", -1e9, 1e9),
+        false_negatives=per_layer("false_negatives", 0.0, 1.0),
+        false_positives=per_layer("false_positives", 0.0, 1.0),
+        selected=per_layer("selected", 0.0, 1.0),
+        perplexity=section.optional_number("perplexity", 0.0, 1e30),
+        agreement=section.optional_number("agreement", 0.0, 1.0),
+    )
+    section.close()
+    return point
+
+
+def to_json(predictors: Predictors) -> Any:
+    """The figures that a person is shown: no checksums."""
+    shown = asdict(predictors)
+    del shown["crcs"], shown["sha256"], shown["model"]
+    return shown

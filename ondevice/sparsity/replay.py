@@ -1,0 +1,137 @@
+"""What a cache of another size or policy would have held: recorded gates run through the runtime's own cache.
+
+Nothing is read and nothing multiplied; it knows neither the model nor where its gates came from.
+
+Legend: L layers, T tokens, F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import PolicyName, fires, make_policy
+
+SLOT_BYTES = 64
+"""Nothing is read into the slots."""
+
+
+def hit_rate(gates: Float32, policy: PolicyName, slots: int, warm_up: int, equal: bool = False) -> float:
+    """Of what fires in gates (L, T, F), the share that a cache of `slots` neurons in all has, from 0 to 1.
+
+    Counted from token `warm_up` on. equal: every layer has as many slots, where the runtime's layers share
+    them by score. 1 where nothing fires.
+    """
+    hits = lookups = 0
+    for group in _groups(len(gates), equal):
+        count, (tokens, neurons) = len(group), gates.shape[1:]
+        room = slots * count // len(gates)
+        cache = NeuronCache(
+            count, neurons, SLOT_BYTES, room + neurons, neurons, make_policy(policy, count, neurons)
+        )
+        cache.resize(1)
+        for token in range(tokens):
+            if token == warm_up:
+                cache.hits = cache.lookups = 0
+            cache.divide(1)
+            for index, layer in enumerate(group):
+                row = gates[layer, token : token + 1]
+                cache.observe(index, row)
+                cache.place(index, np.flatnonzero(fires(row[0])).astype(np.int32))
+                cache.settle(index)
+        hits, lookups = hits + cache.hits, lookups + cache.lookups
+        cache.close()
+    return hits / lookups if lookups else 1.0
+
+
+class Optimum:
+    """What no policy can exceed: the cache that knows the future and keeps what fires again soonest (Belady).
+
+    A step is one token's pass through one layer. Which neuron is which doesn't matter to it: a cache is how
+    many of its neurons fire next at each step.
+    """
+
+    def __init__(self, gates: Float32, warm_up: int, equal: bool = False) -> None:
+        """gates: (L, T, F). warm_up, equal: as in `hit_rate`."""
+        self._layers = len(gates)
+        self._groups = [_Schedule(gates, group, warm_up) for group in _groups(len(gates), equal)]
+
+    def hit_rate(self, slots: int) -> float:
+        """Of what fires, the share that it has in `slots` neurons in all, from 0 to 1."""
+        hits = lookups = 0
+        for group in self._groups:
+            hits += group.hits(slots * group.layers // self._layers)
+            lookups += group.lookups
+        return hits / lookups if lookups else 1.0
+
+
+class _Schedule:
+    """What fires in each step of layers that share slots, as the steps in which it fires next."""
+
+    def __init__(self, gates: Float32, group: Sequence[int], warm_up: int) -> None:
+        self.layers = len(group)
+        self.lookups = 0
+        tokens, neurons = gates.shape[1:]
+        end = tokens - warm_up
+        self._steps = end * self.layers
+        # Nothing counts before, so all that matters then is to keep what is wanted first afterwards.
+        self._at_first = np.zeros(self._steps, dtype=np.int64)
+        self._follow: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = [_NONE] * self._steps
+        for index, layer in enumerate(group):
+            following = np.full(neurons, end, dtype=np.int64)
+            for token in range(end - 1, -1, -1):
+                active = fires(gates[layer, warm_up + token])
+                self.lookups += int(active.sum())
+                again = following[active]
+                found, counts = np.unique(again[again < end], return_counts=True)
+                self._follow[token * self.layers + index] = found * self.layers + index, counts
+                following[active] = token
+            seen = fires(gates[layer, :warm_up]).any(axis=0) & (following < end)
+            found, counts = np.unique(following[seen], return_counts=True)
+            self._at_first[found * self.layers + index] = counts
+
+    def hits(self, slots: int) -> int:
+        held = self._at_first.copy()
+        """By step, how many of the neurons in the cache fire next in it."""
+        farthest = [-int(step) for step in np.flatnonzero(held)]
+        heapq.heapify(farthest)
+        count = _shrink(held, farthest, int(held.sum()), slots)
+        hits = 0
+        for step, (again, counts) in enumerate(self._follow):
+            hits += int(held[step])
+            count += int(counts.sum()) - int(held[step])
+            held[step] = 0
+            for position, more in zip(again.tolist(), counts.tolist(), strict=True):
+                if not held[position]:
+                    heapq.heappush(farthest, -position)
+                held[position] += more
+            count = _shrink(held, farthest, count, slots)
+        return hits
+
+
+_NONE = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int) -> int:
+    """Let go what fires last until `slots` are held; returns how many there are.
+
+    farthest: a heap of the steps negated, which may name some that hold nothing any more.
+    """
+    while count > slots:
+        step = -farthest[0]
+        gone = min(int(held[step]), count - slots)
+        held[step] -= gone
+        count -= gone
+        if not held[step]:
+            heapq.heappop(farthest)
+    return count
+
+
+def _groups(layers: int, equal: bool) -> list[list[int]]:
+    """Layers whose neurons share slots."""
+    return [[layer] for layer in range(layers)] if equal else [list(range(layers))]

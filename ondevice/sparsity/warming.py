@@ -1,0 +1,106 @@
+"""Neurons that nobody has asked for yet, read while others are multiplied, into slots that would stay empty.
+
+A cache with room fills sooner than the text asks for its neurons, the likeliest first; where every neuron
+fits, all are there after as many passes as the model has layers. These reads give way to those that a pass
+waits for, and what they bring counts only once all of it has arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ondevice.backends.base import Int32
+from ondevice.backends.cpu import CpuFeedForward
+from ondevice.errors import FlashReadError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.sparsity.neuron_cache import NeuronCache
+
+log = logging.getLogger(__name__)
+
+WARM_BYTES = 64 << 20
+"""Read per pass at most: about what flash gives in the time of one."""
+
+
+@dataclass(frozen=True)
+class _Claim:
+    layer: int
+    ids: Int32
+    slots: Int32
+
+
+class Warming:
+    """Fills what is spare in `cache`, one layer per pass, in turn.
+
+    first_part: the part of the records from which on they are read.
+    """
+
+    def __init__(
+        self, layers: Sequence[CpuFeedForward], reader: FlashReader, cache: NeuronCache, first_part: int
+    ) -> None:
+        self._layers = layers
+        self._cache = cache
+        self._first_part = first_part
+        self._reads = _native.RecordBatch(reader.native, urgent=False)
+        self._claim: _Claim | None = None
+        self._next = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether slots are claimed: the layers' shares must stay as they are."""
+        return self._claim is not None
+
+    def collect(self) -> None:
+        """Between two passes: take in what has been read beside the last ones, if all of it is there."""
+        if self._claim is not None and self._reads.done():
+            self.stop()
+
+    def begin(self) -> None:
+        """Between two passes: begin with the next layer that has room, if nothing is under way."""
+        if self._claim is not None:
+            return
+        for _ in self._layers:
+            layer, self._next = self._next, (self._next + 1) % len(self._layers)
+            try:
+                ids, slots, addresses = self._cache.claim(layer, WARM_BYTES // self._cache.slot_bytes)
+            except MemoryError as error:
+                log.info("no memory to read ahead into: %s", error)
+                return
+            if len(ids):
+                break
+        else:
+            return
+        self._claim = _Claim(layer, ids, slots)
+        started = False
+        try:
+            self._reads.start(self._layers[layer].source.file, self._first_part, ids, addresses, 0)
+            started = True
+        finally:
+            if not started:
+                self._cache.release(layer, slots)
+                self._claim = None
+
+    def stop(self) -> None:
+        """Take in what is under way, waiting for it; slots may move or go after that."""
+        claim, self._claim = self._claim, None
+        if claim is None:
+            return
+        arrived = False
+        try:
+            self._reads.finish()
+            arrived = True
+        except FlashReadError as error:
+            # Nobody asked for these; whoever does will read them again and be told.
+            log.info("reading ahead failed: %s", error)
+        finally:
+            if arrived:
+                self._cache.adopt(claim.layer, claim.ids, claim.slots)
+            else:
+                self._cache.release(claim.layer, claim.slots)
+
+    def close(self) -> None:
+        """End the reads under way; their slots are given back with the cache."""
+        self._reads.close()
+        self._claim = None

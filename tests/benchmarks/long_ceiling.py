@@ -1,0 +1,112 @@
+"""The budget is a ceiling for long texts too: 2,000 tokens in one session whose topic changes half-way.
+
+Synthetic models with planted sparsity (`synthetic.py`), exact and predicted, under three budgets from the
+smallest on. A topic is 64 tokens, of which the text is drawn at random; half-way it is 64 others, and other
+neurons fire, while keys and values go on growing into the cache's memory. Each budget is run in a memory
+cgroup of its size and without a limit, and held to what `ceiling.py` holds it to, once a cache that grows
+with what the text asks for has filled and what the start has read has left the page cache: from the middle of
+the first topic on. Beside that stands the cache's hit rate for each topic. Ends with one JSON line; exits 0
+only if every ceiling held.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ceiling import SHAPES, complaints, inspect, verdict
+from measure import HERE, note, require_rig, run_engine
+from random_model import Shape
+from synthetic import Plant, synthetic_bundle
+
+MODES = ("exact", "predicted")
+BUDGETS = 3
+TOPICS, TOPIC_WORDS = 2, 64
+PROMPT_TOKENS = 16
+PLANT = Plant(0.10)
+TIMEOUT_SECONDS = 7200.0
+
+
+def topics(vocab_size: int) -> list[list[int]]:
+    """Disjoint sets of tokens, away from the special ones at the table's start."""
+    drawn = np.random.default_rng(11).permutation(np.arange(300, vocab_size))
+    return [drawn[number * TOPIC_WORDS :][:TOPIC_WORDS].tolist() for number in range(TOPICS)]
+
+
+def budgets(bundle: Path, threads: int, context: int, sparsity: str) -> list[int]:
+    """The smallest that works, and others evenly spaced below the one with room for the whole model."""
+    generous = inspect(bundle, 1 << 40, threads, context, sparsity)
+    lowest, highest = generous["minimum_budget_bytes"], generous["plan"]["total_bytes"]
+    return [lowest + (highest - lowest) * step // BUDGETS for step in range(BUDGETS)]
+
+
+def measure_budget(spec: dict[str, Any], shape: Shape, budget: int) -> dict[str, Any]:
+    """Both runs of one budget, and what was wrong with them."""
+    spec = spec | {"dram_budget": budget}
+    limited = run_engine("run_two_topics.py", spec | {"limited": True}, budget, TIMEOUT_SECONDS)
+    free = run_engine("run_two_topics.py", spec | {"limited": False}, None, TIMEOUT_SECONDS)
+    row: dict[str, Any] = {"shape": shape.name, "sparsity": spec["sparsity"], "budget_bytes": budget}
+    steady_tokens = TOPICS * spec["max_tokens"] - spec["max_tokens"] // 2
+    row["wrong"] = complaints(budget, limited, free, steady_tokens)
+    if free["survived"]:
+        row |= {key: free[key] for key in ("peak_memory_bytes", "plan_bytes", "tokens", "topics")}
+    if limited["survived"]:
+        row |= {key: limited[key] for key in ("failcnt", "steady_failcnt", "cgroup_peak_bytes")}
+        row["peak_memory_bytes_in_cgroup"] = limited["peak_memory_bytes"]
+        row["topics_in_cgroup"] = limited["topics"]
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    sizes = ("budget_bytes", "plan_bytes", "peak_memory_bytes")
+    figures = [f"{row.get(key, 0) / 1e6:.1f}" for key in sizes]
+    figures += [str(row.get(key, "")) for key in ("failcnt", "steady_failcnt")]
+    halves = row.get("topics", [])
+    figures.append(", ".join(f"{half['neuron_cache_hit_rate']:.0%}" for half in halves))
+    for key in ("topics", "topics_in_cgroup"):
+        figures.append(", ".join(f"{half['decode_tokens_per_second']:.1f}" for half in row.get(key, [])))
+    cells = [row["shape"], row["sparsity"], *figures, "; ".join(row["wrong"]) or "held"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> int:
+    """All modes and budgets of the chosen shapes; 0 if the ceiling holds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: small")
+    parser.add_argument("--sparsity", action="append", choices=MODES, help="default: both")
+    parser.add_argument("--tokens", type=int, default=1000, help="of each topic")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workdir", type=Path, default=HERE.parents[1] / "build/bench")
+    args = parser.parse_args()
+    require_rig()
+    rows: list[dict[str, Any]] = []
+    print(
+        "| shape | mode | budget MB | plan MB | peak MB | failcnt | of it steady | hits by topic "
+        "| tokens/s by topic | in the cgroup | |\n" + "|---" * 11 + "|"
+    )
+    for name in args.shape or ["small"]:
+        shape = SHAPES[name]
+        bundle = synthetic_bundle(shape, PLANT, args.workdir)
+        spec = {
+            "model": str(bundle.resolve()),
+            "topics": topics(shape.vocab_size),
+            "prompt_tokens": PROMPT_TOKENS,
+            "max_tokens": args.tokens,
+            "context": TOPICS * (PROMPT_TOKENS + args.tokens),
+            "threads": args.threads,
+            "io": "auto",
+        }
+        for sparsity in args.sparsity or MODES:
+            for budget in budgets(bundle, args.threads, spec["context"], sparsity):
+                note(f"{name}, {sparsity}: {budget / 1e6:.1f} MB")
+                rows.append(measure_budget(spec | {"sparsity": sparsity}, shape, budget))
+                print(line(rows[-1]), flush=True)
+    return verdict("long_ceiling", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+// Stress of RecordBatch, made to be run under ThreadSanitizer: batches that somebody waits for and that are
+// read ahead, damage and a file that shrank among their records, closed whenever it hurts most.
+//
+// Exits 1 with a message at the first wrong byte, missing or wrong error, or write to a target that was left.
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../ondevice/flash/flash_reader.h"
+#include "../../ondevice/flash/record_batch.h"
+#include "made_up_file.h"
+
+using namespace ondevice;
+
+namespace {
+
+// Of the second file, which shrinks once it is open, this many records are left.
+constexpr int64_t kLeft = 1500;
+constexpr uint8_t kUntouched = 0xEE;
+constexpr size_t kGuard = 8;
+
+// Damage in first parts, which nobody may want, and in second parts.
+std::vector<int64_t> wrong_units() {
+  std::vector<int64_t> units;
+  for (int64_t id = 40; id < kRecords; id += 97) units.push_back(2 * id + 1);
+  for (int64_t id = 10; id < kRecords; id += 101) units.push_back(2 * id);
+  return units;
+}
+
+struct Files {
+  std::string whole, shrinking;
+  MadeUpFile data;
+  FileSpec shrunk;
+  std::set<int64_t> wrong;
+
+  explicit Files(const std::string& folder)
+      : whole(folder + "/record_stress.bin"), shrinking(folder + "/record_stress_shrinking.bin") {
+    for (const int64_t unit : wrong_units()) wrong.insert(unit);
+    data = make_up_file(whole, wrong_units());
+    shrunk = make_up_file(shrinking, {}).spec;
+  }
+  ~Files() {
+    unlink(whole.c_str());
+    unlink(shrinking.c_str());
+  }
+
+  std::shared_ptr<FlashReader> open(IoMode io, size_t threads) const {
+    write_file(shrinking, data.bytes);
+    auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec, shrunk}, io, threads);
+    expect(truncate(shrinking.c_str(), kHeader + kLeft * kStride) == 0, "the file doesn't shrink");
+    return reader;
+  }
+
+  bool sound(size_t file, size_t first_part, int64_t id) const {
+    if (file == 1) return id < kLeft;
+    return !wrong.count(2 * id + 1) && (first_part == 1 || !wrong.count(2 * id));
+  }
+};
+
+// Some records of a file, and a target for each between bytes that nobody may touch.
+class Wanted {
+ public:
+  Wanted(const Files& files, std::mt19937& random)
+      : files_(files), file_(random() % 4 == 0), part_(random() % 2) {
+    const int64_t step = 1 + random() % 40;
+    for (int64_t id = random() % kRecords; id < kRecords && ids_.size() < 200; id += 1 + random() % step)
+      ids_.push_back(static_cast<int32_t>(id));
+    gap_bytes_ = static_cast<int64_t>(random() % 3 * 3000);
+    nbytes_ = static_cast<size_t>(kStride) - (part_ ? kUnits[0] : 0);
+    rows_.assign(ids_.size() * (nbytes_ + kGuard), kUntouched);
+    for (size_t i = 0; i < ids_.size(); ++i) targets_.push_back(reinterpret_cast<uint64_t>(row(i)));
+  }
+
+  void start(RecordBatch& batch) {
+    batch.start(file_, part_, ids_.data(), ids_.size(), targets_.data(), gap_bytes_);
+  }
+
+  // After finish(): `error` is what it threw.
+  void check(const std::string& error) {
+    const auto bad = std::find_if(ids_.begin(), ids_.end(), [&](int64_t id) { return !sound(id); });
+    expect(error.empty() == (bad == ids_.end()), "damage went unnoticed, or was made up");
+    if (!error.empty() && file_ == 0) {
+      const bool first = part_ == 0 && files_.wrong.count(2 * *bad);
+      const int64_t offset = kHeader + *bad * kStride + (first ? 0 : static_cast<int64_t>(kUnits[0]));
+      expect(error.find(" from " + std::to_string(offset) + " ") != std::string::npos,
+             "the error isn't that of the lowest record");
+    }
+    check_rows(error.empty());
+  }
+
+  // A target is whole or untouched. What is written here afterwards races with a read that comes late.
+  void check_rows(bool all) {
+    for (size_t i = 0; i < ids_.size(); ++i) {
+      const uint8_t* bytes = row(i);
+      const uint8_t* record = files_.data.record(ids_[i]) + (part_ ? kUnits[0] : 0);
+      const bool whole = memcmp(bytes, record, nbytes_) == 0;
+      expect(whole || (!all && untouched(bytes, nbytes_)), "a target is neither whole nor untouched");
+      expect(!whole || sound(ids_[i]), "a damaged record was delivered");
+      expect(untouched(bytes + nbytes_, kGuard), "bytes behind a target were touched");
+    }
+    std::fill(rows_.begin(), rows_.end(), uint8_t{0});
+  }
+
+  unsigned sum() const {
+    unsigned sum = 0;
+    for (const uint8_t byte : rows_) sum += byte;
+    return sum;
+  }
+
+ private:
+  uint8_t* row(size_t i) { return rows_.data() + i * (nbytes_ + kGuard); }
+  bool sound(int64_t id) const { return files_.sound(file_, part_, id); }
+  static bool untouched(const uint8_t* bytes, size_t count) {
+    return std::all_of(bytes, bytes + count, [](uint8_t byte) { return byte == kUntouched; });
+  }
+
+  const Files& files_;
+  size_t file_, part_, nbytes_ = 0;
+  int64_t gap_bytes_ = 0;
+  std::vector<int32_t> ids_;
+  std::vector<uint8_t> rows_;
+  std::vector<uint64_t> targets_;
+};
+
+struct UnderWay {
+  std::unique_ptr<RecordBatch> batch;
+  std::unique_ptr<Wanted> wanted;
+};
+
+void finish(UnderWay& it) {
+  std::string error;
+  try {
+    it.batch->finish();
+  } catch (const FlashError& caught) {
+    error = caught.what();
+  }
+  it.wanted->check(error);
+  it.wanted.reset();
+}
+
+// As a pass over a model does it: two urgent batches and one that is read ahead, in any order; some are
+// closed, or destroyed, with their reads under way.
+void fetch(const std::shared_ptr<FlashReader>& reader, const Files& files, unsigned seed, int steps) {
+  std::mt19937 random(seed);
+  UnderWay all[3];
+  for (int step = 0; step < steps; ++step) {
+    const size_t index = random() % 3;
+    UnderWay& it = all[index];
+    if (!it.batch) it.batch = std::make_unique<RecordBatch>(reader, index < 2);
+    if (!it.wanted) {
+      it.wanted = std::make_unique<Wanted>(files, random);
+      it.wanted->start(*it.batch);
+      expect(throws<std::invalid_argument>([&] { it.wanted->start(*it.batch); }), "two sets under way");
+    } else if (random() % 8 == 0) {
+      if (random() % 2)
+        it.batch.reset();
+      else
+        it.batch->close();
+      it.wanted->check_rows(false);
+      if (it.batch) {
+        expect(throws<std::invalid_argument>([&] { it.wanted->start(*it.batch); }), "closed, and it starts");
+        it.batch.reset();
+      }
+      it.wanted.reset();
+    } else if (index < 2 || it.batch->done() || random() % 4 == 0) {
+      finish(it);
+    }
+  }
+  for (UnderWay& it : all)
+    if (it.wanted) finish(it);
+}
+
+// Closes a batch from two threads at once, or its reader, while its owner starts and finishes.
+void close_under_an_owner(const Files& files, bool close_reader, unsigned pause_us) {
+  auto reader = files.open(IoMode::kAuto, 3);
+  std::mt19937 random(pause_us);
+  RecordBatch batch(reader, pause_us % 4 < 2);
+  Wanted wanted(files, random);
+  std::atomic<bool> refused{false};
+  std::thread owner([&] {
+    while (!refused) {
+      try {
+        wanted.start(batch);
+        batch.finish();
+      } catch (const FlashError&) {
+      } catch (const std::invalid_argument&) {
+        refused = true;
+      }
+    }
+  });
+  std::thread watcher([&] {
+    while (!refused) {
+      (void)batch.done();
+      (void)batch.stats();
+      std::this_thread::yield();
+    }
+  });
+  auto close_one = [&] {
+    usleep(pause_us);
+    if (close_reader) return;
+    batch.close();
+    // Whichever thread closed it may take the targets away: nothing writes there any more.
+    expect(batch.done(), "closed, with reads under way");
+    (void)wanted.sum();
+  };
+  std::thread other(close_one);
+  close_one();
+  if (close_reader) reader->close();
+  other.join();
+  owner.join();
+  watcher.join();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    fprintf(stderr, "usage: record_stress FOLDER [rounds]\n");
+    return 2;
+  }
+  const int rounds = argc > 2 ? atoi(argv[2]) : 3;
+  const Files files(argv[1]);
+  for (int round = 0; round < rounds; ++round) {
+    for (IoMode io : {IoMode::kAuto, IoMode::kBuffered}) {
+      auto reader = files.open(io, 4);
+      std::atomic<bool> over{false};
+      std::vector<std::thread> threads;
+      for (unsigned i = 0; i < 3; ++i)
+        threads.emplace_back([&, i] { fetch(reader, files, 10 * round + i, 150); });
+      std::thread trimmer([&] {
+        while (!over) {
+          reader->pool().trim();
+          (void)reader->pool().staging_bytes();
+          (void)reader->pool().stats();
+          usleep(200);
+        }
+      });
+      for (std::thread& thread : threads) thread.join();
+      over = true;
+      trimmer.join();
+      reader->pool().trim();
+      expect(reader->pool().staging_bytes() == 0, "staging buffers leaked");
+    }
+    for (unsigned i = 0; i < 60; ++i) close_under_an_owner(files, i % 4 == 3, 40 * i);
+  }
+  printf("record_stress: passed\n");
+  return 0;
+}

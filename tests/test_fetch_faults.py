@@ -1,0 +1,73 @@
+"""A thousand bad reads while single neurons are fetched: right tokens or a typed error, and nothing leaks.
+
+The rounds themselves are in `fault_rounds.py`, and run in a process of their own under the shim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.training import train_predictors
+from tests.bundles import convert_bundle, write_chat_checkpoint
+from tests.fault_rounds import KINDS, Table
+from tests.faults import output_under
+
+SHAPE = {"num_hidden_layers": 3, "intermediate_size": 1000, "hidden_act": "relu"}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relu")
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **SHAPE), folder / "plain")
+
+
+@pytest.fixture(scope="module")
+def predicted_bundle(bundle: Path) -> Path:
+    pieces = np.random.default_rng(5).integers(0, 250, (4, 128)).tolist()
+    output = bundle.with_name("predicted")
+    train_predictors(bundle, pieces=pieces, output=output)
+    return output
+
+
+def run_rounds(
+    shim: Path, folder: Path, bundle: Path, sparsity: str, rounds: int, seed: int = 0, minutes: float = 4
+) -> dict[str, Any]:
+    """How many faults of each kind the rounds met, and how they ended."""
+    table = folder / "table"
+    table.write_bytes(bytes(ctypes.sizeof(Table)))
+    options = f"--sparsity {sparsity} --rounds {rounds} --seed {seed}"
+    printed = output_under(
+        shim,
+        folder,
+        ["-m", "tests.fault_rounds", str(bundle), *options.split()],
+        timeout_seconds=60 * minutes,
+        fault_table=table,
+        fault_files="*.safetensors",
+    )
+    sys.stdout.write(printed)  # of interest with `-s`
+    return json.loads(printed)
+
+
+def test_some_faults(shim: Path, tmp_path: Path, bundle: Path) -> None:
+    counts = run_rounds(shim, tmp_path, bundle, "exact", rounds=8)
+    assert sum(counts["faults"].values()) >= 30
+    assert counts["errors"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparsity", ["exact", "predicted"])
+def test_a_thousand_faults(shim: Path, tmp_path: Path, sparsity: str, request: pytest.FixtureRequest) -> None:
+    bundle = request.getfixturevalue("bundle" if sparsity == "exact" else "predicted_bundle")
+    counts = run_rounds(shim, tmp_path, bundle, sparsity, rounds=400, minutes=30)
+    assert sum(counts["faults"].values()) >= 1000
+    assert all(counts["faults"][kind] >= 10 for kind in KINDS), counts
+    assert counts["rounds with faults"] >= 300
+    assert min(counts[ending] for ending in ("right", "errors", "cancelled", "late")) >= 50, counts
+    assert counts["ahead"] > 0, counts

@@ -1,0 +1,314 @@
+"""Low-rank predictors: their gradients, what they recover, and what their operating points promise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.converters.train_predictor import (
+    RECALLS,
+    LayerPredictor,
+    PredictorTraining,
+    active_share,
+    calibrate,
+    choose_rank,
+    gradients,
+    operating_points,
+    principal_components,
+    split,
+    train_layer,
+)
+from ondevice.errors import CheckpointError, UsageError
+
+SAMPLES, WIDTH, NEURONS, RANK = 3000, 24, 70, 6
+CONFIG = PredictorTraining(epochs=8, batch_samples=64)
+
+
+class Planted:
+    """A gate of rank RANK, and noise of full rank; a neuron fires beyond 1.2 deviations, about a ninth do."""
+
+    def __init__(self, noise: float = 0.0, idle: float = 0.0) -> None:
+        """idle: gates' scale of a further, independent half of the neurons, which hardly ever fire."""
+        rng = np.random.default_rng(0)
+        gate = rng.standard_normal((NEURONS, RANK)) @ rng.standard_normal((RANK, WIDTH))
+        gate += noise * RANK**0.5 * rng.standard_normal(gate.shape)
+        level = np.full(NEURONS, 1.2)
+        if idle:
+            gate[::2] = idle * rng.standard_normal((NEURONS // 2, RANK)) @ rng.standard_normal((RANK, WIDTH))
+            level[::2] = 4
+        # The last input is always 1.
+        gate[:, -1] = -level * np.linalg.norm(gate[:, :-1], axis=1)
+        self.gate = gate.astype(np.float32)
+        samples = rng.standard_normal((2 * SAMPLES, WIDTH))
+        samples[:, -1] = 1
+        self.inputs, self.fresh = np.split(samples.astype(np.float16), 2)
+        self.fired, self.fresh_fired = (self.fires(x) for x in (self.inputs, self.fresh))
+
+    def fires(self, x: np.ndarray) -> np.ndarray:
+        return x.astype(np.float32) @ self.gate.T > 0
+
+    def train(self, rank: int = RANK, config: PredictorTraining = CONFIG, seed: int = 1) -> LayerPredictor:
+        rng = np.random.default_rng(seed)
+        return train_layer(self.inputs, self.fired, self.gate, rank, config, rng)
+
+
+@pytest.fixture(scope="module")
+def planted() -> Planted:
+    return Planted()
+
+
+@pytest.fixture(scope="module")
+def noisy() -> Planted:
+    return Planted(noise=0.15)
+
+
+@pytest.fixture(scope="module")
+def idle() -> Planted:
+    return Planted(noise=0.15, idle=1.2)
+
+
+def random_predictor(rank: int = 3, width: int = 5, neurons: int = 7) -> LayerPredictor:
+    rng = np.random.default_rng(3)
+    shapes = ((rank, width), (neurons, rank), (neurons,))
+    # float64, so that differences are not of rounding errors.
+    return LayerPredictor(*(rng.standard_normal(shape) for shape in shapes))
+
+
+def loss(predictor: LayerPredictor, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
+    """The definition: -log of the chance given to what happened."""
+    scores = x @ predictor.down.T @ predictor.up.T + predictor.bias
+    chance = 1 / (1 + np.exp(-scores))
+    return float(-(weights * np.log(np.where(y, chance, 1 - chance))).sum() / len(x))
+
+
+@pytest.mark.parametrize("field", ["down", "up", "bias"])
+def test_gradients_are_finite_differences(field: str) -> None:
+    rng = np.random.default_rng(4)
+    predictor, x = random_predictor(), rng.standard_normal((11, 5))
+    y, weights = rng.random((11, 7)) < 0.3, rng.uniform(0.5, 5, (11, 7))
+    found = dict(zip(("down", "up", "bias"), gradients(predictor, x, y, weights), strict=True))[field]
+    values, step = getattr(predictor, field), 1e-5
+    assert found.shape == values.shape
+    for index in np.ndindex(values.shape):
+        nudge = np.zeros_like(values)
+        nudge[index] = step
+        above, below = (
+            loss(replace(predictor, **{field: values + sign * nudge}), x, y, weights) for sign in (1, -1)
+        )
+        assert found[index] == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-8)
+
+
+def test_gradients_of_certain_scores_are_finite() -> None:
+    predictor = replace(random_predictor(), bias=np.array([1e4, -1e4, 0, 90, -90, 1e30, -1e30]))
+    x, y = np.zeros((2, 5)), np.array([[True] * 7, [False] * 7])
+    _, _, bias = gradients(predictor, x, y, np.ones((2, 7)))
+    assert bias == pytest.approx([0.5 * (2 * p - 1) for p in (1, 0, 0.5, 1, 0, 1, 0)])
+
+
+def test_principal_components_are_the_best_map_of_their_rank(noisy: Planted) -> None:
+    ids = np.arange(0, SAMPLES, 2)
+    x = noisy.inputs[ids].astype(np.float32)
+    found = principal_components(noisy.inputs, ids, noisy.gate, RANK, np.random.default_rng(0))
+    gates = x @ noisy.gate.T
+    centred = gates - gates.mean(axis=0)
+    u, s, v = np.linalg.svd(centred, full_matrices=False)
+    best = u[:, :RANK] * s[:RANK] @ v[:RANK]
+    deviation = np.sqrt(np.square(centred - best).mean(axis=0))
+    scores = found.scores(x) * deviation / 1.702
+    assert np.square(scores - gates).mean() == pytest.approx(np.square(centred - best).mean(), rel=0.01)
+    assert np.abs(scores - best - gates.mean(axis=0)).max() < 0.05 * gates.std()
+
+
+def test_a_planted_rule_is_recovered(planted: Planted) -> None:
+    assert 0.08 < planted.fired.mean() < 0.14
+    predictor = planted.train()
+    selected = predictor.scores(planted.fresh) > 0
+    hits = (selected & planted.fresh_fired).sum()
+    assert hits / planted.fresh_fired.sum() > 0.96
+    assert hits / selected.sum() > 0.95
+    assert predictor.point(0.99).precision > 0.95
+
+
+def test_fine_tuning_spends_the_rank_on_what_fires(idle: Planted) -> None:
+    """Principal components spend half of it on gates that are far below zero whatever they are."""
+    plain, tuned = (idle.train(config=replace(CONFIG, epochs=epochs)) for epochs in (0, 8))
+    for recall in (0.9, 0.97):
+        assert tuned.point(recall).precision > 1.2 * plain.point(recall).precision
+
+
+def test_weighing_magnitudes_misses_less_of_what_counts(noisy: Planted) -> None:
+    gates = np.maximum(noisy.fresh.astype(np.float32) @ noisy.gate.T, 0)
+    missed = []
+    for weigh in (False, True):
+        scores = noisy.train(4, replace(CONFIG, weigh_magnitude=weigh)).scores(noisy.fresh)
+        as_many = np.sort(scores, axis=None)[-2 * noisy.fresh_fired.sum()]
+        missed.append(np.square(gates[scores < as_many]).sum())
+    assert missed[1] < missed[0]
+
+
+def test_the_recall_target_is_met_on_what_it_is_calibrated_on(noisy: Planted) -> None:
+    for recall in RECALLS:
+        config = replace(CONFIG, epochs=1, recall=recall)
+        predictor = noisy.train(4, config)
+        _, held = split(SAMPLES, config)
+        scores, fired = predictor.scores(noisy.inputs[held]), noisy.fired[held]
+        assert predictor.point(recall).threshold == 0.0
+        assert 0 <= (scores > 0)[fired].mean() - recall < 2e-3
+        assert [point.recall for point in predictor.points] == list(RECALLS)
+        for point in predictor.points:
+            assert (scores > point.threshold)[fired].mean() >= point.recall
+            assert point.false_negatives <= 1 - point.recall + 1e-9
+        thresholds = [point.threshold for point in predictor.points]
+        assert thresholds == sorted(thresholds, reverse=True)
+
+
+def test_rounded_weights_can_be_calibrated_again(noisy: Planted) -> None:
+    config = replace(CONFIG, epochs=1)
+    predictor = noisy.train(4, config)
+    rough = replace(predictor, up=np.round(predictor.up, 0), bias=predictor.bias + 3)
+    again = calibrate(rough, noisy.inputs, noisy.fired, config)
+    assert 0 <= 0.03 - again.point(0.97).false_negatives < 2e-3
+    assert again.point(0.97).precision < predictor.point(0.97).precision
+
+
+def test_operating_points_are_those_of_brute_force() -> None:
+    rng = np.random.default_rng(5)
+    fired = rng.random((40, 30)) < 0.2
+    # Few values, so that many scores are equal.
+    scores = np.round(rng.standard_normal(fired.shape) + 2 * fired, 1).astype(np.float32)
+    for point in operating_points(scores, fired, (0.5, *RECALLS, 1.0)):
+        meeting = [t for t in np.unique(scores) if (scores >= t)[fired].mean() >= point.recall - 1e-12]
+        selected = scores >= max(meeting)
+        assert np.array_equal(scores > np.float32(point.threshold), selected)
+        assert point.false_negatives == pytest.approx(1 - selected[fired].mean())
+        assert point.false_positives == pytest.approx(selected[~fired].mean())
+        assert point.precision == pytest.approx(fired[selected].mean())
+        assert point.selected == pytest.approx(selected.mean())
+        assert point.over_prediction == pytest.approx(selected.sum() / fired.sum())
+
+
+def test_a_recall_that_comes_out_even_takes_no_neuron_more() -> None:
+    scores = np.arange(10, dtype=np.float32)[None]
+    (point,) = operating_points(scores, np.ones((1, 10), dtype=bool), [0.9])
+    assert (scores > point.threshold).sum() == 9
+
+
+@pytest.mark.parametrize("bad", ["shape", "nan", "recall"])
+def test_operating_points_refuse_what_has_none(bad: str) -> None:
+    scores, fired = np.zeros((2, 3), dtype=np.float32), np.ones((2, 3), dtype=bool)
+    if bad == "nan":
+        scores[0, 0] = np.nan
+    with pytest.raises(UsageError, match="NaN" if bad != "recall" else "must lie in"):
+        operating_points(scores, fired[:1] if bad == "shape" else fired, [0.0 if bad == "recall" else 0.9])
+
+
+def test_equal_seeds_give_equal_predictors(planted: Planted) -> None:
+    config = replace(CONFIG, epochs=1)
+    first, second, other = (planted.train(config=config, seed=seed) for seed in (1, 1, 2))
+    for field in ("down", "up", "bias"):
+        assert getattr(first, field).tobytes() == getattr(second, field).tobytes()
+        assert getattr(first, field).dtype == np.float32
+    assert first.points == second.points
+    assert first.down.tobytes() != other.down.tobytes()
+
+
+def test_packed_bits_and_mapped_files_are_the_same_samples(planted: Planted, tmp_path: Path) -> None:
+    config = replace(CONFIG, epochs=1)
+    np.save(tmp_path / "inputs.npy", planted.inputs)
+    np.save(tmp_path / "fired.npy", np.packbits(planted.fired, axis=1))
+    inputs, fired = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("inputs", "fired"))
+    mapped = train_layer(inputs, fired, planted.gate, RANK, config, np.random.default_rng(1))
+    assert mapped.up.tobytes() == planted.train(config=config).up.tobytes()
+    ids = np.arange(10)
+    assert active_share(fired, ids, NEURONS) == pytest.approx(planted.fired[:10].mean())
+
+
+@pytest.mark.parametrize("samples", [20, 999, 3000, 90_000])
+def test_held_back_samples_are_a_bounded_share_and_not_trained_on(samples: int) -> None:
+    trained, held = split(samples, CONFIG)
+    assert sorted([*trained, *held]) == list(range(samples))
+    assert 0 < len(held) <= min(4096 + 128, 0.15 * samples)
+    assert len(held) >= 0.04 * samples
+
+
+@pytest.mark.parametrize("fires", [False, True])
+def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: bool) -> None:
+    fired = np.full(planted.fired.shape, fires)
+    predictor = train_layer(planted.inputs, fired, planted.gate, 4, CONFIG, np.random.default_rng(0))
+    assert ((predictor.scores(planted.fresh) > 0) == fires).all()
+    assert {point.false_negatives for point in predictor.points} == {0.0}
+    assert {point.precision for point in predictor.points} == {1.0}
+
+
+def test_inputs_without_variance_and_what_the_gate_does_not_explain(planted: Planted) -> None:
+    fired = np.random.default_rng(0).random(planted.fired.shape) < 0.1
+    for inputs in (np.zeros_like(planted.inputs), np.ones_like(planted.inputs), -planted.inputs):
+        predictor = train_layer(inputs, fired, planted.gate, 4, CONFIG, np.random.default_rng(0))
+        assert np.isfinite(predictor.scores(inputs)).all()
+        assert predictor.point(0.97).false_negatives <= 0.03 + 1e-9
+
+
+@pytest.mark.parametrize("where", ["trained", "held back", "gate"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_refused(planted: Planted, where: str, bad: float) -> None:
+    trained, held = split(SAMPLES, CONFIG)
+    inputs, gate = planted.inputs.copy(), planted.gate.copy()
+    if where == "gate":
+        gate[3, 4] = bad
+    else:
+        inputs[(trained if where == "trained" else held)[-1], 5] = bad
+    with pytest.raises(CheckpointError, match="NaN or infinity"):
+        train_layer(inputs, planted.fired, gate, 4, CONFIG, np.random.default_rng(0))
+
+
+def test_what_does_not_fit_is_refused(planted: Planted) -> None:
+    rng, (x, y, gate) = np.random.default_rng(0), (planted.inputs, planted.fired, planted.gate)
+    for inputs, fired, rank, message in (
+        (x[:-1], y, 4, "don't fit"),
+        (x[:, :-1], y, 4, "don't fit"),
+        (x, y[:, :-1], 4, "don't fit"),
+        (x, np.packbits(y, axis=1)[:, 1:], 4, "don't fit"),
+        (x, y.astype(np.float32)[:, :9], 4, "booleans"),
+        (x, y, 0, "rank 0"),
+        (x, y, WIDTH + 1, "rank 25"),
+        (x[:19], y[:19], 4, "give it 20"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            train_layer(inputs, fired, gate, rank, CONFIG, rng)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"epochs": -1},
+        {"batch_samples": 0},
+        {"learning_rate": float("nan")},
+        {"balance": 1.5},
+        {"held_back": 0.0},
+        {"recall": 0.93},
+    ],
+)
+def test_settings_out_of_range_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        PredictorTraining(**options)
+
+
+def candidate(rank: int, selected: float, missed: float = 0.03) -> LayerPredictor:
+    (point,) = operating_points(np.ones((1, 4), np.float32), np.array([[True, False, False, False]]), [0.97])
+    point = replace(point, selected=selected, active=0.1, false_negatives=missed)
+    return replace(random_predictor(rank), points=(point,))
+
+
+def test_the_smallest_rank_that_selects_little_more_is_chosen() -> None:
+    candidates = [candidate(192, 0.20), candidate(64, 0.30), candidate(128, 0.22)]
+    assert choose_rank(candidates, 0.97).rank == 128
+    assert choose_rank(candidates, 0.97, factor=1.0).rank == 192
+    assert choose_rank(candidates, 0.97, factor=2.0).rank == 64
+    assert choose_rank([candidate(64, 0.1, missed=0.2), candidate(128, 0.3)], 0.97).rank == 128
+    with pytest.raises(UsageError, match="no operating point"):
+        choose_rank(candidates, 0.9)
+    with pytest.raises(UsageError, match="at least one"):
+        choose_rank([], 0.97)
