@@ -25,15 +25,23 @@ from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
-from ondevice.memory_sizes import FETCH_THREADS, SegmentShape, fetch_neurons, logits_rows, segment_shape
+from ondevice.memory_sizes import (
+    FETCH_THREADS,
+    SegmentShape,
+    fetch_neurons,
+    guess_neurons,
+    logits_rows,
+    segment_shape,
+)
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
-from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
+from ondevice.sparsity.guessing import GuessQuality
 from ondevice.sparsity.neuron_cache import NeuronCache
-from ondevice.sparsity.policies import DEFAULT_POLICY, make_policy
+from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -118,11 +126,14 @@ class Engine:
     again when they are needed, to the same bits.
     """
 
-    def __init__(self, prepared: Prepared, cancelled: IsCancelled) -> None:
+    def __init__(
+        self, prepared: Prepared, cancelled: IsCancelled, fetch: FetchOptions = DEFAULT_FETCH
+    ) -> None:
         """Raises BudgetError before anything is read, FlashReadError and BundleError for damaged weights.
 
         Cancelled when `cancelled()` holds between two pieces of the weights.
         """
+        self._fetch = fetch
         prepared.plan.require_fit(prepared.bundle.name)
         self.plan = prepared.plan
         self._bundle = prepared.bundle
@@ -272,9 +283,17 @@ class Engine:
             slot_bytes=segment.slot_bytes,
             segment_slots=segment.slots,
             reserve=segment.reserve,
-            policy=make_policy(DEFAULT_POLICY, config.num_layers, neurons),
+            policy=make_policy(self._fetch.policy, config.num_layers, neurons),
+            keep=self._fetch.keep,
         )
-        return NeuronFetcher(layers, self._reader, cache, fetch_neurons(config))
+        return NeuronFetcher(
+            layers,
+            self._reader,
+            cache,
+            batch=fetch_neurons(config),
+            guesses=guess_neurons(config),
+            options=self._fetch,
+        )
 
     def _cache(self, key: int) -> KVCache:
         kv = self._caches.setdefault(key, self._new_cache())
@@ -333,12 +352,15 @@ class Engine:
 
     def _counters(self) -> Counters:
         flash = self._reader.stats
+        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else GuessQuality()
         return Counters(
             flash_bytes_read=flash.bytes_read,
             flash_read_seconds=flash.read_seconds,
             flash_cpu_seconds=flash.cpu_seconds,
             neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
             neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
+            guesses_used=guesses.used,
+            guess_wasted_bytes=guesses.wasted_bytes,
             peak_memory_bytes=process_memory().peak_bytes,
         )
 

@@ -46,6 +46,8 @@ class Counters:
     flash_cpu_seconds: float = 0.0
     neuron_cache_hits: int = 0
     neuron_cache_lookups: int = 0
+    guesses_used: int = 0
+    guess_wasted_bytes: int = 0
     peak_memory_bytes: int = 0
 
 
@@ -256,6 +258,7 @@ class _Meter:
         later = max(0, self.sampled - 1)
         lookups = after.neuron_cache_lookups - self._before.neuron_cache_lookups
         hits = after.neuron_cache_hits - self._before.neuron_cache_hits
+        guessed = after.guesses_used - self._before.guesses_used
         return replace(
             labels,
             prompt_tokens=prompt_tokens,
@@ -268,6 +271,8 @@ class _Meter:
             flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
             flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,
             neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
+            guess_recall=guessed / (lookups - hits) if lookups > hits else 0.0,
+            guess_wasted_bytes=after.guess_wasted_bytes - self._before.guess_wasted_bytes,
             forward_passes=self.passes,
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
         )

@@ -144,7 +144,8 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
     layout = neuron_layout(config, quant)
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
     neurons = config.num_layers * config.intermediate_size
-    reserve = 2 * fetch_neurons(config)
+    # Two batches of a layer, its guess that has come, and the next layer's that is being read.
+    reserve = 2 * fetch_neurons(config) + 2 * guess_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
     return SlotShape(slots, slot_bytes, reserve, -(-(neurons + reserve) // slots))
 
@@ -152,6 +153,11 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
 def fetch_neurons(config: ModelConfig) -> int:
     """Most neurons that are read and multiplied at a time, in whole blocks of 64."""
     return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
+
+
+def guess_neurons(config: ModelConfig) -> int:
+    """Most neurons of a layer that are read from a guess: what flash reads while a layer is computed."""
+    return fetch_neurons(config) // 2
 
 
 def fetch_shape(slot_bytes: int) -> StreamShape:

@@ -56,14 +56,20 @@ def size(nbytes: int) -> str:
 
 def figures(stats: GenerationStats) -> str:
     """The closing line of a generation."""
-    flash = stats.flash_bytes_read // max(1, stats.generated_tokens)
+    tokens = max(1, stats.generated_tokens)
+    flash, wasted = stats.flash_bytes_read // tokens, stats.guess_wasted_bytes // tokens
+    guesses = (
+        f"; guessed {100.0 * stats.guess_recall:.0f} % of the rest, {format_bytes(wasted)}/token in vain"
+        if stats.guess_recall or wasted
+        else ""
+    )
     return (
         f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {format_bytes(flash)}/token, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
-        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %"
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}"
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ondevice
+from ondevice import api
 from ondevice.api import Model
-from ondevice.engine import IsCancelled
+from ondevice.engine import Engine, IsCancelled
 from ondevice.memory_plan import REPEAT_MARGIN_BYTES
+from ondevice.sparsity.fetch import FetchOptions
 from tests.bundles import EOS
 
 PROMPT = "Once upon a time"
@@ -33,6 +36,11 @@ def squeeze(model: Model, segments: int = 0) -> None:
     """Keep a loaded model to what it needs with a full context, and so many segments."""
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     model.set_dram_budget(bare + segments * model.plan.segment.nbytes)
+
+
+def fetch_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Models that are loaded from here on keep and read their selected neurons as `FetchOptions` say."""
+    monkeypatch.setattr(api, "Engine", partial(Engine, fetch=FetchOptions(**options)))
 
 
 def pause_engine(

@@ -94,6 +94,7 @@ def assert_nothing_leaked(model: Model) -> None:
     """Every slot that exists is held, claimed or free, once; layers keep to their shares; no read is left."""
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
+    neurons._guessing.drop()
     cache, claim = neurons._cache, neurons._warming._claim
     held = np.sort(cache._slot_of[cache._slot_of >= 0])
     claimed = np.zeros(0, np.int32) if claim is None else claim.slots

@@ -22,7 +22,8 @@ from tests.command_line import Run
 STATS = [
     "prompt_tokens", "generated_tokens", "prefill_tokens_per_second", "decode_tokens_per_second",
     "time_to_first_token_seconds", "peak_memory_bytes", "flash_bytes_read", "flash_read_seconds",
-    "flash_cpu_seconds", "neuron_cache_hit_rate", "forward_passes", "accepted_tokens_per_pass",
+    "flash_cpu_seconds", "neuron_cache_hit_rate", "guess_recall", "guess_wasted_bytes",
+    "forward_passes", "accepted_tokens_per_pass",
     "backend", "sparsity", "speculation", "io",
 ]  # fmt: skip
 PLAN = [

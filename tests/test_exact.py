@@ -12,7 +12,6 @@ import pytest
 from flash_files import flip_byte
 
 import ondevice
-from ondevice import engine
 from ondevice.api import Model, load
 from ondevice.bundle.layout import DATA_OFFSET, gate_file_name, neuron_file_name
 from ondevice.bundle.reader import Bundle
@@ -20,7 +19,7 @@ from ondevice.errors import BackendUnavailableError, FlashReadError, Unsupported
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.policies import POLICIES
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
-from tests.chat import PROMPT, squeeze
+from tests.chat import PROMPT, fetch_with, squeeze
 
 SHAPE = {"num_hidden_layers": 6, "intermediate_size": 3000, "hidden_act": "relu"}
 TOKENS = 60
@@ -75,7 +74,7 @@ def test_one_text_for_ten_budgets_and_all_policies(
     expected, sampled = text(dense), text(dense, temperature=0.9, seed=3)
     rates: dict[str, list[float]] = {}
     for policy in POLICIES:
-        monkeypatch.setattr(engine, "DEFAULT_POLICY", policy)
+        fetch_with(monkeypatch, policy=policy)
         for ninths in range(10) if policy == POLICIES[0] else (0, 5):
             with load(relu_bundle, sparsity="exact") as model:
                 hold(model, ninths)
@@ -103,8 +102,9 @@ def test_a_budget_changed_while_running(relu_bundle: Path, dense: Model) -> None
         assert len(set(held)) > 1
 
 
-def test_only_what_fires_is_read(relu_bundle: Path) -> None:
+def test_only_what_fires_is_read(relu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages for a record's up and down rows, and no record that was there."""
+    fetch_with(monkeypatch, guess=False)
     with load(relu_bundle, sparsity="exact") as model:
         hold(model, 0)
         cache = fetcher(model)._cache

@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice import engine
 from ondevice.api import Model, load
 from ondevice.models import shipped_folder
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import POLICIES
-from ondevice.sparsity.warming import Warming
-from tests.chat import squeeze
+from tests.chat import fetch_with, squeeze
 
 pytestmark = pytest.mark.slow
 
@@ -128,9 +126,7 @@ def held_bytes(model: Model) -> int:
 def test_dense_text_under_ten_budgets(
     texts: list[Text], policy: str, ahead: bool, adopted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "DEFAULT_POLICY", policy)
-    if not ahead:
-        monkeypatch.setattr(Warming, "begin", lambda warming: None)
+    fetch_with(monkeypatch, policy=policy, fill_ahead=ahead, guess=ahead)
     first = (2 * POLICIES.index(policy) + ahead) * BUDGETS
     seen = Seen()
     for ninths in range(BUDGETS):
@@ -152,7 +148,7 @@ def test_dense_text_under_ten_budgets(
 def test_dense_text_while_the_budget_changes(
     texts: list[Text], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "DEFAULT_POLICY", policy)
+    fetch_with(monkeypatch, policy=policy)
     held, count = set(), 0
     with load(SHIPPED, sparsity="exact", threads=1) as model:
         for text in texts[POLICIES.index(policy) :: len(POLICIES)]:

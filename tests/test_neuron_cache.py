@@ -14,6 +14,7 @@ from ondevice.sparsity.neuron_cache import DIVIDE_TOKENS, NeuronCache
 from ondevice.sparsity.policies import POLICIES, PolicyName, make_policy
 
 LAYERS, NEURONS, SLOT_BYTES, SEGMENT_SLOTS, RESERVE = 3, 40, 96, 16, 24
+GUESSES = 4
 
 
 def cache_of(policy: PolicyName = "gate", segments: int = 4) -> NeuronCache:
@@ -45,10 +46,13 @@ class Cache(RuleBasedStateMachine):
     @rule(
         layer=st.integers(0, LAYERS - 1),
         ids=st.lists(st.integers(0, NEURONS - 1), max_size=20, unique=True).map(sorted),
+        guess=st.sets(st.integers(0, NEURONS - 1), max_size=GUESSES),
+        arrive=st.integers(0, GUESSES),
         fails=st.booleans(),
     )
-    def use(self, layer: int, ids: list[int], fails: bool) -> None:
+    def use(self, layer: int, ids: list[int], guess: set[int], arrive: int, fails: bool) -> None:
         self.cache.divide(1, keep=self.claim is not None)
+        self.guess(layer, guess, arrive)
         self.cache.observe(layer, gates_that_fire(ids))
         wanted = np.array(ids, np.int32)
         placement = self.cache.place(layer, wanted)
@@ -61,10 +65,22 @@ class Cache(RuleBasedStateMachine):
             self.cache.forget(layer, wanted[placement.missing])
         self.cache.settle(layer)
 
+    def guess(self, layer: int, guess: set[int], arrive: int) -> None:
+        """Of the absent ones that were guessed, the first few arrive, whatever the layer's share is."""
+        absent = self.cache.absent(layer)
+        assert self.cache.holds_layer(layer) == (not len(absent))
+        ids = absent[np.isin(absent, list(guess))].astype(np.int32)
+        slots, addresses = self.cache.claim(layer, len(ids))
+        self.cache.release(layer, slots[arrive:])
+        self.cache.adopt(layer, ids[:arrive], slots[:arrive])
+        for i, address in list(zip(ids.tolist(), addresses.tolist(), strict=True))[:arrive]:
+            self.at[address] = (layer, i)
+
     @rule(layer=st.integers(0, LAYERS - 1), most=st.integers(1, 50))
     def read_ahead(self, layer: int, most: int) -> None:
         if self.claim is None:
-            ids, slots, addresses = self.cache.claim(layer, most)
+            ids = self.cache.likeliest(layer, most)
+            slots, addresses = self.cache.claim(layer, len(ids))
             assert len(ids) <= most
             assert (self.cache._slot_of[layer, ids] < 0).all()
             self.claim = (layer, ids, slots, addresses.tolist())

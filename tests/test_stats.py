@@ -21,6 +21,8 @@ CONTRACT = [
     "flash_read_seconds",
     "flash_cpu_seconds",
     "neuron_cache_hit_rate",
+    "guess_recall",
+    "guess_wasted_bytes",
     "forward_passes",
     "accepted_tokens_per_pass",
     "backend",

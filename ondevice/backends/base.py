@@ -255,6 +255,13 @@ class Backend(Protocol):
         """
         ...
 
+    def foresee(self, x: Array, norm: Vector, eps: float, weight: FeedForward) -> None:
+        """The input of weight's feed-forward will be near rms_norm(x, norm, eps), x (T, D).
+
+        An engine may begin to fetch what it will need; no result may depend on it.
+        """
+        ...
+
     def feed_forward(self, x: Array, weight: FeedForward, activation: Activation) -> Array:
         """x: (T, D). Returns (T, D) = down(activation(gate(x)) * up(x)). Layers come in order in a pass."""
         ...

@@ -71,6 +71,8 @@ class CpuFeedForward:
     ) -> None:
         self.selector = selector
         self.selected: Selected = _unfed
+        self.foresee: Callable[[int, Callable[[], Float32]], None] | None = None
+        """Told, before the layer's turn, how many tokens are to come and what scores them by a guess."""
         row = RowLayout(source.hidden_size, source.bits)
         first, second = source.layout.part_offsets
         self.source = source
@@ -200,6 +202,11 @@ class CpuBackend:
             self.engine, q, self._blocks, layer, kv.layout.kv_bits, kv_heads, position, window, out
         )
         return out
+
+    def foresee(self, x: Float32, norm: Float32, eps: float, weight: CpuFeedForward) -> None:
+        selector = weight.selector
+        if weight.foresee is not None and selector is not None:
+            weight.foresee(len(x), lambda: self.scores(self.rms_norm(x, norm, eps), selector))
 
     def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
         if weight.selector is None:

@@ -125,6 +125,9 @@ class ReferenceBackend:
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
 
+    def foresee(self, x: Float32, norm: Float32, eps: float, weight: ReferenceFeedForward) -> None:
+        """Everything is in memory."""
+
     def feed_forward(self, x: Float32, weight: ReferenceFeedForward, activation: Activation) -> Float32:
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
         return product

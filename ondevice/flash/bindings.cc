@@ -209,6 +209,7 @@ void bind_batch(nb::module_& m) {
           nb::arg("file"), nb::arg("first_part"), nb::arg("ids").noconvert(), nb::arg("targets").noconvert(),
           nb::arg("gap_bytes"))
       .def("done", &RecordBatch::done, Release())
+      .def("halt", &RecordBatch::halt, Release())
       .def("finish", &RecordBatch::finish, Release())
       .def("close", &RecordBatch::close, Release())
       .def("stats", [](RecordBatch& self) { return times(self.stats()); }, Release());

@@ -92,6 +92,12 @@ bool RecordBatch::done() {
   return meter.idle() && (next_ == runs_.size() || !error_.empty() || closed_ || reader_->pool().stopped());
 }
 
+size_t RecordBatch::halt() {
+  std::lock_guard<std::mutex> lock(reader_->pool().mutex());
+  runs_.erase(runs_.begin() + static_cast<std::ptrdiff_t>(next_), runs_.end());
+  return runs_.empty() ? 0 : runs_.back().first + runs_.back().count;
+}
+
 void RecordBatch::finish() {
   std::unique_lock<std::mutex> lock(reader_->pool().mutex());
   while (reader_->pool().run_one(this, lock)) {

@@ -27,6 +27,8 @@ class RecordBatch : public PieceSource {
              int64_t gap_bytes);
   // Whether finish() would wait for nothing.
   bool done();
+  // Gives up what hasn't begun, without waiting. Returns how many of the ids, from the first on, are read.
+  size_t halt();
   // Reads along until everything has arrived. Throws FlashError, of the record with the lowest id that
   // failed; whatever it throws, no target is written to any more.
   void finish();

@@ -14,3 +14,8 @@ def feed_forward(backend: Backend, config: ModelConfig, weights: LayerWeights, x
     """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D)."""
     normed = backend.rms_norm(x, weights.feed_forward_norm, config.rms_norm_eps)
     return backend.add(x, backend.feed_forward(normed, weights.feed_forward, config.hidden_act))
+
+
+def foresee(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
+    """Tell the backend what the block of a later layer will be given, about: x (T, D) is the stream now."""
+    backend.foresee(x, weights.feed_forward_norm, config.rms_norm_eps, weights.feed_forward)

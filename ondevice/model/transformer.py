@@ -19,7 +19,7 @@ from ondevice.backends.base import Array, Backend, Float32
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.model.attention import attention
-from ondevice.model.ffn import feed_forward
+from ondevice.model.ffn import feed_forward, foresee
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
 from ondevice.model.weights import ModelWeights
@@ -130,6 +130,8 @@ class Transformer:
             x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
             if layer == config.num_layers - 1 and wanted == "last":
                 x = x[-1:]
+            if layer + 1 < config.num_layers:
+                foresee(backend, config, self.weights.layers[layer + 1], x)
             x = feed_forward(backend, config, weights, x)
         kv.extend(ids.tolist())
         return x

@@ -6,6 +6,7 @@ back: nothing is ever multiplied that hasn't arrived whole.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,8 +20,9 @@ from ondevice.backends.cpu import BLOCK_NEURONS, CpuFeedForward
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.sparsity.guessing import Guessing, GuessQuality
 from ondevice.sparsity.neuron_cache import Addresses, NeuronCache, Placement
-from ondevice.sparsity.policies import selected
+from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.warming import Warming
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
@@ -28,6 +30,8 @@ WHOLE_RECORD, UP_AND_DOWN = 0, 1
 GAP_BYTES = 16 << 10
 """Bytes between two records up to which reading through costs less than a second read."""
 BATCHES = 2
+READ_WEIGHT = 0.1
+"""Of the newest measurement in the running mean of what a read takes."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,45 @@ class _Batch:
     reads: _native.RecordBatch | None
 
 
+@dataclass(frozen=True)
+class FetchOptions:
+    """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
+
+    keep: let neurons stay in memory after the pass that read them. fill_ahead: read the likeliest into slots
+    that are spare. guess: begin to read the next layer's before they are known.
+    """
+
+    policy: PolicyName = DEFAULT_POLICY
+    keep: bool = True
+    fill_ahead: bool = True
+    guess: bool = True
+
+
+DEFAULT_FETCH = FetchOptions()
+
+
+@dataclass(frozen=True)
+class FetchTimes:
+    """Where passes spent time beside computing, in seconds: waiting for reads, and managing the cache."""
+
+    waited: float = 0.0
+    managed: float = 0.0
+
+
 class NeuronFetcher:
-    """Feeds the layers of a model from `cache`, at most `batch` neurons at a time."""
+    """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
+
+    guesses: neurons of the next layer that are read from a guess, at most.
+    """
 
     def __init__(
-        self, layers: Sequence[CpuFeedForward], reader: FlashReader, cache: NeuronCache, batch: int
+        self,
+        layers: Sequence[CpuFeedForward],
+        reader: FlashReader,
+        cache: NeuronCache,
+        batch: int,
+        guesses: int,
+        options: FetchOptions,
     ) -> None:
         self._layers = layers
         self._cache = cache
@@ -50,8 +88,19 @@ class NeuronFetcher:
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
         self._first_part = WHOLE_RECORD if predicted else UP_AND_DOWN
         self._warming = Warming(layers, reader, cache, self._first_part)
+        self._guessing = Guessing(
+            layers, reader, cache, first_part=self._first_part, gap_bytes=GAP_BYTES, most=guesses
+        )
+        self._fill_ahead = options.keep and options.fill_ahead
+        self._guessed_hits = 0
+        self._since = 0.0
+        self._waited = self._managed = 0.0
+        self._read_seconds = 0.0
+        """What one missing neuron has lately taken those who waited for it."""
         for index, layer in enumerate(layers):
             layer.selected = partial(self._selected, index)
+            if options.guess:
+                layer.foresee = partial(self._guessing.foresee, index)
 
     @property
     def nbytes(self) -> int:
@@ -65,22 +114,34 @@ class NeuronFetcher:
 
     @property
     def hits(self) -> int:
-        """Those of them that were in memory when the pass came to their layer."""
-        return self._cache.hits
+        """Those of them that were in memory when the pass came to their layer, and not from a guess."""
+        return self._cache.hits - self._guessed_hits
+
+    @property
+    def times(self) -> FetchTimes:
+        return FetchTimes(self._waited, self._managed)
+
+    @property
+    def guesses(self) -> GuessQuality:
+        """What reads begun from a guess were worth."""
+        return self._guessing.quality
 
     def resize(self, lent: Sequence[int]) -> None:
         """Keep to so many segments in all: those above go back at once, those below come when needed."""
+        self._guessing.drop()
         self._warming.stop()
         self._cache.resize(sum(lent))
 
     def close(self) -> None:
         """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
+        self._guessing.close()
         self._warming.close()
         for reads in self._reads:
             reads.close()
         self._cache.close()
         for layer in self._layers:
             layer.selected = _closed
+            layer.foresee = None
 
     def _selected(self, index: int, scores: Float32) -> Iterator[tuple[Int32, Addresses]]:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
@@ -88,27 +149,70 @@ class NeuronFetcher:
         Each batch is valid until the next.
         """
         cache = self._cache
+        self._since = time.perf_counter()
         if index == 0:
+            self._guessing.next_pass()
             self._warming.collect()
             cache.divide(len(scores), keep=self._warming.under_way)
-            self._warming.begin()
+            if self._fill_ahead:
+                self._warming.begin()
         cache.observe(index, scores)
-        waiting = deque(self._cut(selected(scores)))
+        ids = selected(scores)
+        guessed = self._guessing.adopt(index)
+        waiting, done = deque(self._cut(ids)), 0
         under_way: deque[_Batch] = deque()
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < BATCHES:
                     under_way.append(self._begin(index, waiting.popleft()))
+                if not self._guesses_arrived(ids, guessed):
+                    while under_way:
+                        self._give_up(index, under_way.popleft())
+                    waiting, guessed = deque(self._cut(ids)), guessed[:0]
+                    continue
+                guessed = guessed[:0]
                 batch = under_way[0]
                 if batch.reads is not None:
-                    batch.reads.finish()
+                    self._wait(batch.reads, len(batch.placement.missing))
                 under_way.popleft()
+                self._managed += self._lap()
                 yield batch.ids, batch.placement.addresses
-                cache.settle(index, under_way[0].ids if under_way else None)
+                self._since = time.perf_counter()
+                done += len(batch.ids)
+                cache.settle(index, ids[done:])
         finally:
+            self._guesses_arrived(ids, guessed)
             for batch in under_way:
                 self._give_up(index, batch)
             cache.settle(index)
+            self._managed += self._lap()
+
+    def _lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._since = self._since, time.perf_counter()
+        return self._since - before
+
+    def _wait(self, reads: _native.RecordBatch, missing: int) -> None:
+        self._managed += self._lap()
+        try:
+            reads.finish()
+        finally:
+            waited = self._lap()
+            self._waited += waited
+        self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
+
+    def _guesses_arrived(self, ids: Int32, guessed: Int32) -> bool:
+        """Whether what was guessed of `ids` is in memory, after waiting for it: else it is absent again."""
+        if not len(guessed):
+            return self._guessing.arrived()
+        self._managed += self._lap()
+        arrived = self._guessing.arrived()
+        waited = self._lap()
+        self._waited += waited
+        used = len(np.intersect1d(ids, guessed, assume_unique=True)) if arrived else 0
+        self._guessed_hits += used
+        self._guessing.count(len(guessed), used, waited, self._read_seconds)
+        return arrived
 
     def _begin(self, index: int, ids: Int32) -> _Batch:
         placement = self._cache.place(index, ids)

@@ -41,12 +41,20 @@ class NeuronCache:
 
     What a layer reads gets a slot at once, from the reserve where its share is used up; `settle` then lets
     the lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between
-    two calls of `settle`.
+    two calls of `settle`. Without `keep` no share is more than nothing: nobody outstays a pass.
     """
 
     def __init__(
-        self, layers: int, neurons: int, slot_bytes: int, segment_slots: int, reserve: int, policy: Policy
+        self,
+        layers: int,
+        neurons: int,
+        slot_bytes: int,
+        segment_slots: int,
+        reserve: int,
+        policy: Policy,
+        keep: bool = True,
     ) -> None:
+        self._keep = keep
         self._neurons = neurons
         self.slot_bytes = slot_bytes
         self._segment_slots = segment_slots
@@ -86,7 +94,7 @@ class NeuronCache:
     @property
     def _room(self) -> int:
         """Slots that layers may keep, all together."""
-        return max(0, self._lent * self._segment_slots - self._reserve)
+        return max(0, self._lent * self._segment_slots - self._reserve) if self._keep else 0
 
     def resize(self, segments: int) -> None:
         """Keep to so many segments: those above go at once, with the neurons in them.
@@ -155,23 +163,33 @@ class NeuronCache:
             candidates = candidates[np.argpartition(scores, over)[:over]]
         self.forget(layer, candidates)
 
-    def claim(self, layer: int, most: int) -> tuple[Int32, Int32, Addresses]:
-        """Up to `most` of the layer's absent neurons, the likeliest, with slots that its share has spare.
+    def holds_layer(self, layer: int) -> bool:
+        """Whether all of a layer's neurons have slots."""
+        return self._counts[layer] == self._neurons
 
-        Returns ascending ids (n,), slots and their addresses. They stay absent until `adopt`.
-        """
+    def absent(self, layer: int) -> NDArray[np.intp]:
+        """Ascending ids of the layer's neurons without a slot."""
+        return np.flatnonzero(self._slot_of[layer] < 0)
+
+    def likeliest(self, layer: int, most: int) -> Int32:
+        """Ascending ids of up to `most` absent neurons, the likeliest, for which its share has room."""
         spare = min(most, self._shares[layer] - self._counts[layer] - self._claimed[layer])
         if spare <= 0:
-            none = np.zeros(0, dtype=np.int32)
-            return none, none, np.zeros(0, dtype=np.uint64)
-        absent = np.flatnonzero(self._slot_of[layer] < 0)
-        spare = min(spare, len(absent))
+            return np.zeros(0, dtype=np.int32)
+        absent = self.absent(layer)
         if spare < len(absent):
             scores = self._policy.scores(layer)[absent]
             absent = np.sort(absent[np.argpartition(-scores, spare - 1)[:spare]])
-        slots = self._take(spare)
-        self._claimed[layer] += spare
-        return absent.astype(np.int32), slots, self._addresses(slots)
+        return absent.astype(np.int32)
+
+    def claim(self, layer: int, count: int) -> tuple[Int32, Addresses]:
+        """Slots for `count` absent neurons of a layer, and their addresses.
+
+        They are absent until `adopt`. What the share has no room for must fit the reserve.
+        """
+        slots = self._take(count)
+        self._claimed[layer] += count
+        return slots, self._addresses(slots)
 
     def adopt(self, layer: int, ids: Int32, slots: Int32) -> None:
         """The neurons of a claim have arrived. Those that a pass has read meanwhile give theirs back."""

@@ -63,14 +63,15 @@ class Warming:
             return
         for _ in self._layers:
             layer, self._next = self._next, (self._next + 1) % len(self._layers)
-            try:
-                ids, slots, addresses = self._cache.claim(layer, WARM_BYTES // self._cache.slot_bytes)
-            except MemoryError as error:
-                log.info("no memory to read ahead into: %s", error)
-                return
+            ids = self._cache.likeliest(layer, WARM_BYTES // self._cache.slot_bytes)
             if len(ids):
                 break
         else:
+            return
+        try:
+            slots, addresses = self._cache.claim(layer, len(ids))
+        except MemoryError as error:
+            log.info("no memory to read ahead into: %s", error)
             return
         self._claim = _Claim(layer, ids, slots)
         started = False

@@ -1,0 +1,225 @@
+"""Reads begun from a guess: the next layer's neurons, chosen on what enters this one's feed-forward.
+
+The stream changes little from a layer to the next ("LLM in a flash", arXiv 2312.11514, overlaps transfer and
+compute; Deja Vu, arXiv 2310.17157, found the similarity), so the next layer's own gate or predictor on the
+stream of now knows most of what it will select. The surest of what isn't in memory is read while this layer
+and the next one's attention are computed, behind all that somebody waits for. A guess only warms the cache:
+when the true selection comes, what hasn't begun is given up, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ondevice.backends.base import Float32, Int32
+from ondevice.backends.cpu import CpuFeedForward
+from ondevice.errors import FlashReadError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.sparsity.neuron_cache import NeuronCache
+
+log = logging.getLogger(__name__)
+
+GUESS_TOKENS = 16
+"""Passes of more tokens need so much of every layer that their reads never pause."""
+TRIAL_PASSES, REST_PASSES = 8, 120
+"""Guessing is judged after so many passes, and tried again after so many without it."""
+
+
+@dataclass(frozen=True)
+class GuessQuality:
+    """What guesses were worth so far. Neurons are counted once per pass and layer.
+
+    begun: read from a guess; used: those of them that the true selection had. wasted_bytes: of the others.
+    hidden_seconds: reading time that passes didn't wait for, at the rate of the reads that they did wait for.
+    spent_seconds: choosing, waiting for guesses, and wasted reads at the same rate, as if each had kept a
+    wanted one waiting.
+    """
+
+    begun: int = 0
+    used: int = 0
+    wasted_bytes: int = 0
+    hidden_seconds: float = 0.0
+    spent_seconds: float = 0.0
+
+
+@dataclass
+class _Claim:
+    """Neurons of one layer on their way into claimed slots. Once halted, the first `read` of them come."""
+
+    layer: int
+    ids: Int32
+    slots: Int32
+    reads: _native.RecordBatch
+    read: int | None = None
+
+    def halt(self) -> int:
+        """Begin no more reads. Returns how many neurons are in memory or on their way."""
+        if self.read is None:
+            self.read = self.reads.halt()
+        return self.read
+
+
+class Guessing:
+    """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
+
+    Begun by `foresee`, halted when the layer's own turn comes (`adopt`), and waited for by `arrived`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[CpuFeedForward],
+        reader: FlashReader,
+        cache: NeuronCache,
+        *,
+        first_part: int,
+        gap_bytes: int,
+        most: int,
+    ) -> None:
+        self._layers = layers
+        self._cache = cache
+        self._first_part = first_part
+        self._gap_bytes = gap_bytes
+        self._most = most
+        self._idle = [_native.RecordBatch(reader.native, urgent=False) for _ in range(2)]
+        self._claims: list[_Claim] = []
+        """Of a layer whose turn is about to come, and of the one behind it."""
+        self._arriving: _Claim | None = None
+        self._passes = 0
+        self._on = True
+        self._judged = GuessQuality()
+        self._chosen_seconds = 0.0
+        self.quality = GuessQuality()
+
+    @property
+    def on(self) -> bool:
+        """Whether guesses are made: not as long as they have lately cost more than they hid."""
+        return self._on
+
+    def foresee(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
+        """Begin to read what scores() (T, F) selects of a layer, the highest scores first.
+
+        Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
+        """
+        # A pass that was given up leaves others behind.
+        for claim in [claim for claim in self._claims if claim.layer != layer - 1]:
+            self._claims.remove(claim)
+            self._release(claim)
+        if not self._on or tokens > GUESS_TOKENS or self._cache.holds_layer(layer):
+            return
+        started = time.perf_counter()
+        ids = self._surest(layer, scores().max(axis=0))
+        for claim in self._claims:
+            claim.halt()
+        if len(ids):
+            self._begin(layer, ids)
+        self._chosen_seconds += time.perf_counter() - started
+
+    def adopt(self, layer: int) -> Int32:
+        """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
+
+        `arrived` must hold before one of them is multiplied.
+        """
+        if not self._claims or self._claims[0].layer != layer:
+            return np.zeros(0, dtype=np.int32)
+        claim = self._claims.pop(0)
+        read = claim.halt()
+        self._cache.release(layer, claim.slots[read:])
+        self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
+        self._arriving = claim
+        return claim.ids[:read]
+
+    def arrived(self) -> bool:
+        """Wait for what was adopted. False if some of it can't be read: all of it is then absent again."""
+        claim, self._arriving = self._arriving, None
+        if claim is None or self._ends(claim):
+            return True
+        self._cache.forget(claim.layer, claim.ids[: claim.halt()])
+        return False
+
+    def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
+        """What became of a layer's guess: read_seconds is what a wanted record has lately taken."""
+        so_far, wasted = self.quality, begun - used
+        self.quality = GuessQuality(
+            so_far.begun + begun,
+            so_far.used + used,
+            so_far.wasted_bytes + wasted * self._cache.slot_bytes,
+            so_far.hidden_seconds + used * read_seconds,
+            so_far.spent_seconds + self._chosen_seconds + waited + wasted * read_seconds,
+        )
+        self._chosen_seconds = 0.0
+
+    def next_pass(self) -> None:
+        """A pass begins: now and then, judge what guessing was worth."""
+        self._passes += 1
+        if self._passes < (TRIAL_PASSES if self._on else REST_PASSES):
+            return
+        self._passes = 0
+        if not self._on:
+            self._on = True
+        else:
+            hidden = self.quality.hidden_seconds - self._judged.hidden_seconds
+            spent = self.quality.spent_seconds - self._judged.spent_seconds
+            self._on = hidden >= spent
+            if not self._on:
+                log.info("guessing rests: it hid %.3f s and took %.3f s", hidden, spent)
+        self._judged = self.quality
+
+    def drop(self) -> None:
+        """Give up the guesses under way, with what they have read."""
+        while self._claims:
+            self._release(self._claims.pop())
+
+    def close(self) -> None:
+        """End the reads under way; their slots are given back with the cache."""
+        for reads in (*self._idle, *(claim.reads for claim in self._claims)):
+            reads.close()
+        if self._arriving is not None:
+            self._arriving.reads.close()
+
+    def _surest(self, layer: int, scores: Float32) -> Int32:
+        """Ascending ids of the absent neurons with the highest scores above zero, `most` of them at most."""
+        ids = self._cache.absent(layer)
+        ids = ids[scores[ids] > 0]
+        if len(ids) > self._most:
+            ids = np.sort(ids[np.argpartition(-scores[ids], self._most)[: self._most]])
+        return ids.astype(np.int32)
+
+    def _begin(self, layer: int, ids: Int32) -> None:
+        try:
+            slots, addresses = self._cache.claim(layer, len(ids))
+        except MemoryError as error:
+            log.info("no memory to guess into: %s", error)
+            return
+        reads, started = self._idle.pop(), False
+        try:
+            file = self._layers[layer].source.file
+            reads.start(file, self._first_part, ids, addresses, self._gap_bytes)
+            started = True
+        finally:
+            if not started:
+                self._cache.release(layer, slots)
+                self._idle.append(reads)
+        self._claims.append(_Claim(layer, ids, slots, reads))
+
+    def _release(self, claim: _Claim) -> None:
+        claim.halt()
+        self._ends(claim)
+        self._cache.release(claim.layer, claim.slots)
+
+    def _ends(self, claim: _Claim) -> bool:
+        """Whether all that was begun has come."""
+        try:
+            claim.reads.finish()
+        except FlashReadError as error:
+            # Nobody asked for these; whoever does will read them again and be told.
+            log.info("reading from a guess failed: %s", error)
+            return False
+        finally:
+            self._idle.append(claim.reads)
+        return True

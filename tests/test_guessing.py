@@ -1,0 +1,149 @@
+"""Reads begun from a guess: whatever becomes of them, the text is the same, and they pay or rest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.api import Model, load
+from ondevice.backends.base import Float32, Int32
+from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing
+from tests.bundles import convert_bundle, write_chat_checkpoint
+from tests.chat import greedy, squeeze
+from tests.fault_rounds import assert_nothing_leaked
+
+SHAPE = {"num_hidden_layers": 6, "intermediate_size": 3000, "hidden_act": "relu"}
+TOKENS = 60
+
+
+@pytest.fixture(scope="module")
+def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relu")
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **SHAPE), folder / "relu")
+
+
+@pytest.fixture(scope="module")
+def expected(relu_bundle: Path) -> tuple[int, ...]:
+    with load(relu_bundle, sparsity="dense") as model:
+        return greedy(model, TOKENS)
+
+
+@pytest.fixture
+def model(relu_bundle: Path) -> Iterator[Model]:
+    """With room for a third of its neurons."""
+    with load(relu_bundle, sparsity="exact") as loaded:
+        segment = loaded.plan.segment
+        squeeze(loaded, (segment.total - segment.least) // 3)
+        yield loaded
+
+
+def guessing(model: Model) -> Guessing:
+    neurons = model._engine._neurons
+    assert isinstance(neurons, NeuronFetcher)
+    return neurons._guessing
+
+
+@pytest.fixture
+def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take so long that all guesses are read, where these small ones would leave no time."""
+
+    def waiting(guess: Guessing, *arguments: Any, original: Any = Guessing.foresee) -> None:
+        original(guess, *arguments)
+        while not all(claim.reads.done() for claim in guess._claims):
+            time.sleep(0.0001)
+
+    monkeypatch.setattr(Guessing, "foresee", waiting)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch, slow_layers: None) -> None:
+    """They never rest."""
+    monkeypatch.setattr("ondevice.sparsity.guessing.TRIAL_PASSES", 1 << 40)
+
+
+@pytest.mark.usefixtures("always")
+def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...]) -> None:
+    response = model.generate("Once upon a time", max_tokens=1)
+    assert greedy(model, TOKENS) == expected
+    quality, stats = guessing(model).quality, model.stats
+    # Random layers agree little on what fires; chance alone would find what is selected of everything.
+    assert 0 < quality.used < quality.begun
+    assert quality.wasted_bytes == (quality.begun - quality.used) * guessing(model)._cache.slot_bytes
+    assert 0 < stats.guess_recall < 1
+    assert 0 < stats.guess_wasted_bytes <= quality.wasted_bytes
+    assert stats.neuron_cache_hit_rate < 1
+    assert response.stats.guess_wasted_bytes <= quality.wasted_bytes
+    assert_nothing_leaked(model)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_guess_that_fails_is_read_again(
+    model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of the guesses fails after all; what they had adopted is absent then, and read once more."""
+    finish, failed = Guessing._ends, []
+
+    def failing(guess: Guessing, claim: Any) -> bool:
+        assert finish(guess, claim)
+        failed.append(len(failed) % 3 == 0)
+        return not failed[-1]
+
+    monkeypatch.setattr(Guessing, "_ends", failing)
+    assert greedy(model, TOKENS) == expected
+    assert sum(failed) > TOKENS
+    assert_nothing_leaked(model)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_pass_given_up_leaves_no_guess_behind(model: Model, expected: tuple[int, ...]) -> None:
+    for most in (1, 3, 7):
+        stream = model.stream("Once upon a time", max_tokens=TOKENS)
+        for _, _ in zip(range(most), stream, strict=False):
+            pass
+        stream.close()
+        assert_nothing_leaked(model)
+    assert greedy(model, TOKENS) == expected
+
+
+@pytest.mark.usefixtures("slow_layers")
+def test_guesses_that_only_cost_rest_and_try_again(
+    model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unlikeliest(guess: Guessing, layer: int, scores: Float32) -> Int32:
+        ids = guess._cache.absent(layer)
+        return np.sort(ids[np.argsort(scores[ids])[:200]]).astype(np.int32)
+
+    monkeypatch.setattr(Guessing, "_surest", unlikeliest)
+    on = []
+
+    def passing(guess: Guessing, original: Any = Guessing.next_pass) -> None:
+        original(guess)
+        on.append(guess.on)
+
+    monkeypatch.setattr(Guessing, "next_pass", passing)
+    while len(on) < 2 * (TRIAL_PASSES + REST_PASSES):
+        assert greedy(model, TOKENS) == expected
+    changes = [index for index in range(1, len(on)) if on[index] != on[index - 1]]
+    again = TRIAL_PASSES + REST_PASSES
+    assert changes[:3] == [TRIAL_PASSES - 1, again - 1, again + TRIAL_PASSES - 1]
+    assert not on[TRIAL_PASSES]
+
+
+@pytest.mark.usefixtures("slow_layers")
+def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped: dict[bool, tuple[int, ...]] = {}
+    for guess in (True, False):
+        with monkeypatch.context() as patch:
+            if not guess:
+                patch.setattr(Guessing, "foresee", lambda *arguments: None)
+            with load(sparsity="predicted") as loaded:
+                squeeze(loaded, 2)
+                shipped[guess] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
+                assert (guessing(loaded).quality.begun > 0) is guess
+    assert shipped[True] == shipped[False]
