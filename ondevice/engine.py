@@ -21,6 +21,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
+from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.kernels import _native
@@ -28,6 +29,7 @@ from ondevice.memory_plan import Plan, auto_budget, plan_memory
 from ondevice.memory_sizes import (
     FETCH_THREADS,
     SegmentShape,
+    SlotShape,
     fetch_neurons,
     guess_neurons,
     logits_rows,
@@ -148,10 +150,13 @@ class Engine:
         """Feed-forward segments that are lent; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._cpu: CpuBackend | None = None
+        self._costs, threads = UNMEASURED, DEFAULT_THREADS
+        if isinstance(self.plan.segment, SlotShape):
+            layers = range(self._bundle.config.num_layers)
+            self._costs = device_costs([self._bundle.neuron_file(layer) for layer in layers])
+            threads = min(FETCH_THREADS, self._costs.threads(self.plan.segment.slot_bytes))
         self._reader = FlashReader(
-            bundle_files(self._bundle, self._runtime.sparsity),
-            self._runtime.io,
-            DEFAULT_THREADS if self._runtime.sparsity == "dense" else FETCH_THREADS,
+            bundle_files(self._bundle, self._runtime.sparsity), self._runtime.io, threads
         )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -292,6 +297,7 @@ class Engine:
             cache,
             batch=fetch_neurons(config),
             guesses=guess_neurons(config),
+            costs=self._costs,
             options=self._fetch,
         )
 

@@ -69,6 +69,7 @@ class FlashReader:
             )
             for file in files
         ]
+        self.threads = threads
         self.native = _native.FlashReader(specs, io, threads)
         if self.native.fallback_reason:
             log.warning("reading through the page cache: %s", self.native.fallback_reason)

@@ -18,6 +18,7 @@ import numpy as np
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.cpu import BLOCK_NEURONS, CpuFeedForward
 from ondevice.errors import FlashReadError, OndeviceError
+from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.guessing import Guessing, GuessQuality
@@ -27,9 +28,9 @@ from ondevice.sparsity.warming import Warming
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
 """The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
-GAP_BYTES = 16 << 10
-"""Bytes between two records up to which reading through costs less than a second read."""
 BATCHES = 2
+WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
+"""What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
 READ_WEIGHT = 0.1
 """Of the newest measurement in the running mean of what a read takes."""
 
@@ -69,7 +70,8 @@ class FetchTimes:
 class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
-    guesses: neurons of the next layer that are read from a guess, at most.
+    guesses: neurons of the next layer that are read from a guess, at most. costs: of reads with the threads
+    that `reader` has.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class NeuronFetcher:
         cache: NeuronCache,
         batch: int,
         guesses: int,
+        costs: CostModel,
         options: FetchOptions,
     ) -> None:
         self._layers = layers
@@ -87,9 +90,11 @@ class NeuronFetcher:
         self._reads = deque(_native.RecordBatch(reader.native, urgent=True) for _ in range(BATCHES))
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
         self._first_part = WHOLE_RECORD if predicted else UP_AND_DOWN
-        self._warming = Warming(layers, reader, cache, self._first_part)
+        self._gap_bytes = costs.gap_bytes(reader.threads)
+        warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
+        self._warming = Warming(layers, reader, cache, self._first_part, warm_bytes)
         self._guessing = Guessing(
-            layers, reader, cache, first_part=self._first_part, gap_bytes=GAP_BYTES, most=guesses
+            layers, reader, cache, first_part=self._first_part, gap_bytes=self._gap_bytes, most=guesses
         )
         self._fill_ahead = options.keep and options.fill_ahead
         self._guessed_hits = 0
@@ -223,7 +228,7 @@ class NeuronFetcher:
         self._reads.rotate()
         file, started = self._layers[index].source.file, False
         try:
-            reads.start(file, self._first_part, ids[missing], placement.addresses[missing], GAP_BYTES)
+            reads.start(file, self._first_part, ids[missing], placement.addresses[missing], self._gap_bytes)
             started = True
         finally:
             if not started:

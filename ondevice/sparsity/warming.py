@@ -20,9 +20,6 @@ from ondevice.sparsity.neuron_cache import NeuronCache
 
 log = logging.getLogger(__name__)
 
-WARM_BYTES = 64 << 20
-"""Read per pass at most: about what flash gives in the time of one."""
-
 
 @dataclass(frozen=True)
 class _Claim:
@@ -34,15 +31,21 @@ class _Claim:
 class Warming:
     """Fills what is spare in `cache`, one layer per pass, in turn.
 
-    first_part: the part of the records from which on they are read.
+    first_part: the part of the records from which on they are read. pass_bytes: read per pass at most.
     """
 
     def __init__(
-        self, layers: Sequence[CpuFeedForward], reader: FlashReader, cache: NeuronCache, first_part: int
+        self,
+        layers: Sequence[CpuFeedForward],
+        reader: FlashReader,
+        cache: NeuronCache,
+        first_part: int,
+        pass_bytes: int,
     ) -> None:
         self._layers = layers
         self._cache = cache
         self._first_part = first_part
+        self._pass_neurons = max(1, pass_bytes // cache.slot_bytes)
         self._reads = _native.RecordBatch(reader.native, urgent=False)
         self._claim: _Claim | None = None
         self._next = 0
@@ -63,7 +66,7 @@ class Warming:
             return
         for _ in self._layers:
             layer, self._next = self._next, (self._next + 1) % len(self._layers)
-            ids = self._cache.likeliest(layer, WARM_BYTES // self._cache.slot_bytes)
+            ids = self._cache.likeliest(layer, self._pass_neurons)
             if len(ids):
                 break
         else:

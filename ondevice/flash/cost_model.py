@@ -1,0 +1,188 @@
+"""What reads cost on the device that a model lies on: measured once, kept with its date, asked ever after.
+
+A read of s bytes among `threads` others takes the device a + c * s seconds: a for the read, c for a byte. So
+reading through a gap between two records costs less than a second read up to a / c bytes, and the rate at
+the size of a record says how many threads are worth having and how much can be read ahead in a given time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.errors import OndeviceError
+from ondevice.flash.throughput import ReadRate, measure_throughput
+
+if TYPE_CHECKING:
+    from ondevice.bundle.reader import CheckedFile
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
+"""Single records and runs of them."""
+THREADS = (8, 16, 32)
+SECONDS = 0.04
+"""Of every size and number of threads: half a second in all."""
+WORTH = 1.05
+"""More threads are taken where they read so many times as fast."""
+KEPT = timedelta(days=30)
+GAP_BYTES = range(4 << 10, 48 << 10)
+"""A gap is read through at least and at most, whatever a disturbed measurement says."""
+VERSION = 1
+MAX_STORE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Random reads on one device. measured: the time, ISO 8601 in UTC. rates: bytes per second, all known."""
+
+    measured: str
+    rates: tuple[ReadRate, ...]
+
+    def threads(self, nbytes: int) -> int:
+        """The fewest threads that read records of nbytes about as fast as any number does."""
+        rates = {threads: self.bytes_per_second(nbytes, threads) for threads in self._threads}
+        return min(threads for threads, rate in rates.items() if rate * WORTH >= max(rates.values()))
+
+    def bytes_per_second(self, nbytes: int, threads: int) -> float:
+        """The rate of reads of nbytes, from the line through those that were measured."""
+        read, byte = self._line(threads)
+        return nbytes / (read + byte * nbytes)
+
+    def gap_bytes(self, threads: int) -> int:
+        """Bytes between two records up to which reading through costs less than a second read."""
+        read, byte = self._line(threads)
+        gap = int(min(read / byte, GAP_BYTES.stop))
+        return max(GAP_BYTES.start, min(gap, GAP_BYTES.stop))
+
+    @property
+    def _threads(self) -> list[int]:
+        return sorted({rate.threads for rate in self.rates})
+
+    def _line(self, threads: int) -> tuple[float, float]:
+        """Seconds per read and seconds per byte, both above zero: least squares of the relative errors."""
+        near = min(self._threads, key=lambda count: abs(count - threads))
+        points = [
+            (rate.read_bytes, rate.bytes_per_second)
+            for rate in self.rates
+            if rate.threads == near and rate.bytes_per_second
+        ]
+        sizes, rates = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+        # size / rate = read + byte * size, divided by its left side.
+        terms = np.stack([rates / sizes, rates], axis=1)
+        (read, byte), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
+        if read <= 0 or byte <= 0:
+            # Noise, or one point: all of the time is bytes', or all of it is reads'.
+            return (1e-9, float(np.median(1 / rates))) if read <= 0 else (float(read), 1e-15)
+        return float(read), float(byte)
+
+
+# The design's machine: 4 KiB 0.35, 8 KiB 0.55, 16 KiB 0.85, 32 KiB 1.05 GB/s on 32 threads.
+UNMEASURED = CostModel(
+    "1970-01-01T00:00:00+00:00",
+    tuple(
+        ReadRate(size, 32, rate)
+        for size, rate in ((4 << 10, 0.35e9), (8 << 10, 0.55e9), (16 << 10, 0.85e9), (32 << 10, 1.05e9))
+    ),
+)
+"""For files too small to measure, and where measuring fails."""
+
+
+def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> CostModel:
+    """The cost model of the device that `files` lie on: the stored one, or measured now, in half a second.
+
+    store: a JSON file with those of all devices, by default in the user's cache folder. What can't be read
+    there is measured again; what can't be written is forgotten. Never raises for a device that can't be read.
+    """
+    store = store or _default_store()
+    device = _device(Path(files[0].path))
+    known = _read_store(store)
+    if device in known and _age(known[device]) < KEPT:
+        return known[device]
+    try:
+        found = measure_throughput(files, THREADS, READ_BYTES, SECONDS)
+    except OndeviceError as error:
+        log.info("no cost model: %s", error)
+        return UNMEASURED
+    rates = tuple(rate for rate in found.rates if rate.bytes_per_second)
+    if len({rate.read_bytes for rate in rates}) < 2:
+        return UNMEASURED
+    measured = CostModel(datetime.now(UTC).isoformat(timespec="seconds"), rates)
+    log.info("measured %s: %s", device, measured)
+    _write_store(store, known | {device: measured})
+    return measured
+
+
+def _default_store() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("ondevice", appauthor=False) / "flash.json"
+
+
+def _device(path: Path) -> str:
+    """The mount point of the file system that path is on."""
+    path = path.resolve()
+    device = path.stat().st_dev
+    while path != path.parent and path.parent.stat().st_dev == device:
+        path = path.parent
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _age(costs: CostModel) -> timedelta:
+    """Since it was measured; one from the future is as good as never."""
+    age = datetime.now(UTC) - datetime.fromisoformat(costs.measured)
+    return age if age >= timedelta(0) else KEPT
+
+
+def _read_store(store: Path) -> dict[str, CostModel]:
+    try:
+        with store.open("rb") as file:
+            content = json.loads(file.read(MAX_STORE_BYTES))
+        if content["version"] != VERSION:
+            return {}
+        return {str(device): _parse(entry) for device, entry in content["devices"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        log.info("%s isn't used: %s", store, error)
+        return {}
+
+
+def _parse(entry: dict[str, Any]) -> CostModel:
+    """Raises ValueError, KeyError or TypeError for what `_write_store` wouldn't write."""
+    rates = tuple(
+        ReadRate(int(rate["read_bytes"]), int(rate["threads"]), float(rate["bytes_per_second"]))
+        for rate in entry["rates"]
+    )
+    sane = all(
+        0 < rate.read_bytes <= 1 << 30
+        and rate.threads in THREADS
+        and 1e3 < (rate.bytes_per_second or 0.0) < 1e12
+        for rate in rates
+    )
+    measured = datetime.fromisoformat(str(entry["measured"]))
+    if not sane or not rates or measured.tzinfo is None:
+        raise ValueError(f"no cost model: {entry}")
+    return CostModel(measured.isoformat(), rates)
+
+
+def _write_store(store: Path, known: dict[str, CostModel]) -> None:
+    content = {"version": VERSION, "devices": {device: asdict(costs) for device, costs in known.items()}}
+    part = store.with_name(f"{store.name}.{os.getpid()}")
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(content, indent=1))
+        part.replace(store)
+    except OSError as error:
+        log.info("%s can't be written: %s", store, error)
+        with suppress(OSError):
+            part.unlink()
