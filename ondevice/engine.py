@@ -27,7 +27,7 @@ from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
 from ondevice.memory_sizes import (
-    FETCH_THREADS,
+    FETCH_DEPTH,
     SegmentShape,
     SlotShape,
     fetch_neurons,
@@ -154,9 +154,12 @@ class Engine:
         if isinstance(self.plan.segment, SlotShape):
             layers = range(self._bundle.config.num_layers)
             self._costs = device_costs([self._bundle.neuron_file(layer) for layer in layers])
-            threads = min(FETCH_THREADS, self._costs.threads(self.plan.segment.slot_bytes))
+            threads = min(FETCH_DEPTH, self._costs.threads(self.plan.segment.slot_bytes))
         self._reader = FlashReader(
-            bundle_files(self._bundle, self._runtime.sparsity), self._runtime.io, threads
+            bundle_files(self._bundle, self._runtime.sparsity),
+            self._runtime.io,
+            threads,
+            ring=isinstance(self.plan.segment, SlotShape),
         )
         with ExitStack() as undo:
             undo.callback(self.close)

@@ -28,8 +28,8 @@ NEURON_TABLE_BYTES = 44
 what dividing the slots among layers computes in between."""
 FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
-FETCH_THREADS = 32
-"""Reader threads where records are read one by one: small reads need company."""
+FETCH_DEPTH = 64
+"""Reads at once where records are read one by one, at most: small reads need company."""
 FETCH_STAGING_BYTES = 72 << 10
 """A run of neighbouring records, at most 64 KiB, with its pages."""
 DEFAULT_MAX_CONTEXT = 4096
@@ -161,9 +161,9 @@ def guess_neurons(config: ModelConfig) -> int:
 
 
 def fetch_shape(slot_bytes: int) -> StreamShape:
-    """Staging of records that are read one by one: a buffer for every reading thread, the asking one too."""
+    """Staging of records that are read one by one: a buffer for every one of them, and for who asks."""
     return StreamShape(
-        0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), FETCH_THREADS + 1, 0
+        0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), FETCH_DEPTH + 1, 0
     )
 
 

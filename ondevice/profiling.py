@@ -26,7 +26,6 @@ from ondevice.engine import Prepared
 from ondevice.errors import UsageError
 from ondevice.flash.reader import DEFAULT_THREADS
 from ondevice.flash.throughput import Throughput, measure_throughput
-from ondevice.memory_sizes import FETCH_THREADS
 from ondevice.scoring import benchmark_prompt
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
 from ondevice.sparsity.replay import Optimum, hit_rate
@@ -48,6 +47,8 @@ PROMPTS = (
 OWN_PIECE_TOKENS = 256
 OWN_TEMPERATURE = 0.8
 """Of the model's own text: the likeliest one repeats itself, which would flatter every cache."""
+MANY_THREADS = 32
+"""On which small reads come near the device's rate."""
 LITTLE_BYTES = 256 << 20
 """Less than this a device may have in memory of its own."""
 
@@ -142,7 +143,7 @@ def profile(
         )
     on_progress(0.9, "reads")
     reads = measure_throughput(
-        [bundle.neuron_file(layer) for layer in range(config.num_layers)], (DEFAULT_THREADS, FETCH_THREADS)
+        [bundle.neuron_file(layer) for layer in range(config.num_layers)], (DEFAULT_THREADS, MANY_THREADS)
     )
     on_progress(1.0, "done")
     return Profile(

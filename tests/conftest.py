@@ -77,11 +77,15 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return write_records(tmp_path_factory.mktemp("flash") / "records.flash", request.module.RECORDS)
 
 
-@pytest.fixture(scope="module", params=["direct", "buffered"])
+@pytest.fixture(scope="module", params=["direct", "buffered", "ring"])
 def reader(records: RecordFile, request: pytest.FixtureRequest) -> Iterator[FlashReader]:
-    """A reader of `records` on three threads, once past the page cache and once through it."""
-    with FlashReader([records.checked], io=request.param, threads=3) as reader:
-        assert reader.io == request.param
+    """A reader of `records`, three at once: past the page cache, through it, and past it by io_uring."""
+    ring = request.param == "ring"
+    io = "direct" if ring else request.param
+    with FlashReader([records.checked], io=io, threads=3, ring=ring) as reader:
+        if ring and not reader.has_ring:
+            pytest.skip("this system has no io_uring")
+        assert reader.io == io
         yield reader
 
 

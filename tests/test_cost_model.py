@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.bundle.reader import Bundle, CheckedFile
-from ondevice.flash import cost_model
-from ondevice.flash.cost_model import GAP_BYTES, READ_BYTES, THREADS, UNMEASURED, CostModel, device_costs
+from ondevice.flash import cost_model, throughput
+from ondevice.flash.cost_model import GAP_BYTES, MAX_RUN_BYTES, THREADS, UNMEASURED, CostModel, device_costs
 from ondevice.flash.throughput import ReadRate
 from tests.bundles import convert_bundle
 from tests.models import write_checkpoint
 
+READ_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 TODAY = datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -64,26 +66,23 @@ def test_fewest_threads_that_are_fast_enough() -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[CheckedFile]:
-    """Neuron files that are long enough for every size that is measured."""
+    """Neuron files with enough records."""
     folder = tmp_path_factory.mktemp("costs")
-    shape = {"num_hidden_layers": 2, "intermediate_size": 1024}
+    shape = {"num_hidden_layers": 2, "intermediate_size": 16384}
     bundle = Bundle.open(convert_bundle(write_checkpoint(folder / "checkpoint", **shape), folder / "bundle"))
     return [bundle.neuron_file(layer) for layer in range(2)]
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """An item for every measurement; they are quick."""
+    """An item for every measurement."""
     counted: list[int] = []
-    measure = cost_model.measure_throughput
 
-    def counting(
-        files: list[CheckedFile], threads: tuple[int, ...], sizes: tuple[int, ...], _: float
-    ) -> object:
+    def counting(*arguments: Any, measure: Any = cost_model.measure_records) -> tuple[ReadRate, ...]:
         counted.append(1)
-        return measure(files, threads, sizes, 0.002)
+        return measure(*arguments)
 
-    monkeypatch.setattr(cost_model, "measure_throughput", counting)
+    monkeypatch.setattr(cost_model, "measure_records", counting)
     return counted
 
 
@@ -91,7 +90,10 @@ def test_measured_once_and_kept(files: list[CheckedFile], tmp_path: Path, counte
     store = tmp_path / "deep" / "flash.json"
     first = device_costs(files, store)
     assert {rate.threads for rate in first.rates} == set(THREADS)
-    assert {rate.read_bytes for rate in first.rates} == set(READ_BYTES)
+    sizes = [rate.read_bytes for rate in first.rates if rate.threads == THREADS[0]]
+    assert sizes == sorted(set(sizes))
+    assert 4096 <= sizes[0] < 3 * sizes[0] < sizes[-1] < MAX_RUN_BYTES + 8192
+    assert all(rate.bytes_per_second and rate.bytes_per_second > 0 for rate in first.rates)
     assert device_costs(files, store) == first
     assert len(counted) == 1
     assert abs(datetime.fromisoformat(first.measured) - datetime.now(UTC)) < timedelta(minutes=5)
@@ -157,6 +159,6 @@ def test_files_too_small_to_measure(
     token_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = Bundle.open(token_bundle)
-    monkeypatch.setattr(cost_model, "READ_BYTES", (1 << 20, 2 << 20))
+    monkeypatch.setattr(throughput, "LEAST_RUNS", 1 << 20)
     assert device_costs([bundle.neuron_file(0)], tmp_path / "flash.json") == UNMEASURED
     assert not (tmp_path / "flash.json").exists()

@@ -98,7 +98,7 @@ def test_impossible_arguments(reader: FlashReader, records: RecordFile) -> None:
     with pytest.raises(TypeError):
         reader.read_records(0, [0], read_only)
     for threads in (0, 1000):
-        with pytest.raises(ValueError, match="threads"):
+        with pytest.raises(ValueError, match="reads at once"):
             FlashReader([records.checked], threads=threads)
     with pytest.raises(ValueError, match="io is"):
         FlashReader([records.checked], io="mmap")  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
+from ondevice.kernels import _native
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing
 from tests.bundles import convert_bundle, write_chat_checkpoint
@@ -147,3 +148,32 @@ def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest
                 shipped[guess] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
                 assert (guessing(loaded).quality.begun > 0) is guess
     assert shipped[True] == shipped[False]
+
+
+@pytest.mark.usefixtures("slow_layers")
+def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
+    model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a guess and its turn the same neurons are filled ahead; the guess's own slots stay taken."""
+    twice = []
+
+    def meanwhile(guess: Guessing, layer: int, original: Any = Guessing.adopt) -> Int32:
+        cache = guess._cache
+        for claim in [claim for claim in guess._claims if claim.layer == layer]:
+            count = min(claim.halt(), 20)
+            slots, addresses = cache.claim(layer, count)
+            reads = _native.RecordBatch(model._engine._reader.native, urgent=True)
+            reads.start(guess._layers[layer].source.file, guess._first_part, claim.ids[:count], addresses, 0)
+            reads.finish()
+            cache.adopt(layer, claim.ids[:count], slots)
+            ids = original(guess, layer)
+            assert not np.isin(claim.ids[:count], ids).any()
+            assert not np.isin(claim.slots[:count], cache._free[: cache._num_free]).any()
+            twice.append(count)
+            return ids
+        return original(guess, layer)
+
+    monkeypatch.setattr(Guessing, "adopt", meanwhile)
+    assert greedy(model, TOKENS) == expected
+    assert sum(twice) > 0
+    assert_nothing_leaked(model)

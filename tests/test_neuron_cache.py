@@ -72,7 +72,9 @@ class Cache(RuleBasedStateMachine):
         ids = absent[np.isin(absent, list(guess))].astype(np.int32)
         slots, addresses = self.cache.claim(layer, len(ids))
         self.cache.release(layer, slots[arrive:])
-        self.cache.adopt(layer, ids[:arrive], slots[:arrive])
+        adopted, spare = self.cache.adopt(layer, ids[:arrive], slots[:arrive])
+        np.testing.assert_array_equal(adopted, ids[:arrive])
+        assert not len(spare)
         for i, address in list(zip(ids.tolist(), addresses.tolist(), strict=True))[:arrive]:
             self.at[address] = (layer, i)
 
@@ -96,7 +98,12 @@ class Cache(RuleBasedStateMachine):
             self.cache.release(layer, slots)
             np.testing.assert_array_equal(self.cache._slot_of[layer, ids], before)
             return
-        self.cache.adopt(layer, ids, slots)
+        adopted, spare = self.cache.adopt(layer, ids, slots)
+        # What a pass has read meanwhile keeps its slot, and the other one isn't free before it is said so.
+        np.testing.assert_array_equal(adopted, ids[before < 0])
+        np.testing.assert_array_equal(spare, slots[before >= 0])
+        assert not np.isin(spare, self.cache._free[: self.cache._num_free]).any()
+        self.cache.release(layer, spare)
         for i, address, had in zip(ids.tolist(), addresses, before.tolist(), strict=True):
             if had < 0:
                 self.at[address] = (layer, i)

@@ -136,11 +136,11 @@ void bind_reader(nb::module_& m) {
   nb::class_<FlashReader>(m, "FlashReader")
       .def(
           "__init__",
-          [](FlashReader* self, std::vector<FileSpec> specs, const std::string& io, size_t threads) {
+          [](FlashReader* self, std::vector<FileSpec> specs, const std::string& io, size_t depth, bool ring) {
             IoMode mode = parse_io(io);
-            new (self) FlashReader(std::move(specs), mode, threads);
+            new (self) FlashReader(std::move(specs), mode, depth, ring);
           },
-          nb::arg("specs"), nb::arg("io"), nb::arg("threads"))
+          nb::arg("specs"), nb::arg("io"), nb::arg("depth"), nb::arg("ring"))
       .def("read_new", &read_new, nb::arg("file"), nb::arg("offset"), nb::arg("nbytes"))
       .def(
           "read",
@@ -158,6 +158,7 @@ void bind_reader(nb::module_& m) {
       .def(
           "trim", [](FlashReader& self) { self.pool().trim(); }, Release())
       .def_prop_ro("direct", &FlashReader::direct)
+      .def_prop_ro("has_ring", [](FlashReader& self) { return self.pool().has_ring(); })
       .def_prop_ro("fallback_reason", &FlashReader::fallback_reason);
 }
 

@@ -20,19 +20,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.errors import OndeviceError
-from ondevice.flash.throughput import ReadRate, measure_throughput
+from ondevice.flash.throughput import ReadRate, measure_records
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import CheckedFile
 
 log = logging.getLogger(__name__)
 
-READ_BYTES = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
-"""Single records and runs of them."""
-THREADS = (8, 16, 32)
-SECONDS = 0.04
-"""Of every size and number of threads: half a second in all."""
-WORTH = 1.05
+THREADS = (16, 32, 64)
+LEAST_READ_BYTES, MAX_RUN_BYTES = 4 << 10, 64 << 10
+BATCH_BYTES, SLICES = 3 << 20, 5
+"""Read at a time, and so often for every size and number of threads: some 200 MB, less than half a second."""
+WORTH = 1.1
 """More threads are taken where they read so many times as fast."""
 KEPT = timedelta(days=30)
 GAP_BYTES = range(4 << 10, 48 << 10)
@@ -49,7 +48,7 @@ class CostModel:
     rates: tuple[ReadRate, ...]
 
     def threads(self, nbytes: int) -> int:
-        """The fewest threads that read records of nbytes about as fast as any number does."""
+        """The fewest threads that read nbytes at a time about as fast as any number does."""
         rates = {threads: self.bytes_per_second(nbytes, threads) for threads in self._threads}
         return min(threads for threads, rate in rates.items() if rate * WORTH >= max(rates.values()))
 
@@ -100,20 +99,23 @@ UNMEASURED = CostModel(
 def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> CostModel:
     """The cost model of the device that `files` lie on: the stored one, or measured now, in half a second.
 
-    store: a JSON file with those of all devices, by default in the user's cache folder. What can't be read
-    there is measured again; what can't be written is forgotten. Never raises for a device that can't be read.
+    files: of records of one size. store: a JSON file with the costs of all devices, by default in the user's
+    cache folder; what can't be read there is measured again, what can't be written is forgotten. A device
+    that can't be read has the costs of `UNMEASURED`.
     """
     store = store or _default_store()
     device = _device(Path(files[0].path))
     known = _read_store(store)
     if device in known and _age(known[device]) < KEPT:
         return known[device]
+    record = sum(files[0].crc_units)
+    least = -(-LEAST_READ_BYTES // record)
+    runs = [least << double for double in range(8) if (least << double) * record <= MAX_RUN_BYTES] or [1]
     try:
-        found = measure_throughput(files, THREADS, READ_BYTES, SECONDS)
+        rates = measure_records(files, THREADS, runs, BATCH_BYTES // record, SLICES)
     except OndeviceError as error:
         log.info("no cost model: %s", error)
         return UNMEASURED
-    rates = tuple(rate for rate in found.rates if rate.bytes_per_second)
     if len({rate.read_bytes for rate in rates}) < 2:
         return UNMEASURED
     measured = CostModel(datetime.now(UTC).isoformat(timespec="seconds"), rates)

@@ -75,6 +75,7 @@ class FlashFile {
 
   const FileSpec& spec() const { return spec_; }
   int64_t period() const { return period_; }
+  int fd() const { return file_.fd; }
 
  private:
   [[noreturn]] void fail(int64_t offset, const std::string& cause) const;

@@ -48,10 +48,10 @@ class Batch : public PieceSource {
 
 }  // namespace
 
-FlashReader::FlashReader(std::vector<FileSpec> specs, IoMode io, size_t threads)
+FlashReader::FlashReader(std::vector<FileSpec> specs, IoMode io, size_t depth, bool ring)
     : direct_(io != IoMode::kBuffered) {
-  if (threads == 0 || threads > 256)
-    throw std::invalid_argument("reader threads must be from 1 to 256, not " + std::to_string(threads));
+  if (depth == 0 || depth > 256)
+    throw std::invalid_argument("reads at once must be from 1 to 256, not " + std::to_string(depth));
   try {
     for (const FileSpec& spec : specs) files_.push_back(std::make_unique<FlashFile>(spec, direct_));
   } catch (const DirectRefused& refused) {
@@ -61,7 +61,9 @@ FlashReader::FlashReader(std::vector<FileSpec> specs, IoMode io, size_t threads)
     files_.clear();
     for (const FileSpec& spec : specs) files_.push_back(std::make_unique<FlashFile>(spec, direct_));
   }
-  pool_ = std::make_unique<ReadPool>(threads);
+  const bool with_ring = ring && direct_;
+  pool_ =
+      std::make_unique<ReadPool>(depth, with_ring ? ReadRing::make(static_cast<unsigned>(depth)) : nullptr);
 }
 
 const FlashFile& FlashReader::file(size_t index) const {

@@ -23,9 +23,10 @@ enum class IoMode { kAuto, kDirect, kBuffered };
 
 class FlashReader {
  public:
-  // Opens every file; starts `threads` reader threads. kAuto falls back to buffered for all files when one of
-  // them refuses direct reads. Throws what FlashFile does, and std::invalid_argument for 0 threads.
-  FlashReader(std::vector<FileSpec> specs, IoMode io, size_t threads);
+  // Opens every file, for `depth` reads at once: by as many threads, or with `ring`, for direct reads and
+  // where the system has it, by one through io_uring. kAuto falls back to buffered for all files when one of
+  // them refuses direct reads. Throws what FlashFile does, and std::invalid_argument for a depth of 0.
+  FlashReader(std::vector<FileSpec> specs, IoMode io, size_t depth, bool ring);
 
   // Reads `nbytes` at `offset` of a file into `out`, through staging buffers.
   void read(size_t file, int64_t offset, int64_t nbytes, uint8_t* out);

@@ -18,6 +18,17 @@ double seconds(clockid_t clock) {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
+std::string no_staging(const Piece& piece) {
+  return piece.file->spec().path + ": no memory for a staging buffer";
+}
+
+// Signals are the host's: they go to its own threads.
+void block_signals() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
+
 }  // namespace
 
 void ReadMeter::begin() {
@@ -36,9 +47,15 @@ ReadStats ReadMeter::snapshot() const {
   return stats;
 }
 
-ReadPool::ReadPool(size_t threads) {
+ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring) : ring_(std::move(ring)) {
   try {
-    for (size_t i = 0; i < threads; ++i) threads_.emplace_back([this] { work(); });
+    if (ring_) {
+      ring_reads_.resize(depth);
+      for (size_t i = 0; i < depth; ++i) idle_ring_reads_.push_back(i);
+      threads_.emplace_back([this] { work_ring(); });
+      return;
+    }
+    for (size_t i = 0; i < depth; ++i) threads_.emplace_back([this] { work(); });
   } catch (const std::system_error&) {
     stop();
     throw;
@@ -77,10 +94,7 @@ PieceSource* ReadPool::take_any(Piece* piece) {
 }
 
 void ReadPool::work() {
-  // Signals are the host's: they go to its own threads.
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  block_signals();
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopped_) {
     Piece piece;
@@ -92,6 +106,85 @@ void ReadPool::work() {
     // One waking thread wakes the next, so that a single new piece doesn't wake them all.
     notify();
     finish(source, piece, lock);
+  }
+}
+
+void ReadPool::work_ring() {
+  block_signals();
+  double cpu_before = seconds(CLOCK_THREAD_CPUTIME_ID);
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    fill_ring();
+    const size_t under_way = ring_reads_.size() - idle_ring_reads_.size();
+    if (under_way == 0) {
+      if (stopped_) return;
+      work_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    // A few at a time while there are many; no read that stalls keeps others waiting for long.
+    ring_->wait(static_cast<unsigned>(1 + under_way / 8));
+    const auto& ended = ring_->ended();
+    for (const auto& [tag, result] : ended) end_ring_read(&ring_reads_[tag], result);
+    const double cpu_now = seconds(CLOCK_THREAD_CPUTIME_ID);
+    lock.lock();
+    for (const auto& [tag, result] : ended) {
+      RingRead& read = ring_reads_[tag];
+      // The thread's time since the last ones ended is theirs, in equal parts.
+      const double cpu_seconds = (cpu_now - cpu_before) / static_cast<double>(ended.size());
+      meter_.end(read.bytes, cpu_seconds);
+      read.source->meter.end(read.bytes, cpu_seconds);
+      read.source->complete(read.piece, read.error);
+      if (read.source->meter.idle()) drained_.notify_all();
+      if (read.staging.size() > 0) staging_.push_back(std::move(read.staging));
+      read = RingRead();
+      idle_ring_reads_.push_back(tag);
+    }
+    if (!ended.empty()) cpu_before = cpu_now;
+  }
+}
+
+void ReadPool::fill_ring() {
+  while (!stopped_ && !idle_ring_reads_.empty()) {
+    Piece piece;
+    PieceSource* source = take_any(&piece);
+    if (!source) return;
+    const size_t index = idle_ring_reads_.back();
+    RingRead& read = ring_reads_[index];
+    const size_t nbytes = static_cast<size_t>(piece.page_bytes());
+    source->meter.begin();
+    meter_.begin();
+    try {
+      if (!piece.pages) read.staging = take_staging(nbytes);
+    } catch (const std::bad_alloc&) {
+      meter_.end(0, 0);
+      source->meter.end(0, 0);
+      source->complete(piece, no_staging(piece));
+      if (source->meter.idle()) drained_.notify_all();
+      continue;
+    }
+    idle_ring_reads_.pop_back();
+    read.source = source;
+    read.piece = piece;
+    read.pages = piece.pages ? piece.pages : read.staging.data();
+    ring_->read(piece.file->fd(), read.pages, static_cast<unsigned>(nbytes), page_down(piece.range.begin),
+                index);
+  }
+}
+
+void ReadPool::end_ring_read(RingRead* read, int result) {
+  const Piece& piece = read->piece;
+  const int64_t begin = page_down(piece.range.begin);
+  try {
+    if (begin + result < piece.range.end)
+      read->bytes = static_cast<uint64_t>(piece.file->read(piece.range, read->pages));
+    else
+      read->bytes = static_cast<uint64_t>(result);
+    const uint8_t* units = read->pages + (piece.range.begin - begin);
+    read->source->check(piece, units);
+    if (!piece.pages) read->source->deliver(piece, units);
+  } catch (const FlashError& caught) {
+    read->error = caught.what();
   }
 }
 
@@ -121,7 +214,10 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
   Buffer staging;
   std::string error;
   try {
-    if (!piece.pages) staging = take_staging(static_cast<size_t>(piece.page_bytes()));
+    if (!piece.pages) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      staging = take_staging(static_cast<size_t>(piece.page_bytes()));
+    }
     uint8_t* pages = piece.pages ? piece.pages : staging.data();
     *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages));
     const uint8_t* units = pages + (piece.range.begin - page_down(piece.range.begin));
@@ -130,7 +226,7 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
   } catch (const FlashError& caught) {
     error = caught.what();
   } catch (const std::bad_alloc&) {
-    error = piece.file->spec().path + ": no memory for a staging buffer";
+    error = no_staging(piece);
   }
   if (staging.size() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -141,7 +237,6 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
 
 Buffer ReadPool::take_staging(size_t nbytes) {
   Buffer pages;
-  std::lock_guard<std::mutex> lock(mutex_);
   if (!staging_.empty()) {
     pages = std::move(staging_.back());
     staging_.pop_back();
@@ -162,6 +257,7 @@ void ReadPool::stop() {
     for (PieceSource* source : ahead_) source->pool_stopped();
   }
   work_.notify_all();
+  drained_.notify_all();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }

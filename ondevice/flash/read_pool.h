@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -11,6 +12,7 @@
 
 #include "../kernels/buffer.h"
 #include "flash_file.h"
+#include "read_ring.h"
 
 namespace ondevice {
 
@@ -66,7 +68,8 @@ class PieceSource {
 
 class ReadPool {
  public:
-  explicit ReadPool(size_t threads);
+  // `depth` reads at once: by one thread through `ring`, or where that is null by as many threads.
+  ReadPool(size_t depth, std::unique_ptr<ReadRing> ring);
   ~ReadPool() { stop(); }
   ReadPool(const ReadPool&) = delete;
   ReadPool& operator=(const ReadPool&) = delete;
@@ -77,9 +80,17 @@ class ReadPool {
   void remove(PieceSource* source);
   // Waits until none of the source's pieces is in flight. `lock` holds mutex().
   void drain(PieceSource* source, std::unique_lock<std::mutex>& lock);
+  // Waits until none is and `over()` holds, which is asked whenever none is, and once the pool stops.
+  template <class Over>
+  void wait(PieceSource* source, std::unique_lock<std::mutex>& lock, Over over) {
+    drained_.wait(lock, [&] { return source->meter.idle() && (over() || stopped_); });
+  }
   // Lets a thread look for work after a source got some. Call with or without mutex() held.
   void notify() { work_.notify_one(); }
-  // Reads one piece of `source` on the calling thread; false if it has none. `lock` holds mutex().
+  // Lets whoever waits for a source look again. Call with or without mutex() held.
+  void wake_waiting() { drained_.notify_all(); }
+  // Reads one piece of `source` on the calling thread; false if it has none. `lock` holds mutex(). Who waits
+  // does well to, unless there is a ring, which does it with less work.
   bool run_one(PieceSource* source, std::unique_lock<std::mutex>& lock);
   // Joins the threads; sources find stopped() true. Waits for the reads in flight.
   void stop();
@@ -88,7 +99,7 @@ class ReadPool {
   bool stopped() const { return stopped_; }
   // Throws std::invalid_argument once stopped.
   void require_running();
-  size_t threads() const { return threads_.size(); }
+  bool has_ring() const { return ring_ != nullptr; }
   ReadStats stats();
   // Bytes of staging buffers held now.
   size_t staging_bytes();
@@ -96,11 +107,26 @@ class ReadPool {
   void trim();
 
  private:
+  // A read that the ring has under way.
+  struct RingRead {
+    PieceSource* source = nullptr;
+    Piece piece;
+    Buffer staging;
+    uint8_t* pages = nullptr;
+    std::string error;
+    uint64_t bytes = 0;
+  };
+
   void work();
+  void work_ring();
+  // Hands pieces to the ring as long as there are any and room for them. The mutex is held.
+  void fill_ring();
+  // Brings to an end what the ring has read: rereads what came short or failed, so that errors are the same.
+  void end_ring_read(RingRead* read, int result);
   PieceSource* take_any(Piece* piece);
   void finish(PieceSource* source, const Piece& piece, std::unique_lock<std::mutex>& lock);
   std::string read(PieceSource* source, const Piece& piece, uint64_t* bytes);
-  Buffer take_staging(size_t nbytes);
+  Buffer take_staging(size_t nbytes);  // the mutex is held
 
   std::mutex mutex_;
   std::condition_variable work_, drained_;
@@ -110,6 +136,9 @@ class ReadPool {
   ReadMeter meter_;
   std::vector<Buffer> staging_;  // those not in use
   size_t staging_bytes_ = 0;
+  std::unique_ptr<ReadRing> ring_;
+  std::vector<RingRead> ring_reads_;
+  std::vector<size_t> idle_ring_reads_;
   std::vector<std::thread> threads_;
 };
 

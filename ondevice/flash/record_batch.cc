@@ -87,9 +87,11 @@ void RecordBatch::complete(const Piece& piece, const std::string& error) {
   failed_ = piece.tag;
 }
 
+bool RecordBatch::over() const { return next_ == runs_.size() || !error_.empty() || closed_; }
+
 bool RecordBatch::done() {
   std::lock_guard<std::mutex> lock(reader_->pool().mutex());
-  return meter.idle() && (next_ == runs_.size() || !error_.empty() || closed_ || reader_->pool().stopped());
+  return meter.idle() && (over() || reader_->pool().stopped());
 }
 
 size_t RecordBatch::halt() {
@@ -100,9 +102,9 @@ size_t RecordBatch::halt() {
 
 void RecordBatch::finish() {
   std::unique_lock<std::mutex> lock(reader_->pool().mutex());
-  while (reader_->pool().run_one(this, lock)) {
+  while (!reader_->pool().has_ring() && reader_->pool().run_one(this, lock)) {
   }
-  reader_->pool().drain(this, lock);
+  reader_->pool().wait(this, lock, [this] { return over(); });
   under_way_ = false;
   if (!error_.empty()) throw FlashError(error_);
   if (closed_ || next_ < runs_.size()) throw std::invalid_argument("the reader is closed");
@@ -113,6 +115,7 @@ void RecordBatch::close() {
     std::lock_guard<std::mutex> lock(reader_->pool().mutex());
     closed_ = true;
   }
+  reader_->pool().wake_waiting();
   // Where two close it at once, both wait: either may take the targets away.
   reader_->pool().remove(this);
 }

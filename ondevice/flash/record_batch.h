@@ -44,6 +44,9 @@ class RecordBatch : public PieceSource {
   void complete(const Piece& piece, const std::string& error) override;
 
  private:
+  // Whether no more reads will begin; the pool's mutex is held.
+  bool over() const;
+
   struct Run {
     size_t first, count;  // of wanted_
   };

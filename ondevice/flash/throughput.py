@@ -7,7 +7,9 @@ whole units as its pages hold.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Literal
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ondevice.flash.prefetch import Extent, ExtentStream
-from ondevice.flash.reader import FlashReader
+from ondevice.flash.reader import Bytes, FlashReader
+from ondevice.kernels import _native
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import CheckedFile
@@ -25,6 +28,7 @@ READ_BYTES = tuple(PAGE_BYTES << doubling for doubling in range(9))
 """4 KiB to 1 MiB."""
 MEASURED_SECONDS = 0.15
 SLICES = 5
+LEAST_RUNS = 16
 PLACES = 1024
 """Different reads of a size, after which they begin again."""
 
@@ -70,6 +74,52 @@ def measure_throughput(
                 rates.append(ReadRate(nbytes, count, rate))
             io = reader.io
     return Throughput(io, sum(file.nbytes for file in files), tuple(rates))
+
+
+def measure_records(
+    files: Sequence[CheckedFile], threads: Sequence[int], runs: Sequence[int], batch: int, slices: int
+) -> tuple[ReadRate, ...]:
+    """Rates of random runs of whole records, read as passes read them: a batch of `batch` records at a time.
+
+    files: of records of one size. By number of threads and then by records in a run, but for those that no
+    file has enough of; read_bytes is what such a read took on average, in whole pages. All are measured in
+    turns, `slices` times, and the median counts, as other programs use a device too. Raises FlashReadError.
+    """
+    rng, timed = np.random.default_rng(batch), defaultdict[tuple[int, int], list[tuple[float, float]]](list)
+    with ExitStack() as stack:
+        readers = [stack.enter_context(FlashReader(files, threads=count, ring=True)) for count in threads]
+        slots = np.zeros((batch, sum(files[0].crc_units)), dtype=np.uint8)
+        batches = [_native.RecordBatch(reader.native, urgent=True) for reader in readers]
+        for _ in range(slices):
+            for count, reads in zip(threads, batches, strict=True):
+                for run in runs:
+                    if (measured := _batch_rate(files, reads, rng, run, slots)) is not None:
+                        timed[count, run].append(measured)
+    return tuple(
+        ReadRate(round(median(size for size, _ in some)), count, median(rate for _, rate in some))
+        for (count, _), some in sorted(timed.items())
+    )
+
+
+def _batch_rate(
+    files: Sequence[CheckedFile], reads: _native.RecordBatch, rng: np.random.Generator, run: int, slots: Bytes
+) -> tuple[float, float] | None:
+    """Mean bytes of a read, bytes per second; None where the file has too few runs with as long gaps."""
+    index = int(rng.integers(len(files)))
+    batch, record = slots.shape
+    places = (files[index].nbytes - files[index].crc_start) // record // (2 * run)
+    count = min(batch // run, places)
+    if count < LEAST_RUNS:
+        return None
+    first = 2 * run * np.sort(rng.choice(places, count, replace=False))
+    ids = (first[:, None] + np.arange(run)).ravel().astype(np.int32)
+    before = reads.stats()[0]
+    start = time.perf_counter()
+    reads.start(index, 0, ids, slots.ctypes.data + np.arange(len(ids), dtype=np.uint64) * record, 0)
+    reads.finish()
+    taken = time.perf_counter() - start
+    nbytes = reads.stats()[0] - before
+    return nbytes / count, nbytes / taken
 
 
 def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:

@@ -184,7 +184,8 @@ class NeuronFetcher:
                 yield batch.ids, batch.placement.addresses
                 self._since = time.perf_counter()
                 done += len(batch.ids)
-                cache.settle(index, ids[done:])
+                if waiting and not cache.has_room(len(waiting[0])):
+                    cache.settle(index, ids[done:])
         finally:
             self._guesses_arrived(ids, guessed)
             for batch in under_way:
@@ -214,7 +215,7 @@ class NeuronFetcher:
         arrived = self._guessing.arrived()
         waited = self._lap()
         self._waited += waited
-        used = len(np.intersect1d(ids, guessed, assume_unique=True)) if arrived else 0
+        used = int(np.isin(guessed, ids, kind="table").sum()) if arrived else 0
         self._guessed_hits += used
         self._guessing.count(len(guessed), used, waited, self._read_seconds)
         return arrived

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,7 +50,10 @@ class GuessQuality:
 
 @dataclass
 class _Claim:
-    """Neurons of one layer on their way into claimed slots. Once halted, the first `read` of them come."""
+    """Neurons of one layer on their way into claimed slots. Once halted, the first `read` of them come.
+
+    Adopted, `ids` are those that are held, and `slots` what is claimed still.
+    """
 
     layer: int
     ids: Int32
@@ -130,17 +133,21 @@ class Guessing:
         claim = self._claims.pop(0)
         read = claim.halt()
         self._cache.release(layer, claim.slots[read:])
-        self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
-        self._arriving = claim
-        return claim.ids[:read]
+        # What was filled ahead meanwhile is there twice; the second is being written to.
+        ids, spare = self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
+        self._arriving = replace(claim, ids=ids, slots=spare)
+        return ids
 
     def arrived(self) -> bool:
         """Wait for what was adopted. False if some of it can't be read: all of it is then absent again."""
         claim, self._arriving = self._arriving, None
-        if claim is None or self._ends(claim):
+        if claim is None:
             return True
-        self._cache.forget(claim.layer, claim.ids[: claim.halt()])
-        return False
+        arrived = self._ends(claim)
+        self._cache.release(claim.layer, claim.slots)
+        if not arrived:
+            self._cache.forget(claim.layer, claim.ids)
+        return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
         """What became of a layer's guess: read_seconds is what a wanted record has lately taken."""

@@ -39,9 +39,9 @@ class Placement:
 class NeuronCache:
     """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots are on loan.
 
-    What a layer reads gets a slot at once, from the reserve where its share is used up; `settle` then lets
-    the lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between
-    two calls of `settle`. Without `keep` no share is more than nothing: nobody outstays a pass.
+    What a layer reads gets a slot at once, from the reserve where its share is used up; `settle` lets the
+    lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between two
+    calls of `settle`. Without `keep` no share is more than nothing: nobody outstays a pass.
     """
 
     def __init__(
@@ -149,6 +149,11 @@ class NeuronCache:
             self._counts[layer] += len(missing)
         return Placement(self._addresses(own), missing)
 
+    def has_room(self, count: int) -> bool:
+        """Whether so many more neurons can be placed before anybody has to go."""
+        segments = self._lent - len(self._segments)
+        return self._num_free + segments * self._segment_slots >= count
+
     def settle(self, layer: int, keep: Int32 | None = None) -> None:
         """Let the layer's lowest scores go until it keeps to its share; those of `keep` stay in any case."""
         over = self._counts[layer] + self._claimed[layer] - self._shares[layer]
@@ -191,15 +196,19 @@ class NeuronCache:
         self._claimed[layer] += count
         return slots, self._addresses(slots)
 
-    def adopt(self, layer: int, ids: Int32, slots: Int32) -> None:
-        """The neurons of a claim have arrived. Those that a pass has read meanwhile give theirs back."""
-        self._claimed[layer] -= len(ids)
+    def adopt(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
+        """Those neurons of a claim that nobody has read meanwhile have their slots from now on.
+
+        Returns their ids, and the slots of the others, which stay claimed: `release` them once nothing is
+        read into them any more.
+        """
         absent = self._slot_of[layer, ids] < 0
         new, held = ids[absent], slots[absent]
         self._slot_of[layer, new] = held
         self._owner[held] = layer * self._neurons + new
         self._counts[layer] += len(new)
-        self._give_back(slots[~absent])
+        self._claimed[layer] -= len(new)
+        return new, slots[~absent]
 
     def release(self, layer: int, slots: Int32) -> None:
         """A claim came to nothing."""

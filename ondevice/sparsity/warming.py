@@ -100,7 +100,8 @@ class Warming:
             log.info("reading ahead failed: %s", error)
         finally:
             if arrived:
-                self._cache.adopt(claim.layer, claim.ids, claim.slots)
+                _, spare = self._cache.adopt(claim.layer, claim.ids, claim.slots)
+                self._cache.release(claim.layer, spare)
             else:
                 self._cache.release(claim.layer, claim.slots)
 

@@ -14,6 +14,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../../ondevice/flash/flash_reader.h"
@@ -54,9 +55,9 @@ struct Files {
     unlink(shrinking.c_str());
   }
 
-  std::shared_ptr<FlashReader> open(IoMode io, size_t threads) const {
+  std::shared_ptr<FlashReader> open(IoMode io, size_t depth, bool ring) const {
     write_file(shrinking, data.bytes);
-    auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec, shrunk}, io, threads);
+    auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec, shrunk}, io, depth, ring);
     expect(truncate(shrinking.c_str(), kHeader + kLeft * kStride) == 0, "the file doesn't shrink");
     return reader;
   }
@@ -181,8 +182,8 @@ void fetch(const std::shared_ptr<FlashReader>& reader, const Files& files, unsig
 }
 
 // Closes a batch from two threads at once, or its reader, while its owner starts and finishes.
-void close_under_an_owner(const Files& files, bool close_reader, unsigned pause_us) {
-  auto reader = files.open(IoMode::kAuto, 3);
+void close_under_an_owner(const Files& files, bool close_reader, bool ring, unsigned pause_us) {
+  auto reader = files.open(IoMode::kAuto, 3, ring);
   std::mt19937 random(pause_us);
   RecordBatch batch(reader, pause_us % 4 < 2);
   Wanted wanted(files, random);
@@ -231,8 +232,9 @@ int main(int argc, char** argv) {
   const int rounds = argc > 2 ? atoi(argv[2]) : 3;
   const Files files(argv[1]);
   for (int round = 0; round < rounds; ++round) {
-    for (IoMode io : {IoMode::kAuto, IoMode::kBuffered}) {
-      auto reader = files.open(io, 4);
+    for (const auto& [io, ring] :
+         {std::pair{IoMode::kAuto, false}, {IoMode::kAuto, true}, {IoMode::kBuffered, false}}) {
+      auto reader = files.open(io, 4, ring);
       std::atomic<bool> over{false};
       std::vector<std::thread> threads;
       for (unsigned i = 0; i < 3; ++i)
@@ -251,7 +253,7 @@ int main(int argc, char** argv) {
       reader->pool().trim();
       expect(reader->pool().staging_bytes() == 0, "staging buffers leaked");
     }
-    for (unsigned i = 0; i < 60; ++i) close_under_an_owner(files, i % 4 == 3, 40 * i);
+    for (unsigned i = 0; i < 60; ++i) close_under_an_owner(files, i % 4 == 3, i % 8 < 4, 40 * i);
   }
   printf("record_stress: passed\n");
   return 0;

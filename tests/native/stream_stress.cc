@@ -109,7 +109,7 @@ void read_records(const std::shared_ptr<FlashReader>& reader, const MadeUpFile& 
 
 // Closes the stream, or its reader, while another thread consumes and reschedules.
 void close_under_a_consumer(const MadeUpFile& data, bool close_reader, unsigned pause_us) {
-  auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, IoMode::kAuto, 3);
+  auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, IoMode::kAuto, 3, false);
   ExtentStream stream(reader, make_extents(all_extents()), kSlotBytes, 3, true);
   std::atomic<bool> refused{false};
   std::thread consumer([&] {
@@ -147,7 +147,7 @@ int main(int argc, char** argv) {
   const MadeUpFile data = make_up_file(path, {2 * kDamaged * kPerExtent + 5});
   for (int round = 0; round < rounds; ++round) {
     for (IoMode io : {IoMode::kAuto, IoMode::kBuffered}) {
-      auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, io, 4);
+      auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, io, 4, false);
       std::vector<std::thread> threads;
       for (unsigned i = 0; i < 3; ++i)
         threads.emplace_back([&, i] { consume(reader, data, 10 * round + i, 150); });
