@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.bundle.predictors import OperatingPoint
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.thresholds import ThresholdPoint
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
 from ondevice.flash.cost_model import UNMEASURED, device_costs
@@ -72,7 +74,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     that this model or machine can't have, and what reading the tokenizer raises.
     """
     check_choices(runtime)
-    check_runtime(bundle.config, runtime, bundle.predictors)
+    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds)
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
@@ -99,6 +101,15 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
     by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
     return by_preference[0] if by_preference[0].plan.fits else possible[-1]
+
+
+def operating_point(bundle: Bundle, runtime: RuntimeConfig) -> OperatingPoint | ThresholdPoint | None:
+    """What the options choose of a lossy mode's operating points. Raises UnsupportedModelError."""
+    if runtime.sparsity == "predicted" and bundle.predictors is not None:
+        return bundle.predictors.point(runtime.predictor_recall)
+    if runtime.sparsity == "threshold" and bundle.thresholds is not None:
+        return bundle.thresholds.point(runtime.threshold_sparsity)
+    return None
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -247,9 +258,7 @@ class Engine:
                 stream_neurons=plan.stream.neurons,
                 resident_embedding=plan.embedding_resident,
             )
-        point = None
-        if runtime.sparsity == "predicted" and self._bundle.predictors is not None:
-            point = self._bundle.predictors.point(runtime.predictor_recall)
+        point = operating_point(self._bundle, runtime)
         weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
         transformer = Transformer(config, backend, weights)
         if self._cpu is not None:
