@@ -138,7 +138,10 @@ def convert(
             with progress() as show:
                 say(report.predictor_table(training.train_predictors(path, content, on_progress=show)))
         else:
-            say(f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero")
+            say(
+                f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero; "
+                "`ondevice train thresholds` finds out which count for little"
+            )
     click.echo(str(path))
 
 

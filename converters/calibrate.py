@@ -104,7 +104,9 @@ def calibrate_thresholds(
             for layer in range(layers):
                 on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
                 gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
-                found.append(gates.thresholds(activations.inputs(layer), calibrated, options.targets))
+                inputs = activations.inputs(layer)
+                importance = gates.importance(inputs[:calibrated])
+                found.append(gates.thresholds(importance, inputs, calibrated, options.targets))
                 log.info("layer %d: %s", layer, " ".join(f"{value:.4g}" for value in found[-1].thresholds))
     thresholds = write_thresholds(bundle, found, output, options.targets, calibrated, measured)
     on_progress(1.0, "written")
@@ -148,13 +150,13 @@ class LayerGates:
             self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
 
     def thresholds(
-        self, inputs: NDArray[np.float16], calibrated: int, targets: Sequence[float]
+        self, importance: Float32, inputs: NDArray[np.float16], calibrated: int, targets: Sequence[float]
     ) -> LayerThresholds:
         """Thresholds by the first `calibrated` of inputs (N, D), what they leave out by the others.
 
+        importance: (F,), `importance` of the inputs that calibrate; all ones make one threshold of the layer.
         Raises BundleError where products aren't finite.
         """
-        importance = self.importance(inputs[:calibrated])
         counted, measured = (
             self._histogram(values, importance) for values in (inputs[:calibrated], inputs[calibrated:])
         )

@@ -53,7 +53,7 @@ def test_importance_and_thresholds_are_those_of_numpy(bundle: Path, monkeypatch:
     contributions = np.abs(activate(x @ gate.T, opened.config.hidden_act)) * importance
     with FlashReader(bundle_files(opened), "buffered", 2) as reader:
         layer = LayerGates(opened, NeuronRecords(opened, reader, 1))
-    found = layer.thresholds(inputs, 200, TARGETS)
+    found = layer.thresholds(layer.importance(inputs[:200]), inputs, 200, TARGETS)
     assert found.importance == pytest.approx(importance, rel=1e-4)
     expected = np.quantile(contributions[:200], TARGETS)
     assert found.thresholds == pytest.approx(expected, rel=2e-3)
@@ -68,7 +68,7 @@ def test_products_that_are_not_finite_are_refused(bundle: Path) -> None:
     inputs = made_up_inputs(bundle, 20)
     inputs[:, 0] = np.inf
     with pytest.raises(BundleError, match="finite"):
-        layer.thresholds(inputs, 10, TARGETS)
+        layer.thresholds(layer.importance(inputs[:10]), inputs, 10, TARGETS)
 
 
 def test_buckets_order_as_values_do() -> None:
