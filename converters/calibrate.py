@@ -32,7 +32,7 @@ from ondevice.bundle.thresholds import (
     threshold_tensors,
     thresholds_text,
 )
-from ondevice.config import ACTIVATIONS, TRAIN_TOKENS, Activation
+from ondevice.config import TRAIN_TOKENS, Activation
 from ondevice.converters.activations import record_inputs
 from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar, write_tensors
 from ondevice.errors import BundleError, UnsupportedModelError
@@ -186,7 +186,7 @@ class LayerGates:
         """(BUCKETS,) how many contributions of neurons lie in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
         for gates in self._products(self._gate, inputs):
-            contributions(self._engine, gates, importance, ACTIVATIONS.index(self._activation), gates)
+            contributions(self._engine, gates, importance, self._activation, gates)
             counts += np.bincount(bucket_of(gates), minlength=BUCKETS)
         return counts
 

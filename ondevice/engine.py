@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.bundle.predictors import OperatingPoint
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.thresholds import ThresholdPoint
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError
 from ondevice.flash.cost_model import UNMEASURED, device_costs
@@ -40,7 +38,7 @@ from ondevice.memory_sizes import (
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.models import automatic_modes, check_runtime
+from ondevice.models import automatic_modes, check_runtime, operating_point
 from ondevice.settings import check_choices
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.guessing import GuessQuality
@@ -101,15 +99,6 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
     by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
     return by_preference[0] if by_preference[0].plan.fits else possible[-1]
-
-
-def operating_point(bundle: Bundle, runtime: RuntimeConfig) -> OperatingPoint | ThresholdPoint | None:
-    """What the options choose of a lossy mode's operating points. Raises UnsupportedModelError."""
-    if runtime.sparsity == "predicted" and bundle.predictors is not None:
-        return bundle.predictors.point(runtime.predictor_recall)
-    if runtime.sparsity == "threshold" and bundle.thresholds is not None:
-        return bundle.thresholds.point(runtime.threshold_sparsity)
-    return None
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
@@ -258,7 +247,7 @@ class Engine:
                 stream_neurons=plan.stream.neurons,
                 resident_embedding=plan.embedding_resident,
             )
-        point = operating_point(self._bundle, runtime)
+        point = operating_point(runtime, self._bundle.predictors, self._bundle.thresholds)
         weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
         transformer = Transformer(config, backend, weights)
         if self._cpu is not None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 
-from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.thresholds import Thresholds
+from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
     BackendUnavailableError,
@@ -235,6 +235,20 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
     return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
 
 
+def operating_point(
+    runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
+) -> OperatingPoint | ThresholdPoint | None:
+    """What the options choose of a lossy mode's operating points; None where the mode has none.
+
+    Raises UnsupportedModelError for one that was never measured.
+    """
+    if runtime.sparsity == "predicted" and predictors is not None:
+        return predictors.point(runtime.predictor_recall)
+    if runtime.sparsity == "threshold" and thresholds is not None:
+        return thresholds.point(runtime.threshold_sparsity)
+    return None
+
+
 def check_runtime(
     config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
 ) -> None:
@@ -249,10 +263,7 @@ def check_runtime(
             f"--sparsity {runtime.sparsity} isn't possible with this model: "
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
-    if runtime.sparsity == "predicted" and predictors is not None:
-        predictors.point(runtime.predictor_recall)
-    if runtime.sparsity == "threshold" and thresholds is not None:
-        thresholds.point(runtime.threshold_sparsity)
+    operating_point(runtime, predictors, thresholds)
     if runtime.sparsity in ("exact", "predicted", "threshold") and runtime.backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"

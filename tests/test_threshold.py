@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from flash_files import flip_byte
 
-from ondevice import engine
 from ondevice.api import Model, inspect, load, verify
 from ondevice.backends.base import Float32
 from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward, activate
@@ -40,7 +39,7 @@ from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.policies import POLICIES
 from ondevice.training import train_thresholds
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
-from tests.chat import PROMPT, squeeze
+from tests.chat import PROMPT, fetch_with, squeeze
 from tests.command_line import Run
 from tests.engines import every_logits
 
@@ -209,7 +208,7 @@ def test_one_text_however_the_prompt_is_split_and_whatever_the_budget(
             assert model.logits(PASSAGE).tobytes() == logits.tobytes(), options
     rates = []
     for policy in POLICIES:
-        monkeypatch.setattr(engine, "DEFAULT_POLICY", policy)
+        fetch_with(monkeypatch, policy=policy)
         for quarters in range(5) if policy == POLICIES[0] else (1,):
             with load(bundle, sparsity="threshold") as model:
                 segment = model.plan.segment

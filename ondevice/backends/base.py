@@ -187,14 +187,15 @@ class EmbeddingSource(Protocol):
 
 @dataclass(frozen=True)
 class Cutoff:
-    """What a gate must reach: a neuron counts where |act(gate)| * importance > threshold.
+    """What a gate must reach: a neuron counts where |activation(gate)| * importance > threshold.
 
-    importance: (F,), about what a unit of act(gate) adds to the output (CATS, arXiv 2404.08763, section 3,
-    with the per-channel thresholds of CHESS, arXiv 2409.01366, section 3.2).
+    importance: (F,), about what a unit of the activated gate adds to the output: the gate thresholds of CATS
+    (arXiv 2404.08763), channel by channel as in CHESS (arXiv 2409.01366).
     """
 
     importance: Vector
     threshold: float
+    activation: Activation
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Added to a finished bundle by `ondevice train thresholds`, as `sidecar.py` has it; `weights/README.md` is the
 specification. A neuron counts for a token where |act(gate)| * importance exceeds its layer's threshold: CATS
-(arXiv 2404.08763, section 3) cuts at a percentile of |act(gate)|; the importance of a neuron, how much a unit
-of it adds to the output, makes that a threshold per channel, as in CHESS (arXiv 2409.01366, section 3.2).
+(arXiv 2404.08763) cuts at a percentile of |act(gate)|; the importance of a neuron, how much a unit
+of it adds to the output, makes that a threshold per channel, as in CHESS (arXiv 2409.01366).
 
 Legend: F neurons of a layer.
 """

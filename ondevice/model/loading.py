@@ -18,7 +18,7 @@ from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayou
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
-from ondevice.config import ModelConfig, Sparsity
+from ondevice.config import Activation, ModelConfig, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
@@ -153,8 +153,9 @@ def _selector_parts(
         return [
             _SelectorParts(
                 (_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
-                importance=_Vector("importance", partial(file.vector, importance_name(layer))),
-                threshold=threshold,
+                cutoff=_CutoffPart(
+                    partial(file.vector, importance_name(layer)), threshold, config.hidden_act
+                ),
             )
             for layer, threshold in enumerate(point.thresholds)
         ]
@@ -242,27 +243,38 @@ class _Matrix:
 
 
 @dataclass(frozen=True)
+class _CutoffPart:
+    read: Callable[[], Float32]
+    threshold: float
+    activation: Activation
+    field: str = "cutoff"
+
+    def tasks(self) -> Iterator[Callable[[], Float32]]:
+        yield self.read
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
+        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.activation)
+
+
+@dataclass(frozen=True)
 class _SelectorParts:
     """What makes one layer's `Selector`: matrices in the order in which they multiply, and a cutoff."""
 
     matrices: tuple[_Matrix, ...] = ()
     predicted: bool = False
-    importance: _Vector | None = None
-    threshold: float = 0.0
+    cutoff: _CutoffPart | None = None
 
     @property
     def parts(self) -> tuple[_Part, ...]:
         """What is read, in this order."""
-        return self.matrices if self.importance is None else (*self.matrices, self.importance)
+        return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
         """None where every neuron is multiplied."""
         if not self.matrices:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
-        cutoff = None
-        if self.importance is not None:
-            cutoff = Cutoff(self.importance.load(backend, ahead), self.threshold)
+        cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
         return Selector(matrices, self.predicted, cutoff)
 
 
