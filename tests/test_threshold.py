@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity import fetch
 from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.guessing import Guessing
 from ondevice.sparsity.policies import POLICIES
 from ondevice.training import train_thresholds
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
@@ -197,6 +198,20 @@ def test_so_many_neurons_are_multiplied(bundle: Path) -> None:
     assert shares == pytest.approx([0.75, 0.5, 0.1], abs=0.05)
 
 
+def test_guesses_know_the_thresholds(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth counts, where half of the gates are above zero."""
+    shares: list[float] = []
+
+    def seen(guess: Guessing, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
+        shares.append(float(np.mean(scores() > 0)))
+
+    monkeypatch.setattr(Guessing, "foresee", seen)
+    with load(bundle, sparsity="threshold", threshold_sparsity=0.9) as model:
+        text(model)
+    assert len(shares) > TOKENS
+    assert np.mean(shares) == pytest.approx(0.1, abs=0.06)
+
+
 def test_one_text_however_the_prompt_is_split_and_whatever_the_budget(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +221,8 @@ def test_one_text_however_the_prompt_is_split_and_whatever_the_budget(
     for options in ({"prefill_chunk": 1}, {"prefill_chunk": 7}, {"prefill_chunk": 31}, {"threads": 2}):
         with load(bundle, sparsity="threshold", **options) as model:
             assert model.logits(PASSAGE).tobytes() == logits.tobytes(), options
+    with load(bundle, sparsity="threshold", prefill_chunk=1) as model:
+        assert text(model) == expected
     rates = []
     for policy in POLICIES:
         fetch_with(monkeypatch, policy=policy)
