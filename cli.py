@@ -5,7 +5,6 @@ Commands import what they need when they run, so that help is instant.
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, TRAIN_TOKENS, QuantConfig
+from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, QuantConfig
 from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
     CommandGroup,
@@ -35,7 +34,8 @@ from ondevice.settings import (
     sampling_config,
     with_model_defaults,
 )
-from ondevice.terminal import print_json, print_result, progress, say, write_events
+from ondevice.terminal import print_json, print_result, progress, say, take_interrupts, write_events
+from ondevice.train_commands import train
 
 if TYPE_CHECKING:
     from ondevice.api import ConversionProgress, Model
@@ -123,7 +123,7 @@ def convert(
     # Set elsewhere than in the command line, it is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
     content = None if text is None or no_calibrate or not given else read_text(text)
-    _take_interrupts()
+    take_interrupts()
     with progress() as show:
 
         def on_progress(done: ConversionProgress) -> None:
@@ -138,7 +138,10 @@ def convert(
             with progress() as show:
                 say(report.predictor_table(training.train_predictors(path, content, on_progress=show)))
         else:
-            say(f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero")
+            say(
+                f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero; "
+                "`ondevice train thresholds` finds out which count for little"
+            )
     click.echo(str(path))
 
 
@@ -291,37 +294,7 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
         )
 
 
-@cli.group(cls=CommandGroup)
-def train() -> None:
-    """Train what a bundle can do without, and runs better with."""
-
-
-@train.command()
-@model_option
-@option(
-    "--text", required=True, metavar="FILE|-", shell_complete=complete_path, help="The text to learn from."
-)
-@option("--output", "-o", type=click.Path(path_type=Path), help="A new folder for a copy that has them.")
-@option("--tokens", type=click.IntRange(1), default=TRAIN_TOKENS, help="Tokens of the text to use at most.")
-@add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
-@json_option
-def predictors(
-    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
-) -> None:
-    """Train predictors of which neurons fire, for --sparsity predicted.
-
-    They are measured on the last tenth of the text, which they aren't trained on: what they miss, what they
-    select in vain, and what that costs in perplexity. Models with ReLU gates only.
-    """
-    from ondevice import report, training
-
-    content = read_text(text)
-    _take_interrupts()
-    with progress() as show:
-        found = training.train_predictors(
-            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
-        )
-    print_result(as_json, report.predictor_figures(found), report.predictor_table(found))
+cli.add_command(train)
 
 
 @cli.command()
@@ -343,7 +316,7 @@ def profile(model: str | None, output: Path | None, text: str | None, tokens: in
     from ondevice import plots, report
 
     content = None if text is None else read_text(text)
-    _take_interrupts()
+    take_interrupts()
     with progress() as show:
         found = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)
     print_result(as_json, found.to_dict(), report.profile_table(found))
@@ -356,7 +329,7 @@ def verify(model: str | None) -> None:
     from ondevice import api
     from ondevice.units import format_bytes
 
-    _take_interrupts()
+    take_interrupts()
     with progress() as show:
         found = api.verify(
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
@@ -364,18 +337,12 @@ def verify(model: str | None) -> None:
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
 
 
-def _take_interrupts() -> None:
-    """From here on an interrupt is an exception, which there is something to clean up after."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _prepared(model: str | None, values: dict[str, Any]) -> Prepared:
     """The model as `_loaded` takes it. What is wrong with what it will get is to be said in between."""
     from ondevice import api
 
     prepared = api.open_model(model, runtime_config(values))
-    _take_interrupts()
+    take_interrupts()
     return prepared
 
 

@@ -1,5 +1,7 @@
 """What every layer's feed-forward gets and what its gates are, over a text; recorded on disk for training.
 
+Gates are observed of models whose gates are exactly zero for most neurons, inputs of any.
+
 The CPU engine runs the model dense, within the memory that its weights and a stream from flash need; each
 layer's record is a pair of files that are read back as they are needed. At 7B shape a token takes 300 KB.
 
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import BLOCK_NEURONS, CpuBackend, CpuFeedForward, make_engine
 from ondevice.bundle.reader import Bundle
-from ondevice.config import Activation
+from ondevice.config import Activation, Sparsity
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -38,6 +40,8 @@ PAGE_BYTES = 4096
 Observer = Callable[[int, Float32, Float32], None]
 """Gets a layer, what its gates multiply (T, D), and the gates (T, F) before the activation; valid until it
 returns. The tokens of a layer come in order."""
+InputObserver = Callable[[int, Float32], None]
+"""The same without the gates."""
 
 
 class Activations:
@@ -52,12 +56,12 @@ class Activations:
 
     def inputs(self, layer: int) -> NDArray[np.float16]:
         """(N, D) what the layer's gates multiply, read from disk as it is used."""
-        values = np.memmap(self._path("inputs", layer), np.float16, "r")
+        values = np.memmap(self.path("inputs", layer), np.float16, "r")
         return values.reshape(-1, self._hidden_size)
 
     def fired(self, layer: int) -> NDArray[np.uint8]:
         """(N, ceil(F / 8)) whether each neuron fired, eight to a byte as `numpy.packbits` has them."""
-        values = np.memmap(self._path("fired", layer), np.uint8, "r")
+        values = np.memmap(self.path("fired", layer), np.uint8, "r")
         return values.reshape(-1, -(-self._neurons // 8))
 
     @contextmanager
@@ -65,7 +69,7 @@ class Activations:
         """What takes the values in, chunk by chunk."""
         with ExitStack() as stack:
             files = [
-                tuple(stack.enter_context(self._path(kind, layer).open("wb")) for kind in ("inputs", "fired"))
+                tuple(stack.enter_context(self.path(kind, layer).open("wb")) for kind in ("inputs", "fired"))
                 for layer in range(self._layers)
             ]
 
@@ -76,21 +80,31 @@ class Activations:
 
             yield add
 
-    def _path(self, kind: str, layer: int) -> Path:
+    def path(self, kind: str, layer: int) -> Path:
+        """Of a layer's `inputs` or `fired`."""
         return self._folder / f"{kind}-{layer:05d}"
 
 
 class _ObservedBackend(CpuBackend):
     """Multiplies every neuron, and shows what the gates got and computed."""
 
-    observe: Observer
+    observe_inputs: InputObserver
 
     def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
-        if weight.selector is None:
-            raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
-        self.observe(layer, x, self.scores(x, weight.selector))
+        self.observe_inputs(layer, x)
         return self.dense_feed_forward(x, weight, activation)
+
+    def observe_gates(self, observe: Observer) -> None:
+        """From now on show the gates too. Raises OndeviceError, in a pass, for a model without selectors."""
+
+        def observe_inputs(layer: int, x: Float32) -> None:
+            selector = self.feed_forwards[layer].selector
+            if selector is None:
+                raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
+            observe(layer, x, self.scores(x, selector))
+
+        self.observe_inputs = observe_inputs
 
 
 def record_activations(
@@ -114,6 +128,33 @@ def record_activations(
     return activations
 
 
+def record_inputs(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    folder: Path,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> Activations:
+    """Like `record_activations`, of any model, without what fired."""
+    config = bundle.config
+    total = sum(len(piece) for piece in pieces)
+    check_room(folder, total, config.num_layers * 2 * config.hidden_size, "activations")
+    activations = Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(activations.path("inputs", layer).open("wb"))
+            for layer in range(config.num_layers)
+        ]
+
+        def observe(layer: int, x: Float32) -> None:
+            files[layer].write(x.astype(np.float16).tobytes())
+
+        with _running(bundle, "dense") as (model, cpu):
+            cpu.observe_inputs = observe
+            _run(model, pieces, on_progress)
+    activations.tokens = total
+    return activations
+
+
 def observe_gates(
     bundle: Bundle,
     pieces: Sequence[Sequence[int]],
@@ -125,16 +166,21 @@ def observe_gates(
     on_progress gets the tokens done. Raises BundleError for a model whose gates are hardly ever zero, which
     has no gates of their own to run; FlashReadError.
     """
+    with _running(bundle, "exact") as (model, cpu):
+        cpu.observe_gates(observe)
+        _run(model, pieces, on_progress)
+
+
+def _run(model: Transformer, pieces: Sequence[Sequence[int]], on_progress: Callable[[int], None]) -> None:
     done = 0
-    with _running(bundle, observe) as model:
-        for piece in pieces:
-            kv = KVCache(KVLayout(bundle.config, 16))
-            for start in range(0, len(piece), CHUNK_TOKENS):
-                chunk = piece[start : start + CHUNK_TOKENS]
-                # Every token passes every layer; of the logits, which nobody wants, one row is computed.
-                next(model.every_logits(chunk, kv, 1))
-                done += len(chunk)
-                on_progress(done)
+    for piece in pieces:
+        kv = KVCache(KVLayout(model.config, 16))
+        for start in range(0, len(piece), CHUNK_TOKENS):
+            chunk = piece[start : start + CHUNK_TOKENS]
+            # Every token passes every layer; of the logits, which nobody wants, one row is computed.
+            next(model.every_logits(chunk, kv, 1))
+            done += len(chunk)
+            on_progress(done)
 
 
 def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
@@ -148,14 +194,16 @@ def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def _running(bundle: Bundle, observe: Observer) -> Iterator[Transformer]:
-    """The model with its gates; its neurons are streamed from flash once per chunk, and none stays."""
+def _running(bundle: Bundle, sparsity: Sparsity) -> Iterator[tuple[Transformer, _ObservedBackend]]:
+    """The model, with its gates where they are `exact`, and its engine, which is to be told what to show.
+
+    Its neurons are streamed from flash once per chunk, and none stays.
+    """
     stride = bundle.neuron_layout.stride
     neurons = max(1, STREAM_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
-    with FlashReader(bundle_files(bundle, "exact")) as reader, ExitStack() as undo:
+    with FlashReader(bundle_files(bundle, sparsity)) as reader, ExitStack() as undo:
         cpu = _ObservedBackend(make_engine(usable_cores()), segment_neurons=neurons, stream_neurons=neurons)
-        cpu.observe = observe
-        weights = load_weights(bundle, reader, cpu, sparsity="exact")
+        weights = load_weights(bundle, reader, cpu, sparsity=sparsity)
         pool = SegmentPool(
             cpu.feed_forwards,
             reader,
@@ -166,7 +214,7 @@ def _running(bundle: Bundle, observe: Observer) -> Iterator[Transformer]:
             slots=STREAM_SLOTS,
         )
         undo.callback(pool.close)
-        yield Transformer(bundle.config, cpu, weights)
+        yield Transformer(bundle.config, cpu, weights), cpu
 
 
 def gate_rows(bundle: Bundle, layer: int) -> Float32:

@@ -19,13 +19,14 @@ from ondevice.bundle.files import sync_folder
 from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.resume import STATE_FILE
+from ondevice.bundle.thresholds import THRESHOLDS, THRESHOLDS_MANIFEST
 from ondevice.converters.error_log import ErrorLog
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.units import format_bytes
 
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
-    | {PREDICTORS, PREDICTORS_MANIFEST}
+    | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST}
     | {STATE_FILE, ErrorLog.FILE}
 )
 _LAYERS = re.compile(r"(neurons|gates)-\d{5}\.safetensors", re.ASCII)

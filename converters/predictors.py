@@ -7,8 +7,6 @@ of `train_layer`'s bound, beside the quantised predictors themselves; the record
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,21 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.digest import FileDigest
-from ondevice.bundle.files import disk_errors, publish, temporary_path, write_durably
-from ondevice.bundle.layout import CRC_BLOCK_BYTES, MANIFEST, FileLayout, padded, resident_header
+from ondevice.bundle.layout import padded
 from ondevice.bundle.predictors import (
-    PREDICTORS,
-    PREDICTORS_MANIFEST,
+    PREDICTORS_SIDECAR,
     OperatingPoint,
     Predictors,
     predictor_tensors,
     predictors_text,
-    weights_digest,
 )
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import weights_digest
 from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
 from ondevice.converters.activations import Activations, gate_rows, record_activations
+from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar, write_tensors
 from ondevice.converters.quantize import QuantizedRows, quantize
 from ondevice.converters.train_predictor import (
     RECALLS,
@@ -44,11 +40,10 @@ from ondevice.converters.train_predictor import (
     train_layer,
 )
 from ondevice.converters.train_predictor import OperatingPoint as MeasuredPoint
-from ondevice.errors import UnsupportedModelError, UsageError
+from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
-LEAST_TOKENS = 512
 SCORED_TOKENS = 256
 """Tokens whose scores are computed together when thresholds are set."""
 
@@ -68,7 +63,7 @@ class PredictorOptions:
     """
 
     tokens: int = TRAIN_TOKENS
-    measured_share: float = 0.1
+    measured_share: float = MEASURED_SHARE
     ranks: tuple[int, ...] = (64, 128, 256, 512)
     bits: Literal[4, 8, 16] = 4
     seed: int = 0
@@ -134,36 +129,12 @@ def check(
             f"{bundle.name} has {bundle.config.hidden_act} gates, which are hardly ever exactly zero: "
             "there is nothing to predict; it takes relu or relu2"
         )
-    count = max(1, round(options.measured_share * len(pieces)))
-    total = sum(len(piece) for piece in pieces)
-    if total < LEAST_TOKENS or count >= len(pieces):
-        raise UsageError(
-            f"the text has {total} tokens in {len(pieces)} pieces; predictors take {LEAST_TOKENS} in two or "
-            "more: they are measured on other text than they are trained on"
-        )
-    return pieces[len(pieces) - count :]
+    return held_out(pieces, options.measured_share)
 
 
 def save_predictors(predictors: Predictors, folder: Path) -> None:
     """Write `predictors.json`, durably: the last step, which makes them part of the bundle."""
-    with disk_errors(folder, "make room, or choose another --output"):
-        write_durably(folder / PREDICTORS_MANIFEST, predictors_text(predictors))
-
-
-def copy_bundle(bundle: Bundle, output: Path) -> None:
-    """Make the new folder `output` with the bundle's files: linked where they can be, else copied.
-
-    Raises UsageError if it exists.
-    """
-    if os.path.lexists(output):
-        raise UsageError(f"{output} exists; choose a new folder, or leave --output out to add to the bundle")
-    with disk_errors(output, "make room, or choose another --output"):
-        output.mkdir(parents=True)
-        for name in (*bundle.manifest.files, MANIFEST):
-            try:
-                os.link(bundle.path / name, output / name)
-            except OSError:
-                shutil.copyfile(bundle.path / name, output / name)
+    save_sidecar(PREDICTORS_SIDECAR, predictors_text(predictors), folder)
 
 
 def _train_layer(
@@ -233,22 +204,11 @@ def _padded(matrix: Float32, rows: int, cols: int) -> Float32:
 def write_predictors(
     bundle: Bundle, stored: Sequence[StoredPredictor], output: Path, trained: int, measured: int
 ) -> Predictors:
-    """Both files; the JSON file goes first and comes last, so that no crash leaves one that isn't true."""
+    """Both files, the JSON file last."""
     ranks = tuple(layer.rank for layer in stored)
     bits = stored[0].bits
     tensors = predictor_tensors(bundle.config, bits, ranks)
-    header = resident_header(tensors)
-    digest = FileDigest(FileLayout(None, header, 0, (CRC_BLOCK_BYTES,)), _native.crc32c)
-    path = output / PREDICTORS
-    with disk_errors(path, "make room, or choose another --output"):
-        (output / PREDICTORS_MANIFEST).unlink(missing_ok=True)
-        with temporary_path(path).open("wb") as file:
-            for data in (np.frombuffer(header, np.uint8), *_tensor_bytes(stored, bits)):
-                file.write(data.data)
-                digest.update(data)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(temporary_path(path), path)
+    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, _tensor_bytes(stored, bits), output)
     predictors = Predictors(
         model=weights_digest(bundle.manifest),
         bits=bits,
@@ -259,8 +219,8 @@ def write_predictors(
         points=tuple(
             _whole_point(points) for points in zip(*(layer.points for layer in stored), strict=True)
         ),
-        sha256=digest.sha256(),
-        crcs=tuple(int(crc) for crc in digest.crcs()),
+        sha256=sha256,
+        crcs=crcs,
     )
     save_predictors(predictors, output)
     return predictors

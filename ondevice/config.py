@@ -147,6 +147,8 @@ class RuntimeConfig:
     sparsity: Sparsity = "auto"
     predictor_recall: float = 0.95
     """Share of the neurons that fire which `predicted` aims to find: one of those the bundle has measured."""
+    threshold_sparsity: float = 0.5
+    """Share of the neurons that `threshold` leaves out for a token: one of those the bundle has measured."""
     speculation: Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"] = "auto"
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0

@@ -38,7 +38,7 @@ from ondevice.memory_sizes import (
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.models import automatic_modes, check_runtime
+from ondevice.models import automatic_modes, check_runtime, operating_point
 from ondevice.settings import check_choices
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.guessing import GuessQuality
@@ -72,7 +72,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     that this model or machine can't have, and what reading the tokenizer raises.
     """
     check_choices(runtime)
-    check_runtime(bundle.config, runtime, bundle.predictors)
+    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds)
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
@@ -250,9 +250,7 @@ class Engine:
                 stream_neurons=plan.stream.neurons,
                 resident_embedding=plan.embedding_resident,
             )
-        point = None
-        if runtime.sparsity == "predicted" and self._bundle.predictors is not None:
-            point = self._bundle.predictors.point(runtime.predictor_recall)
+        point = operating_point(runtime, self._bundle.predictors, self._bundle.thresholds)
         weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
         transformer = Transformer(config, backend, weights)
         if self._cpu is not None:

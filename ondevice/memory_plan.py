@@ -226,7 +226,8 @@ def plan_memory(
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
-    runtime.sparsity is settled: what isn't `exact`, or `predicted` with `predictors`, is planned as `dense`.
+    runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
+    as `dense`.
     Raises UsageError if the context asked for is longer than the model's. A budget that is too small gives
     a plan that says so (`fits`), not an error.
     """
@@ -246,7 +247,7 @@ def plan_memory(
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
     predicted = runtime.sparsity == "predicted" and predictors is not None
-    if runtime.sparsity == "exact" or predicted:
+    if runtime.sparsity in ("exact", "threshold") or predicted:
         slots = slot_shape(config, quant, whole=predicted)
         selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
         return replace(

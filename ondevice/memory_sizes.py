@@ -214,7 +214,7 @@ def weights_bytes(config: ModelConfig, quant: QuantConfig) -> int:
 
 
 def gates_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Every layer's gate projection, packed, with its checksums."""
+    """Every layer's gate projection, packed, with the checksum of every row, or its importance."""
     neurons, hidden = config.intermediate_size, config.hidden_size
     return config.num_layers * (interleaved_bytes(neurons, hidden, quant.bits) + 4 * neurons)
 
@@ -234,10 +234,14 @@ def neuron_table_bytes(config: ModelConfig) -> int:
 
 
 def sparse_activation_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:
-    """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out."""
+    """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out.
+
+    With thresholds, gates as well.
+    """
     chunk = min(runtime.prefill_chunk, context_tokens(config, runtime))
     neurons = padded(config.intermediate_size, GROUP_SIZE)
-    return 4 * chunk * (2 * neurons + 2 * fetch_neurons(config)) + 64 * neurons
+    arrays = 3 if runtime.sparsity == "threshold" else 2
+    return 4 * chunk * (arrays * neurons + 2 * fetch_neurons(config)) + 64 * neurons
 
 
 def matrix_elements(config: ModelConfig) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 
-from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
     BackendUnavailableError,
@@ -196,7 +197,9 @@ class SparsityMode:
     reason: str
 
 
-def sparsity_modes(config: ModelConfig, predictors: Predictors | None) -> tuple[SparsityMode, ...]:
+def sparsity_modes(
+    config: ModelConfig, predictors: Predictors | None, thresholds: Thresholds | None
+) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it."""
     relu = config.zeros_gates
     exact = (
@@ -212,15 +215,17 @@ def sparsity_modes(config: ModelConfig, predictors: Predictors | None) -> tuple[
         else f"predictors say which gates are zero, and {config.hidden_act} gates hardly ever are"
     )
     threshold = (
-        "is for silu and gelu models"
+        "only neurons whose gate is large enough; not the same text as dense"
+        if thresholds is not None
+        else f"{config.hidden_act} gates have a threshold of their own, zero: `exact` loses nothing"
         if relu
-        else f"its bundle holds no calibrated thresholds for {config.hidden_act}"
+        else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
     )
     return (
         SparsityMode("dense", True, "every neuron of every token; exact"),
         SparsityMode("exact", relu, exact),
         SparsityMode("predicted", predictors is not None, predicted),
-        SparsityMode("threshold", False, threshold),
+        SparsityMode("threshold", thresholds is not None, threshold),
         SparsityMode("experts", False, "it has no expert router"),
     )
 
@@ -230,21 +235,36 @@ def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsit
     return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
 
 
-def check_runtime(config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None) -> None:
+def operating_point(
+    runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
+) -> OperatingPoint | ThresholdPoint | None:
+    """What the options choose of a lossy mode's operating points; None where the mode has none.
+
+    Raises UnsupportedModelError for one that was never measured.
+    """
+    if runtime.sparsity == "predicted" and predictors is not None:
+        return predictors.point(runtime.predictor_recall)
+    if runtime.sparsity == "threshold" and thresholds is not None:
+        return thresholds.point(runtime.threshold_sparsity)
+    return None
+
+
+def check_runtime(
+    config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
+) -> None:
     """Refuse what this model or this version can't do, before anything is loaded.
 
     Raises UnsupportedModelError for a sparsity or speculation mode, BackendUnavailableError for a backend.
     """
-    modes = {mode.name: mode for mode in sparsity_modes(config, predictors)}
+    modes = {mode.name: mode for mode in sparsity_modes(config, predictors, thresholds)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)
         raise UnsupportedModelError(
             f"--sparsity {runtime.sparsity} isn't possible with this model: "
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
-    if runtime.sparsity == "predicted" and predictors is not None:
-        predictors.point(runtime.predictor_recall)
-    if runtime.sparsity in ("exact", "predicted") and runtime.backend == "reference":
+    operating_point(runtime, predictors, thresholds)
+    if runtime.sparsity in ("exact", "predicted", "threshold") and runtime.backend == "reference":
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )

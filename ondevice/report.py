@@ -8,8 +8,9 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.memory_plan import Plan
 from ondevice.models import SparsityMode, sparsity_modes
 from ondevice.profiling import Profile
@@ -75,7 +76,7 @@ def figures(stats: GenerationStats) -> str:
 
 def inspection(bundle: Bundle, plan: Plan) -> dict[str, Any]:
     """`inspect --json`."""
-    modes = sparsity_modes(bundle.config, bundle.predictors)
+    modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds)
     return {
         "model": bundle.name,
         "architecture": bundle.config.architecture,
@@ -95,7 +96,7 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
         "sparsity modes:",
-        *(_mode_line(mode) for mode in sparsity_modes(config, bundle.predictors)),
+        *(_mode_line(mode) for mode in sparsity_modes(config, bundle.predictors, bundle.thresholds)),
         f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens:",
         *(f"  {what:<24}{format_bytes(nbytes):>9}{nbytes:>16}" for what, nbytes in _parts(plan)),
         f"  {'total':<24}{format_bytes(plan.total_bytes):>9}{plan.total_bytes:>16}",
@@ -106,8 +107,8 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def predictor_figures(found: Predictors) -> dict[str, Any]:
-    """`train predictors --json`."""
+def trained_figures(found: Predictors | Thresholds) -> dict[str, Any]:
+    """`train predictors --json` and `train thresholds --json`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
@@ -121,13 +122,31 @@ def predictor_table(found: Predictors) -> str:
     ]
     for point in found.points:
         missed, selected = 100 * mean(point.false_negatives), 100 * mean(point.selected)
-        quality = "not measured"
-        if point.perplexity is not None and point.agreement is not None:
-            quality = f"{point.perplexity:<12.3f}{100 * point.agreement:.1f} %"
-        lines.append(f"{point.recall:<8g}{missed:4.1f} %  {selected:6.1f} %  {quality}")
+        lines.append(f"{point.recall:<8g}{missed:4.1f} %  {selected:6.1f} %  {_quality(point)}")
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
     lines.append(f"dense      0 %   100.0 %  {dense}")
     return "\n".join(lines)
+
+
+def threshold_table(found: Thresholds) -> str:
+    """What each sparsity target leaves out and costs: the share of neurons of the layers, and their mean."""
+    lines = [
+        f"calibrated on {found.calibrated_tokens} tokens, measured on {found.measured_tokens}",
+        "sparsity  left out  least and most of a layer  perplexity  agrees with dense",
+    ]
+    for point in found.points:
+        least, most = (_percent(share) for share in (min(point.skipped), max(point.skipped)))
+        shares = f"{_percent(mean(point.skipped)):<10}{f'{least} to {most}':<27}"
+        lines.append(f"{point.sparsity:<10g}{shares}{_quality(point)}")
+    dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
+    lines.append(f"{'dense':<10}{'0 %':<37}{dense}")
+    return "\n".join(lines)
+
+
+def _quality(point: OperatingPoint | ThresholdPoint) -> str:
+    if point.perplexity is None or point.agreement is None:
+        return "not measured"
+    return f"{point.perplexity:<12.3f}{100 * point.agreement:.1f} %"
 
 
 def profile_table(found: Profile) -> str:

@@ -48,6 +48,7 @@ _RUNTIME_HELP = {
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
     "predictor_recall": "With --sparsity predicted: share of the firing neurons to find.",
+    "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out.",
     "speculation": "How tokens are drafted.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096.",
@@ -187,9 +188,10 @@ def check_choices(config: RuntimeConfig) -> None:
         value = getattr(config, name)
         if type(value) is not int or not least <= value <= most:
             raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-    recall = config.predictor_recall
-    if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0 < recall <= 1:
-        raise UsageError(f"predictor_recall is {recall!r}; it must be a number above 0 and at most 1")
+    for name in ("predictor_recall", "threshold_sparsity"):
+        share = getattr(config, name)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise UsageError(f"{name} is {share!r}; it must be a number above 0 and at most 1")
 
 
 def with_model_defaults(

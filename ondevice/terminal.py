@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
 
 def say(message: str, newline: bool = True) -> None:
     click.echo(message, err=True, nl=newline)
+
+
+def take_interrupts() -> None:
+    """From here on an interrupt is an exception, which there is something to clean up after."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _writer() -> Callable[[str], None]:

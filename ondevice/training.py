@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.api import Name, load, open_model, text_tokenizer
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import RuntimeConfig
 from ondevice.engine import Prepared
 from ondevice.errors import UsageError
@@ -22,18 +24,20 @@ from ondevice.scoring import Tally, windows
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
-"""Most tokens on which the quality of every recall target is measured."""
+"""Most tokens on which the quality of every operating point is measured."""
 TRAINED_SHARE = 0.9
 """Of the progress: the rest is measuring."""
 
 OnProgress = Callable[[float, str], None]
+Pieces = Sequence[Sequence[int]]
+Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
 
 
 def train_predictors(
     model: Name | None = None,
     text: str | None = None,
     *,
-    pieces: Sequence[Sequence[int]] | None = None,
+    pieces: Pieces | None = None,
     output: Name | None = None,
     tokens: int | None = None,
     dram_budget: str | int = "auto",
@@ -53,32 +57,67 @@ def train_predictors(
     from ondevice.converters import predictors as training
 
     prepared = open_model(model, RuntimeConfig(dram_budget=dram_budget))
-    bundle = prepared.bundle
     options = training.PredictorOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
-    if (text is None) == (pieces is None):
-        raise UsageError("give either a text or pieces of token ids")
-    if pieces is None:
-        pieces = text_pieces(prepared, text or "", options.tokens)
-    measured = training.check(bundle, pieces, options)
-    prepared.plan.require_fit(bundle.name)
-    folder = bundle.path
-    if output is None and not os.access(folder, os.W_OK):
-        raise UsageError(f"{folder} can't be written to; give a new folder with --output")
-    with ExitStack() as undo:
-        if output is not None:
-            folder = Path(output)
-            training.copy_bundle(bundle, folder)
-            # Made just now, so nothing in it is anybody's.
-            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    pieces = _pieces(prepared, text, pieces, options.tokens)
+    measured = training.check(prepared.bundle, pieces, options)
+    with _target(prepared, output) as folder:
         found = training.train_predictors(
-            bundle, pieces, folder, options, lambda done, what: on_progress(TRAINED_SHARE * done, what)
+            prepared.bundle, pieces, folder, options, _first_part_of(on_progress)
         )
-        # Usable from here on: what goes wrong in measuring loses no training.
-        undo.pop_all()
-    found = _measured(found, folder, measured, dram_budget, on_progress)
+    perplexity, points = _measured(
+        folder,
+        found.points,
+        [{"sparsity": "predicted", "predictor_recall": point.recall} for point in found.points],
+        measured,
+        dram_budget,
+        on_progress,
+    )
+    found = replace(found, perplexity=perplexity, points=points)
     training.save_predictors(found, folder)
+    return found
+
+
+def train_thresholds(
+    model: Name | None = None,
+    text: str | None = None,
+    *,
+    pieces: Pieces | None = None,
+    output: Name | None = None,
+    tokens: int | None = None,
+    dram_budget: str | int = "auto",
+    on_progress: OnProgress = lambda fraction, what: None,
+) -> Thresholds:
+    """Calibrate on `text` how large a gate must be for its neuron to count, and add that to the model.
+
+    The arguments are those of `train_predictors`; quality is measured once per sparsity target.
+
+    Raises, before it calibrates, UnsupportedModelError for a model with ReLU gates, UsageError for too little
+    text, an output that exists or a model that can't be written to, and what `load` raises.
+    """
+    from ondevice.converters import calibrate
+
+    prepared = open_model(model, RuntimeConfig(dram_budget=dram_budget))
+    options = calibrate.ThresholdOptions()
+    if tokens is not None:
+        options = replace(options, tokens=tokens)
+    pieces = _pieces(prepared, text, pieces, options.tokens)
+    measured = calibrate.check(prepared.bundle, pieces, options)
+    with _target(prepared, output) as folder:
+        found = calibrate.calibrate_thresholds(
+            prepared.bundle, pieces, folder, options, _first_part_of(on_progress)
+        )
+    perplexity, points = _measured(
+        folder,
+        found.points,
+        [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
+        measured,
+        dram_budget,
+        on_progress,
+    )
+    found = replace(found, perplexity=perplexity, points=points)
+    calibrate.save_thresholds(found, folder)
     return found
 
 
@@ -93,38 +132,75 @@ def text_pieces(prepared: Prepared, text: str, tokens: int) -> list[list[int]]:
     return windows(ids, context, settings.bos_id if settings.add_bos else None) if len(ids) > 1 else []
 
 
+def _pieces(prepared: Prepared, text: str | None, pieces: Pieces | None, tokens: int) -> Pieces:
+    if (text is None) == (pieces is None):
+        raise UsageError("give either a text or pieces of token ids")
+    return text_pieces(prepared, text or "", tokens) if pieces is None else pieces
+
+
+@contextmanager
+def _target(prepared: Prepared, output: Name | None) -> Iterator[Path]:
+    """The folder to add to: the model's own, or `output`, made now and taken away if what follows fails."""
+    from ondevice.converters.additions import copy_bundle
+
+    prepared.plan.require_fit(prepared.bundle.name)
+    folder = prepared.bundle.path
+    if output is None:
+        if not os.access(folder, os.W_OK):
+            raise UsageError(f"{folder} can't be written to; give a new folder with --output")
+        yield folder
+        return
+    folder, whole = Path(output), False
+    copy_bundle(prepared.bundle, folder)
+    try:
+        yield folder
+        # Usable from here on: what goes wrong in measuring loses no training.
+        whole = True
+    finally:
+        if not whole:
+            # Made just now, so nothing in it is anybody's.
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _first_part_of(on_progress: OnProgress) -> OnProgress:
+    return lambda done, what: on_progress(TRAINED_SHARE * done, what)
+
+
 def _measured(
-    found: Predictors,
     folder: Path,
-    pieces: Sequence[Sequence[int]],
+    points: Sequence[Point],
+    options: Sequence[dict[str, Any]],
+    pieces: Pieces,
     dram_budget: str | int,
     on_progress: OnProgress,
-) -> Predictors:
-    """With the perplexity of the dense model and of every operating point, and how often they agree."""
+) -> tuple[float | None, tuple[Point, ...]]:
+    """Perplexity of the dense model, and points with theirs and how often they agree with it.
+
+    options: of a model that runs at each point.
+    """
     count = max(1, sum(1 for index in range(len(pieces)) if _length(pieces[: index + 1]) <= MEASURED_TOKENS))
     pieces = pieces[:count]
-    steps = 1 + len(found.points)
+    steps = 1 + len(points)
     on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
-    perplexity, best = _run(folder, pieces, dram_budget, None)
-    points: list[OperatingPoint] = []
-    for point in found.points:
-        step = 1 + len(points)
+    perplexity, best = _run(folder, pieces, dram_budget, {})
+    measured: list[Point] = []
+    for point, chosen in zip(points, options, strict=True):
+        step = 1 + len(measured)
         on_progress(TRAINED_SHARE + (1 - TRAINED_SHARE) * step / steps, f"quality, {step + 1} of {steps}")
-        theirs, chosen = _run(folder, pieces, dram_budget, point.recall)
-        points.append(replace(point, perplexity=theirs, agreement=float(np.mean(best == chosen))))
+        theirs, likeliest = _run(folder, pieces, dram_budget, chosen)
+        measured.append(replace(point, perplexity=theirs, agreement=float(np.mean(best == likeliest))))
     on_progress(1.0, "done")
-    return replace(found, perplexity=perplexity, points=tuple(points))
+    return perplexity, tuple(measured)
 
 
 def _run(
-    folder: Path, pieces: Sequence[Sequence[int]], dram_budget: str | int, recall: float | None
+    folder: Path, pieces: Pieces, dram_budget: str | int, options: dict[str, Any]
 ) -> tuple[float | None, NDArray[np.intp]]:
-    """Perplexity of pieces, and the likeliest token at every position; recall None: with every neuron.
+    """Perplexity of pieces, and the likeliest token at every position; without options of an exact mode.
 
     None for a perplexity that is infinite.
     """
     tally, likeliest = Tally(), []
-    options = {} if recall is None else {"sparsity": "predicted", "predictor_recall": recall}
     with load(folder, dram_budget=dram_budget, **options) as model:
         for piece in pieces:
             logits = model.logits(piece[:-1])
@@ -134,5 +210,5 @@ def _run(
     return perplexity if math.isfinite(perplexity) else None, np.concatenate(likeliest)
 
 
-def _length(pieces: Sequence[Sequence[int]]) -> int:
+def _length(pieces: Pieces) -> int:
     return sum(len(piece) for piece in pieces)

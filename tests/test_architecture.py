@@ -32,7 +32,7 @@ LAYERS = (
     ("generate",),
     ("settings", "models", "owner", "engine", "scoring", "response", "session", "api", "training"),
     ("profiling",),
-    ("report", "plots", "options", "chat_commands", "terminal", "cli", "__main__"),
+    ("report", "plots", "options", "chat_commands", "terminal", "train_commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]
 CONVERTERS_MAY_IMPORT = [part for layer in LAYERS[:6] for part in layer]

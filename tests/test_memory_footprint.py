@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.calibrate import LayerThresholds, write_thresholds
 from tests.bundles import convert_bundle
 from tests.models import save_safetensors, tensor_shapes, tiny_config
 
@@ -62,6 +64,16 @@ def make_bundle(folder: Path, **options: str) -> Path:
     return convert_bundle(folder / "hf", folder / "bundle", "q8")
 
 
+@pytest.fixture(scope="module")
+def threshold_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with thresholds: about half of the neurons count."""
+    folder = make_bundle(tmp_path_factory.mktemp("threshold"))
+    layers, neurons = SHAPE["num_hidden_layers"], SHAPE["intermediate_size"]
+    layer = LayerThresholds(np.ones(neurons, dtype=np.float32), (0.2,), (0.5,))
+    write_thresholds(Bundle.open(folder), [layer] * layers, folder, [0.5], 0, 0)
+    return folder
+
+
 def run(bundle: Path, budget: str, prompt: int, **options: int | str) -> tuple[int, int, int, float]:
     """(peak, budget, planned total, hit rate) of a process of its own."""
     arguments = [str(bundle), budget, str(prompt), json.dumps(options)]
@@ -89,4 +101,11 @@ def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: fl
 def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int) -> None:
     options = {"max_context": 1024, "sparsity": "exact"}
     peak, allowed, total, _ = run(relu_bundle, budget, prompt, **options)
+    assert 0.80 * total <= peak <= total <= allowed
+
+
+@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 600), ("8GB", 1000)])
+def test_neurons_that_count_keep_to_the_plan(threshold_bundle: Path, budget: str, prompt: int) -> None:
+    options = {"max_context": 1024, "sparsity": "threshold"}
+    peak, allowed, total, _ = run(threshold_bundle, budget, prompt, **options)
     assert 0.80 * total <= peak <= total <= allowed

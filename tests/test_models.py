@@ -197,15 +197,15 @@ def test_the_modes_that_are_possible_and_why_the_others_are_not(
     config_for: Callable[[str], ModelConfig], hidden_act: str
 ) -> None:
     config = config_for(hidden_act)
-    modes = {mode.name: mode for mode in models.sparsity_modes(config, None)}
+    modes = {mode.name: mode for mode in models.sparsity_modes(config, None, None)}
     possible = ["dense", "exact"] if hidden_act.startswith("relu") else ["dense"]
     assert [name for name, mode in modes.items() if mode.available] == possible
     for name in modes.keys() - possible:
         with pytest.raises(UnsupportedModelError, match=f"It can have: {', '.join(possible)}") as caught:
-            models.check_runtime(config, RuntimeConfig(sparsity=name), None)
+            models.check_runtime(config, RuntimeConfig(sparsity=name), None, None)
         assert modes[name].reason in str(caught.value)
     for name in ("auto", *possible):
-        models.check_runtime(config, RuntimeConfig(sparsity=name), None)
+        models.check_runtime(config, RuntimeConfig(sparsity=name), None, None)
     assert models.automatic_modes(config, RuntimeConfig()) == possible[::-1]
 
 
@@ -215,9 +215,9 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
     config = config_for("silu")
     for speculation in ("streams", "resident", "recycling", "lookup", "model"):
         with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation}"):
-            models.check_runtime(config, RuntimeConfig(speculation=speculation), None)
+            models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
     with pytest.raises(BackendUnavailableError, match="mlx"):
-        models.check_runtime(config, RuntimeConfig(backend="mlx"), None)
+        models.check_runtime(config, RuntimeConfig(backend="mlx"), None, None)
 
 
 def test_a_bundle_without_its_manifest_is_damaged_not_a_checkpoint(tmp_path: Path) -> None:

@@ -186,15 +186,30 @@ class EmbeddingSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Cutoff:
+    """What a gate must reach: a neuron counts where |activation(gate)| * importance > threshold.
+
+    importance: (F,), about what a unit of the activated gate adds to the output: the gate thresholds of CATS
+    (arXiv 2404.08763), channel by channel as in CHESS (arXiv 2409.01366).
+    """
+
+    importance: Vector
+    threshold: float
+    activation: Activation
+
+
+@dataclass(frozen=True)
 class Selector:
     """What scores a layer's neurons for a token, F values; those with a score above zero are multiplied.
 
-    `matrices` follow each other: the gate projection alone, whose products decide exactly, or a predictor's
-    low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section 3.1), whose score is a guess.
+    `matrices` follow each other: the gate projection alone, whose products are the scores or are compared
+    with a `cutoff`, or a predictor's low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section
+    3.1), whose score is a guess.
     """
 
     matrices: tuple[Linear, ...]
     predicted: bool
+    cutoff: Cutoff | None = None
 
 
 class Backend(Protocol):

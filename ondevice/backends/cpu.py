@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import (
     Bytes,
+    Cutoff,
     EmbeddingSource,
     FeedForwardSource,
     Float32,
@@ -41,6 +42,16 @@ def make_engine(threads: int, target: str = "auto") -> _native.Engine:
             f"{', '.join(_native.available_targets())}"
         )
     return _native.Engine(threads, target)
+
+
+def contributions(
+    engine: _native.Engine, gates: Float32, importance: Float32, activation: Activation, out: Float32
+) -> None:
+    """|act(gate)| * importance of gates (T, F) and importance (F,) into out (T, F), which may be gates."""
+    act = ACTIVATIONS.index(activation)
+    for gate, contribution in zip(gates, out, strict=True):
+        _native.activate(engine, act, gate, importance, contribution)
+        np.abs(contribution, out=contribution)
 
 
 @dataclass(frozen=True)
@@ -212,10 +223,10 @@ class CpuBackend:
         if weight.selector is None:
             return self.dense_feed_forward(x, weight, activation)
         native, act = weight.native, ACTIVATIONS.index(activation)
-        scores = self.scores(x, weight.selector)
+        scores, gates = self._scored(x, weight.selector)
         native.begin(self.engine, x)
         for ids, parts in weight.selected(scores):
-            native.add_gathered(self.engine, ids, parts, weight.selector.predicted, scores, act)
+            native.add_gathered(self.engine, ids, parts, weight.selector.predicted, gates, act)
         out = self._buffer("feed_forward", x.shape)
         native.finish(self.engine, out)
         return out
@@ -244,11 +255,27 @@ class CpuBackend:
 
     def scores(self, x: Float32, selector: Selector) -> Float32:
         """(T, F), what `selector` says of every neuron for x (T, D)."""
+        return self._scored(x, selector)[0]
+
+    def _scored(self, x: Float32, selector: Selector) -> tuple[Float32, Float32]:
+        """Scores (T, F) for x (T, D), and the gates (T, F) of those with a score above zero."""
         for step, linear in enumerate(selector.matrices):
             out = self._buffer(f"scores {step}", (len(x), linear.matrix.rows))
             linear.matrix.forward(self.engine, x, linear.bias, out)
             x = out
-        return x
+        return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
+
+    def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:
+        """(T, F), above zero by how much gates (T, F) exceed the cutoff; those that don't become zero.
+
+        The activation of zero is zero, so a neuron that doesn't count for a token adds exactly nothing to it.
+        """
+        scores = self._buffer("cut off", gates.shape)
+        contributions(self.engine, gates, cutoff.importance, cutoff.activation, scores)
+        scores -= np.float32(cutoff.threshold)
+        for gate, score in zip(gates, scores, strict=True):
+            gate[score <= 0] = 0
+        return scores
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
         """Where streamed records are packed before they are multiplied; made when first needed."""

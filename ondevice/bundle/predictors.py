@@ -1,32 +1,28 @@
 """`predictors.json` and `predictors.safetensors`: which neurons will fire, guessed from little memory.
 
-They are added to a finished bundle by `ondevice train predictors` and can be taken away again: nothing in
-`bundle.json` knows them. The JSON file names the weights they were trained for, and carries the checksums of
-the other one; `weights/README.md` is the specification.
+Added to a finished bundle by `ondevice train predictors`, as `sidecar.py` has it; `weights/README.md` is the
+specification.
 
 Legend: D hidden size, F neurons of a layer, R rank of its predictor.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-from ondevice.bundle.layout import (
-    CRC_BLOCK_BYTES,
-    RESIDENT,
-    FileLayout,
-    TensorSpec,
-    gate_file_name,
-    linear_tensors,
-    neuron_file_name,
-    resident_header,
-)
+from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.strict_json import Section, canonical_json, parse_json
+from ondevice.bundle.sidecar import (
+    Sidecar,
+    check_sidecar,
+    parse_sidecar,
+    per_layer,
+    sidecar_text,
+    tensors_layout,
+)
+from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
 from ondevice.errors import BundleError, UnsupportedModelError
 
@@ -35,7 +31,9 @@ PREDICTORS_MANIFEST = "predictors.json"
 PREDICTORS_VERSION = 1
 MAX_RANK = 1 << 13
 MAX_POINTS = 16
-_REMEDY = f"delete {PREDICTORS_MANIFEST} or train the predictors again"
+PREDICTORS_SIDECAR = Sidecar(
+    "predictors", PREDICTORS_MANIFEST, PREDICTORS, "delete both or train the predictors again"
+)
 
 
 @dataclass(frozen=True)
@@ -101,43 +99,20 @@ def predictor_tensors(
 
 def predictors_layout(config: ModelConfig, predictors: Predictors) -> FileLayout:
     """Size, header and checksum units of `predictors.safetensors`."""
-    tensors = predictor_tensors(config, predictors.bits, predictors.ranks)
-    header = resident_header(tensors)
-    nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
-    return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
-
-
-def weights_digest(manifest: Manifest) -> str:
-    """What names the weights that a bundle's predictors depend on, by their files' hashes."""
-    layers = range(manifest.config.num_layers)
-    names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
-    names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
-    return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
+    return tensors_layout(predictor_tensors(config, predictors.bits, predictors.ranks))
 
 
 def predictors_text(predictors: Predictors) -> bytes:
     """The bytes of `predictors.json`."""
     content = {"version": PREDICTORS_VERSION, "group_size": GROUP_SIZE, **asdict(predictors)}
-    document = {"predictors": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
-    return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
+    return sidecar_text(PREDICTORS_SIDECAR, content)
 
 
 def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
     """Raises BundleError for what is damaged, out of range, or was trained for other weights."""
-    document = Section(parse_json(data, PREDICTORS_MANIFEST), PREDICTORS_MANIFEST)
-    content = document.get("predictors")
-    if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
-        raise BundleError(
-            f"{PREDICTORS_MANIFEST} doesn't match its own sha256; it was damaged or edited: {_REMEDY}"
-        )
-    document.close()
-    predictors = _parse(Section(content, "predictors"), manifest.config)
-    if predictors.model != weights_digest(manifest):
-        raise BundleError(f"{PREDICTORS_MANIFEST} was made for other weights than these: {_REMEDY}")
+    predictors = _parse(parse_sidecar(PREDICTORS_SIDECAR, data), manifest.config)
     layout = predictors_layout(manifest.config, predictors)
-    expected = layout.crc_count(layout.nbytes or 0)
-    if len(predictors.crcs) != expected:
-        raise BundleError(f"{PREDICTORS_MANIFEST} has {len(predictors.crcs)} checksums; it needs {expected}")
+    check_sidecar(PREDICTORS_SIDECAR, manifest, predictors.model, layout, predictors.crcs)
     return predictors
 
 
@@ -172,29 +147,14 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
 
 
 def _parse_point(section: Section, config: ModelConfig) -> OperatingPoint:
-    def per_layer(name: str, low: float, high: float) -> tuple[float, ...]:
-        values = section.numbers(name, config.num_layers, low, high)
-        if len(values) != config.num_layers:
-            raise BundleError(
-                f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers"
-            )
-        return values
-
     point = OperatingPoint(
         recall=section.number("recall", 0.0, 1.0),
-        offsets=per_layer("offsets", -1e9, 1e9),
-        false_negatives=per_layer("false_negatives", 0.0, 1.0),
-        false_positives=per_layer("false_positives", 0.0, 1.0),
-        selected=per_layer("selected", 0.0, 1.0),
+        offsets=per_layer(section, "offsets", config, -1e9, 1e9),
+        false_negatives=per_layer(section, "false_negatives", config, 0.0, 1.0),
+        false_positives=per_layer(section, "false_positives", config, 0.0, 1.0),
+        selected=per_layer(section, "selected", config, 0.0, 1.0),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),
         agreement=section.optional_number("agreement", 0.0, 1.0),
     )
     section.close()
     return point
-
-
-def to_json(predictors: Predictors) -> Any:
-    """The figures that a person is shown: no checksums."""
-    shown = asdict(predictors)
-    del shown["crcs"], shown["sha256"], shown["model"]
-    return shown

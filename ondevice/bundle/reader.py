@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
     RESIDENT,
+    FileLayout,
     TensorSpec,
     embedding_layout,
     file_layout,
@@ -32,15 +33,10 @@ from ondevice.bundle.layout import (
     resident_tensors,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
-from ondevice.bundle.predictors import (
-    PREDICTORS,
-    PREDICTORS_MANIFEST,
-    Predictors,
-    parse_predictors,
-    predictor_tensors,
-    predictors_layout,
-)
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
+from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar, tensors_layout
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
 from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
@@ -60,6 +56,15 @@ class CheckedFile:
     crc_start: int
     crc_units: tuple[int, ...]
     crcs: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class AddedFile:
+    """A file of tensors that was added to the finished bundle, with all that it can be checked against."""
+
+    file: CheckedFile
+    layout: FileLayout
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -92,8 +97,12 @@ class Bundle:
         self._spans = _spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._check_with_safetensors()
         self._crcs = self._read_checksums()
+        self.added: dict[str, AddedFile] = {}
+        """Files of tensors that `bundle.json` doesn't know, by name."""
         self.predictors = self._read_predictors()
         """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
+        self.thresholds = self._read_thresholds()
+        """How large a gate must be for its neuron to count; None if the bundle has no thresholds."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -147,17 +156,14 @@ class Bundle:
         crcs = self._crcs[entry.crc.offset : entry.crc.offset + entry.crc.count]
         return CheckedFile(self._folder / name, entry.nbytes, layout.crc_start, layout.crc_units, crcs)
 
-    def predictors_file(self) -> CheckedFile:
-        """Raises BundleError if the bundle has no predictors."""
-        if self.predictors is None:
-            raise BundleError(f"the bundle {self.path} has no predictors")
-        layout = predictors_layout(self.config, self.predictors)
-        crcs = np.array(self.predictors.crcs, dtype=np.uint32)
-        path = self._folder / PREDICTORS
-        return CheckedFile(path, path.stat().st_size, layout.crc_start, layout.crc_units, crcs)
+    def added_file(self, name: str) -> CheckedFile:
+        """The tensors' file of the predictors or of the thresholds. Raises BundleError if there are none."""
+        if name not in self.added:
+            raise BundleError(f"the bundle {self.path} has no {name}")
+        return self.added[name].file
 
     def tensor_span(self, name: str) -> TensorSpan:
-        """Where a tensor of the resident file, or of the predictors', lies.
+        """Where a tensor of the resident file, or of an added one, lies.
 
         Raises BundleError if the model has no such tensor.
         """
@@ -220,20 +226,38 @@ class Bundle:
             raise BundleError(f"{RESIDENT}: the safetensors library finds other tensors than this model has")
 
     def _read_predictors(self) -> Predictors | None:
-        if not os.path.lexists(self._folder / PREDICTORS_MANIFEST):
+        data = read_sidecar(PREDICTORS_SIDECAR, self._folder)
+        if data is None:
             return None
-        data = read_whole(contained(self._folder, PREDICTORS_MANIFEST), MAX_JSON_BYTES)
         predictors = parse_predictors(data, self.manifest)
-        layout = predictors_layout(self.config, predictors)
-        path = contained(self._folder, PREDICTORS)
-        if path.stat().st_size != layout.nbytes or read_range(path, 0, len(layout.header)) != layout.header:
-            raise BundleError(
-                f"{PREDICTORS} isn't the {layout.nbytes} bytes that {PREDICTORS_MANIFEST} describes: delete "
-                "both or train the predictors again"
-            )
-        self.bundle_bytes += len(data) + path.stat().st_size
-        self._spans |= _spans(PREDICTORS, predictor_tensors(self.config, predictors.bits, predictors.ranks))
+        tensors = predictor_tensors(self.config, predictors.bits, predictors.ranks)
+        self._add(PREDICTORS_SIDECAR, len(data), tensors, predictors.crcs, predictors.sha256)
         return predictors
+
+    def _read_thresholds(self) -> Thresholds | None:
+        data = read_sidecar(THRESHOLDS_SIDECAR, self._folder)
+        if data is None:
+            return None
+        thresholds = parse_thresholds(data, self.manifest)
+        tensors = threshold_tensors(self.config)
+        self._add(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
+        return thresholds
+
+    def _add(
+        self,
+        sidecar: Sidecar,
+        manifest_bytes: int,
+        tensors: Mapping[str, TensorSpec],
+        crcs: Sequence[int],
+        sha256: str,
+    ) -> None:
+        layout, name = tensors_layout(tensors), sidecar.tensors
+        nbytes = check_tensors(sidecar, self._folder, layout)
+        units = np.array(crcs, dtype=np.uint32)
+        file = CheckedFile(self._folder / name, nbytes, layout.crc_start, layout.crc_units, units)
+        self.added[name] = AddedFile(file, layout, sha256)
+        self.bundle_bytes += manifest_bytes + nbytes
+        self._spans |= _spans(name, tensors)
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]

@@ -20,7 +20,6 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import FileEntry
-from ondevice.bundle.predictors import PREDICTORS, predictors_layout
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.errors import BundleError
 
@@ -49,9 +48,7 @@ def verify(
     """
     bundle = Bundle.open(bundle_path)
     files = dict(bundle.manifest.files)
-    if bundle.predictors is not None:
-        nbytes = bundle.predictors_file().nbytes
-        files[PREDICTORS] = FileEntry(nbytes, bundle.predictors.sha256, None)
+    files |= {name: FileEntry(added.file.nbytes, added.sha256, None) for name, added in bundle.added.items()}
     total = sum(entry.nbytes for entry in files.values())
     done = checksums = 0
     layers = range(bundle.config.num_layers if bundle.config.zeros_gates else 0)
@@ -73,8 +70,8 @@ def verify(
 
 
 def _opened(bundle: Bundle, name: str) -> tuple[CheckedFile, FileLayout]:
-    if name == PREDICTORS and bundle.predictors is not None:
-        return bundle.predictors_file(), predictors_layout(bundle.config, bundle.predictors)
+    if name in bundle.added:
+        return bundle.added[name].file, bundle.added[name].layout
     return bundle.file(name), file_layout(name, bundle.config, bundle.quant)
 
 

@@ -13,11 +13,12 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk, Selector
+from ondevice.backends.base import Backend, Bytes, Cutoff, Float32, Int32, RowChunk, Selector
 from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
-from ondevice.bundle.predictors import OperatingPoint
+from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
-from ondevice.config import ModelConfig, Sparsity
+from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
+from ondevice.config import Activation, ModelConfig, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
@@ -28,7 +29,7 @@ RESIDENT_FILE = 0
 EMBEDDING_FILE = 1
 FIRST_NEURON_FILE = 2
 CHUNK_BYTES = 4 << 20
-"""Codes of one RowChunk, at most, unless a single row is longer."""
+"""Codes (or records) of one RowChunk, at most, unless a single row is longer."""
 
 Rows = Callable[[int, int], RowChunk]
 """(row0, count) -> those rows of one matrix."""
@@ -38,14 +39,16 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense") -> list[CheckedFi
     """The files to open a FlashReader with, in the order that the sources' indices mean.
 
     With `exact`, what decides which neurons are multiplied are gate rows of their own; with `predicted`, the
-    predictors.
+    predictors; with `threshold`, the gate rows of the neuron records and the thresholds.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
     if sparsity == "exact":
         files += [bundle.gate_file(layer) for layer in layers]
     elif sparsity == "predicted":
-        files.append(bundle.predictors_file())
+        files.append(bundle.added_file(PREDICTORS))
+    elif sparsity == "threshold":
+        files.append(bundle.added_file(THRESHOLDS))
     return files
 
 
@@ -55,12 +58,13 @@ def load_weights(
     backend: Backend,
     cancelled: Callable[[], bool] = lambda: False,
     sparsity: Sparsity = "dense",
-    point: OperatingPoint | None = None,
+    point: OperatingPoint | ThresholdPoint | None = None,
 ) -> ModelWeights:
     """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, sparsity)`.
 
-    sparsity: what decides which neurons are read and multiplied: nothing (`dense`), their gates (`exact`) or
-    the predictors at an operating point of theirs (`predicted`).
+    sparsity: what decides which neurons are read and multiplied: nothing (`dense`), their gates (`exact`),
+    the predictors (`predicted`) or the thresholds of gates (`threshold`) at `point`, an operating point of
+    theirs.
 
     Raises FlashReadError when bytes don't match their checksum, BundleError when what they hold can't be
     weights, Cancelled when `cancelled()` holds between two pieces, and what the backend raises when memory
@@ -75,7 +79,7 @@ def load_weights(
     head = _Matrix("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
     selectors = _selector_parts(bundle, reader, sparsity, point)
     order: list[_Part] = [
-        part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector)
+        part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector.parts)
     ]
     order += [final_norm, head]
 
@@ -96,7 +100,7 @@ def load_weights(
                 feed_forward=backend.load_feed_forward(
                     layer,
                     NeuronRecords(bundle, reader, layer),
-                    _selector([part.load(backend, ahead) for part in selector], sparsity),
+                    selector.load(backend, ahead),
                 ),
             )
             for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True))
@@ -127,47 +131,64 @@ def _layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[_Part
     ]
 
 
-def _selector(matrices: list[Any], sparsity: Sparsity) -> Selector | None:
-    return Selector(tuple(matrices), predicted=sparsity == "predicted") if matrices else None
-
-
 def _selector_parts(
-    bundle: Bundle, reader: FlashReader, sparsity: Sparsity, point: OperatingPoint | None
-) -> list[list[_Matrix]]:
-    """Per layer, the matrices that score its neurons, in the order in which they multiply."""
-    layers = range(bundle.config.num_layers)
+    bundle: Bundle, reader: FlashReader, sparsity: Sparsity, point: OperatingPoint | ThresholdPoint | None
+) -> list[_SelectorParts]:
+    """What decides which neurons are multiplied, layer by layer."""
+    config, layers = bundle.config, range(bundle.config.num_layers)
+    index = FIRST_NEURON_FILE + config.num_layers
     if sparsity == "exact":
-        return [[_gate_part(bundle, reader, layer)] for layer in layers]
-    if sparsity != "predicted" or bundle.predictors is None or point is None:
-        return [[] for _ in layers]
-    index = FIRST_NEURON_FILE + bundle.config.num_layers
-    file = TensorFile(bundle, reader, bundle.predictors_file(), index, bundle.predictors.bits)
-    return [
-        _predictor_parts(bundle.config, file, layer, rank, offset)
-        for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
-    ]
+        return [
+            _SelectorParts((_gate_part(bundle, reader, index + layer, bundle.gate_layout),))
+            for layer in layers
+        ]
+    if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
+        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index, bundle.predictors.bits)
+        return [
+            _SelectorParts(_predictor_parts(config, file, layer, rank, offset), predicted=True)
+            for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
+        ]
+    if sparsity == "threshold" and isinstance(point, ThresholdPoint):
+        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index, bundle.quant.bits)
+        return [
+            _SelectorParts(
+                (_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
+                cutoff=_CutoffPart(
+                    partial(file.vector, importance_name(layer)), threshold, config.hidden_act
+                ),
+            )
+            for layer, threshold in enumerate(point.thresholds)
+        ]
+    return [_SelectorParts()] * config.num_layers
 
 
 def _predictor_parts(
     config: ModelConfig, file: TensorFile, layer: int, rank: int, offset: float
-) -> list[_Matrix]:
+) -> tuple[_Matrix, ...]:
     down, up = f"layers.{layer}.down", f"layers.{layer}.up"
 
     def bias() -> Float32:
         return file.vector(f"layers.{layer}.bias") + np.float32(offset)
 
-    return [
+    return (
         _Matrix("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
         _Matrix("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
-    ]
+    )
 
 
-def _gate_part(bundle: Bundle, reader: FlashReader, layer: int) -> _Matrix:
-    """One layer's gate projection, from its own file."""
+def _gate_part(bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout) -> _Matrix:
+    """One layer's gate projection, the first row of the records of `file`."""
     config = bundle.config
-    file = FIRST_NEURON_FILE + config.num_layers + layer
-    rows = partial(_record_rows, reader, file, bundle.gate_layout)
-    return _Matrix("gate", config.intermediate_size, config.hidden_size, bundle.quant.bits, rows)
+    rows = partial(_record_rows, reader, file, layout)
+    # Whole records are read, of which a neuron's has two more rows.
+    return _Matrix(
+        "gate",
+        config.intermediate_size,
+        config.hidden_size,
+        bundle.quant.bits,
+        rows,
+        read_bytes=layout.stride,
+    )
 
 
 class _Part(Protocol):
@@ -201,11 +222,14 @@ class _Matrix:
     bits: Literal[4, 8, 16]
     rows: Rows
     bias: Callable[[], Float32] | None = None
+    read_bytes: int = 0
+    """Read for a row, where that is more than its codes."""
 
     @property
     def starts(self) -> range:
         """First row of each chunk."""
-        return range(0, self.num_rows, max(1, CHUNK_BYTES // RowLayout(self.cols, self.bits).codes_bytes))
+        row_bytes = max(self.read_bytes, RowLayout(self.cols, self.bits).codes_bytes)
+        return range(0, self.num_rows, max(1, CHUNK_BYTES // row_bytes))
 
     def tasks(self) -> Iterator[Callable[[], Any]]:
         if self.bias is not None:
@@ -216,6 +240,42 @@ class _Matrix:
     def load(self, backend: Backend, ahead: ReadAhead) -> Any:
         bias = None if self.bias is None else ahead.next()
         return backend.load_linear(_ReadLinear(self, bias, ahead))
+
+
+@dataclass(frozen=True)
+class _CutoffPart:
+    read: Callable[[], Float32]
+    threshold: float
+    activation: Activation
+    field: str = "cutoff"
+
+    def tasks(self) -> Iterator[Callable[[], Float32]]:
+        yield self.read
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
+        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.activation)
+
+
+@dataclass(frozen=True)
+class _SelectorParts:
+    """What makes one layer's `Selector`: matrices in the order in which they multiply, and a cutoff."""
+
+    matrices: tuple[_Matrix, ...] = ()
+    predicted: bool = False
+    cutoff: _CutoffPart | None = None
+
+    @property
+    def parts(self) -> tuple[_Part, ...]:
+        """What is read, in this order."""
+        return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
+        """None where every neuron is multiplied."""
+        if not self.matrices:
+            return None
+        matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
+        cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
+        return Selector(matrices, self.predicted, cutoff)
 
 
 class _ReadLinear:
@@ -271,12 +331,16 @@ class EmbeddingRecords:
 
 
 def _record_rows(reader: FlashReader, file: int, layout: RecordLayout, row0: int, count: int) -> RowChunk:
-    """Records of one row each as rows of a matrix: views of them."""
-    records = _read_span(reader, file, layout, row0, count)
-    row = layout.parts[0][0]
-    scales_at, biases_at = row.codes_bytes, row.codes_bytes + row.scales_bytes
-    scales, biases = records[:, scales_at:biases_at], records[:, biases_at : row.nbytes]
-    return RowChunk(row0, records[:, :scales_at], scales.view(np.float16), biases.view(np.float16))
+    """The first rows of records as rows of a matrix: views of them."""
+    return record_chunk(_read_span(reader, file, layout, row0, count), 0, layout.parts[0][0], row0)
+
+
+def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
+    """What lies `offset` bytes into each record (n, stride) as rows row0 .. row0 + n: views of them."""
+    scales_at = offset + row.codes_bytes
+    biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
+    scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]
+    return RowChunk(row0, records[:, offset:scales_at], scales.view(np.float16), biases.view(np.float16))
 
 
 def _read_span(reader: FlashReader, file: int, layout: RecordLayout, first: int, count: int) -> Bytes:

@@ -1,8 +1,8 @@
 """Which neurons are worth their place in memory: cache policies, functions of what gates have computed.
 
-A policy sees the gates of every accepted token (or what a predictor says of them) and gives each neuron a
-score; the cache keeps the highest of a layer, and gives layers shares by where the highest of the model are.
-What isn't a number counts as fired.
+A policy sees the gates of every accepted token (or what a predictor says of them, or by how much they exceed
+a threshold) and gives each neuron a score; the cache keeps the highest of a layer, and gives layers shares by
+where the highest of the model are. What isn't a number counts as fired.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """

@@ -1,0 +1,111 @@
+"""What is added to a finished bundle and can be taken away again: a JSON file, and one of tensors beside it.
+
+Nothing in `bundle.json` knows them. The JSON file names the weights they were made for, and carries its own
+sha256 and the checksums of the other one; it is written last and deleted first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ondevice.bundle.files import contained, read_range, read_whole
+from ondevice.bundle.layout import (
+    CRC_BLOCK_BYTES,
+    RESIDENT,
+    FileLayout,
+    TensorSpec,
+    gate_file_name,
+    neuron_file_name,
+    resident_header,
+)
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
+from ondevice.config import ModelConfig
+from ondevice.errors import BundleError
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """Two files of one kind. key: of the JSON file's content; remedy: what to do about a damaged pair."""
+
+    key: str
+    manifest: str
+    tensors: str
+    remedy: str
+
+
+def weights_digest(manifest: Manifest) -> str:
+    """What names the weights that a bundle's additions depend on, by their files' hashes."""
+    layers = range(manifest.config.num_layers)
+    names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
+    names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
+    return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
+
+
+def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
+    """Size, header and checksum units of the file of these tensors."""
+    header = resident_header(tensors)
+    nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
+    return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
+
+
+def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:
+    """The bytes of the JSON file."""
+    document = {sidecar.key: content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
+    return json.dumps(document, indent=1, sort_keys=True, allow_nan=False).encode("ascii") + b"\n"
+
+
+def read_sidecar(sidecar: Sidecar, folder: Path) -> bytes | None:
+    """The JSON file's bytes, None if there is none. Raises BundleError if it can't be read or is too big."""
+    if not os.path.lexists(folder / sidecar.manifest):
+        return None
+    return read_whole(contained(folder, sidecar.manifest), MAX_JSON_BYTES)
+
+
+def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
+    """What the JSON file says. Raises BundleError if it isn't what its sha256 was taken of."""
+    document = Section(parse_json(data, sidecar.manifest), sidecar.manifest)
+    content = document.get(sidecar.key)
+    if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
+        raise BundleError(
+            f"{sidecar.manifest} doesn't match its own sha256; it was damaged or edited: {sidecar.remedy}"
+        )
+    document.close()
+    return Section(content, sidecar.key)
+
+
+def per_layer(section: Section, name: str, config: ModelConfig, low: float, high: float) -> tuple[float, ...]:
+    """A list of one finite number from `low` to `high` for each layer. Raises BundleError."""
+    values = section.numbers(name, config.num_layers, low, high)
+    if len(values) != config.num_layers:
+        raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")
+    return values
+
+
+def check_sidecar(
+    sidecar: Sidecar, manifest: Manifest, model: str, layout: FileLayout, crcs: Sequence[int]
+) -> None:
+    """Raises BundleError for files of other weights, and for another number of checksums than needed."""
+    if model != weights_digest(manifest):
+        raise BundleError(f"{sidecar.manifest} was made for other weights than these: {sidecar.remedy}")
+    expected = layout.crc_count(layout.nbytes or 0)
+    if len(crcs) != expected:
+        raise BundleError(f"{sidecar.manifest} has {len(crcs)} checksums; it needs {expected}")
+
+
+def check_tensors(sidecar: Sidecar, folder: Path, layout: FileLayout) -> int:
+    """Bytes of the file of tensors. Raises BundleError if its size or its header isn't what `layout` has."""
+    path = contained(folder, sidecar.tensors)
+    nbytes = path.stat().st_size
+    if nbytes != layout.nbytes or read_range(path, 0, len(layout.header)) != layout.header:
+        raise BundleError(
+            f"{sidecar.tensors} isn't the {layout.nbytes} bytes that {sidecar.manifest} describes: "
+            f"{sidecar.remedy}"
+        )
+    return nbytes

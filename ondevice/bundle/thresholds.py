@@ -1,0 +1,142 @@
+"""`thresholds.json` and `thresholds.safetensors`: how large a gate must be for its neuron to count.
+
+Added to a finished bundle by `ondevice train thresholds`, as `sidecar.py` has it; `weights/README.md` is the
+specification. A neuron counts for a token where |act(gate)| * importance exceeds its layer's threshold: CATS
+(arXiv 2404.08763) cuts at a percentile of |act(gate)|; the importance of a neuron, how much a unit
+of it adds to the output, makes that a threshold per channel, as in CHESS (arXiv 2409.01366).
+
+Legend: F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from ondevice.bundle.layout import FileLayout, TensorSpec
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.sidecar import (
+    Sidecar,
+    check_sidecar,
+    parse_sidecar,
+    per_layer,
+    sidecar_text,
+    tensors_layout,
+)
+from ondevice.bundle.strict_json import Section
+from ondevice.config import ModelConfig
+from ondevice.errors import BundleError, UnsupportedModelError
+
+THRESHOLDS = "thresholds.safetensors"
+THRESHOLDS_MANIFEST = "thresholds.json"
+THRESHOLDS_VERSION = 1
+MAX_POINTS = 16
+THRESHOLDS_SIDECAR = Sidecar(
+    "thresholds", THRESHOLDS_MANIFEST, THRESHOLDS, "delete both or train the thresholds again"
+)
+
+
+@dataclass(frozen=True)
+class ThresholdPoint:
+    """What one sparsity target takes and costs, measured on text that wasn't calibrated on.
+
+    sparsity: share of a layer's neurons that shall not count for a token. thresholds: of each layer, which
+    |act(gate)| * importance must exceed. skipped: the share of neurons that don't count, of each layer.
+    perplexity and agreement, the share of tokens whose likeliest successor is that of the dense model, are
+    None as long as nobody has measured them.
+    """
+
+    sparsity: float
+    thresholds: tuple[float, ...]
+    skipped: tuple[float, ...]
+    perplexity: float | None
+    agreement: float | None
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """The calibrated thresholds of one model.
+
+    model: `weights_digest` of the weights they belong to. calibrated_tokens, measured_tokens: how much text.
+    perplexity: of the dense model on the text measured. crcs: CRC32C of each MiB of the tensors' file.
+    """
+
+    model: str
+    calibrated_tokens: int
+    measured_tokens: int
+    perplexity: float | None
+    points: tuple[ThresholdPoint, ...]
+    sha256: str
+    crcs: tuple[int, ...]
+
+    def point(self, sparsity: float) -> ThresholdPoint:
+        """The operating point of a sparsity target. Raises UnsupportedModelError for one never measured."""
+        for point in self.points:
+            if point.sparsity == sparsity:
+                return point
+        measured = ", ".join(f"{point.sparsity:g}" for point in self.points)
+        raise UnsupportedModelError(
+            f"--threshold-sparsity {sparsity:g} wasn't measured for this model's thresholds; they have "
+            f"{measured}"
+        )
+
+
+def threshold_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """The exact tensors of the file, in the order of their bytes: the importance of every layer's neurons."""
+    spec = TensorSpec("F32", (config.intermediate_size,))
+    return {importance_name(layer): spec for layer in range(config.num_layers)}
+
+
+def importance_name(layer: int) -> str:
+    """The tensor that holds the importance of a layer's neurons."""
+    return f"layers.{layer}.importance"
+
+
+def thresholds_layout(config: ModelConfig) -> FileLayout:
+    """Size, header and checksum units of `thresholds.safetensors`."""
+    return tensors_layout(threshold_tensors(config))
+
+
+def thresholds_text(thresholds: Thresholds) -> bytes:
+    """The bytes of `thresholds.json`."""
+    return sidecar_text(THRESHOLDS_SIDECAR, {"version": THRESHOLDS_VERSION, **asdict(thresholds)})
+
+
+def parse_thresholds(data: bytes, manifest: Manifest) -> Thresholds:
+    """Raises BundleError for what is damaged, out of range, or was calibrated for other weights."""
+    thresholds = _parse(parse_sidecar(THRESHOLDS_SIDECAR, data), manifest.config)
+    layout = thresholds_layout(manifest.config)
+    check_sidecar(THRESHOLDS_SIDECAR, manifest, thresholds.model, layout, thresholds.crcs)
+    return thresholds
+
+
+def _parse(section: Section, config: ModelConfig) -> Thresholds:
+    section.equal("version", THRESHOLDS_VERSION)
+    points = tuple(_parse_point(point, config) for point in section.sections("points", MAX_POINTS))
+    targets = [point.sparsity for point in points]
+    if not targets or targets != sorted(set(targets)):
+        raise BundleError("thresholds.points must be one or more, of ascending sparsity")
+    thresholds = Thresholds(
+        model=section.text("model", 64),
+        calibrated_tokens=section.integer("calibrated_tokens", 0, 1 << 48),
+        measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
+        perplexity=section.optional_number("perplexity", 0.0, 1e30),
+        points=points,
+        sha256=section.text("sha256", 64),
+        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+    )
+    section.close()
+    return thresholds
+
+
+def _parse_point(section: Section, config: ModelConfig) -> ThresholdPoint:
+    point = ThresholdPoint(
+        sparsity=section.number("sparsity", 0.0, 1.0),
+        # Below zero everything would count; float32 holds up to 3e38.
+        thresholds=per_layer(section, "thresholds", config, 0.0, 1e38),
+        skipped=per_layer(section, "skipped", config, 0.0, 1.0),
+        perplexity=section.optional_number("perplexity", 0.0, 1e30),
+        agreement=section.optional_number("agreement", 0.0, 1.0),
+    )
+    section.close()
+    return point

@@ -1,0 +1,88 @@
+"""`ondevice train`: what a bundle can do without, and runs better with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ondevice.config import TRAIN_TOKENS
+from ondevice.options import (
+    CommandGroup,
+    add_options,
+    complete_path,
+    json_option,
+    model_option,
+    option,
+    read_text,
+)
+from ondevice.settings import RUNTIME_OPTIONS
+from ondevice.terminal import print_result, progress, take_interrupts
+
+text_option = option(
+    "--text", required=True, metavar="FILE|-", shell_complete=complete_path, help="The text to learn from."
+)
+output_option = option(
+    "--output", "-o", type=click.Path(path_type=Path), help="A new folder for a copy that has them."
+)
+tokens_option = option(
+    "--tokens", type=click.IntRange(1), default=TRAIN_TOKENS, help="Tokens of the text to use at most."
+)
+budget_option = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
+
+
+@click.group(cls=CommandGroup)
+def train() -> None:
+    """Train what a bundle can do without, and runs better with."""
+
+
+@train.command()
+@model_option
+@text_option
+@output_option
+@tokens_option
+@budget_option
+@json_option
+def predictors(
+    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+) -> None:
+    """Train predictors of which neurons fire, for --sparsity predicted.
+
+    They are measured on the last tenth of the text, which they aren't trained on: what they miss, what they
+    select in vain, and what that costs in perplexity. Models with ReLU gates only.
+    """
+    from ondevice import report, training
+
+    content = read_text(text)
+    take_interrupts()
+    with progress() as show:
+        found = training.train_predictors(
+            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+        )
+    print_result(as_json, report.trained_figures(found), report.predictor_table(found))
+
+
+@train.command()
+@model_option
+@text_option
+@output_option
+@tokens_option
+@budget_option
+@json_option
+def thresholds(
+    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+) -> None:
+    """Calibrate how large a gate must be for its neuron to count, for --sparsity threshold.
+
+    Thresholds are measured on the last tenth of the text, which they aren't calibrated on: how many neurons
+    they leave out, and what that costs in perplexity. Models with SiLU or GELU gates only.
+    """
+    from ondevice import report, training
+
+    content = read_text(text)
+    take_interrupts()
+    with progress() as show:
+        found = training.train_thresholds(
+            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+        )
+    print_result(as_json, report.trained_figures(found), report.threshold_table(found))
