@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.files import contained, read_range, read_whole
+from ondevice.bundle.hotness import (
+    HOTNESS,
+    HOTNESS_MANIFEST,
+    Hotness,
+    hotness_layout,
+    parse_frequencies,
+    parse_hotness,
+)
 from ondevice.bundle.layout import (
     CHECKSUMS,
     EMBEDDING,
@@ -94,6 +103,8 @@ class Bundle:
         self._crcs = self._read_checksums()
         self.predictors = self._read_predictors()
         """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
+        self.hotness = self._read_hotness()
+        """What is known of how often neurons fire; None if nobody has counted."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -155,6 +166,16 @@ class Bundle:
         crcs = np.array(self.predictors.crcs, dtype=np.uint32)
         path = self._folder / PREDICTORS
         return CheckedFile(path, path.stat().st_size, layout.crc_start, layout.crc_units, crcs)
+
+    def frequencies(self) -> NDArray[np.float32] | None:
+        """(L, F) share of tokens for which each neuron fired on text; None if nobody has counted.
+
+        Raises BundleError if the file is damaged.
+        """
+        if self.hotness is None:
+            return None
+        data = read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
+        return parse_frequencies(data, self.hotness, self.config)
 
     def tensor_span(self, name: str) -> TensorSpan:
         """Where a tensor of the resident file, or of the predictors', lies.
@@ -234,6 +255,14 @@ class Bundle:
         self.bundle_bytes += len(data) + path.stat().st_size
         self._spans |= _spans(PREDICTORS, predictor_tensors(self.config, predictors.bits, predictors.ranks))
         return predictors
+
+    def _read_hotness(self) -> Hotness | None:
+        if not os.path.lexists(self._folder / HOTNESS_MANIFEST):
+            return None
+        data = read_whole(contained(self._folder, HOTNESS_MANIFEST), MAX_JSON_BYTES)
+        hotness = parse_hotness(data, self.manifest)
+        self.bundle_bytes += len(data) + contained(self._folder, HOTNESS).stat().st_size
+        return hotness
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]
