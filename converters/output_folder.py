@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ondevice.bundle.files import sync_folder
+from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
 from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.resume import STATE_FILE
@@ -26,7 +27,7 @@ from ondevice.units import format_bytes
 
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
-    | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST}
+    | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
     | {STATE_FILE, ErrorLog.FILE}
 )
 _LAYERS = re.compile(r"(neurons|gates)-\d{5}\.safetensors", re.ASCII)

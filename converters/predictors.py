@@ -30,6 +30,7 @@ from ondevice.bundle.sidecar import weights_digest
 from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
 from ondevice.converters.activations import Activations, gate_rows, record_activations
 from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar, write_tensors
+from ondevice.converters.hotness import firing_frequencies, write_hotness
 from ondevice.converters.quantize import QuantizedRows, quantize
 from ondevice.converters.train_predictor import (
     RECALLS,
@@ -94,9 +95,10 @@ def train_predictors(
 ) -> Predictors:
     """Fit predictors to `bundle` on pieces of token ids and write them to the folder `output`.
 
-    The last pieces, of `measured_share` of all tokens, aren't trained on. What predictors cost in quality is
-    for the caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an
-    earlier training left in `output` is replaced.
+    The last pieces, of `measured_share` of all tokens, aren't trained on. How often each neuron fired on the
+    others is written as well. What predictors cost in quality is for the caller to add. Raises what `check`
+    raises, and OndeviceError where the disk has no room. What an earlier training left in `output` is
+    replaced.
     """
     measured = sum(len(piece) for piece in check(bundle, pieces, options))
     total = sum(len(piece) for piece in pieces)
@@ -108,6 +110,8 @@ def train_predictors(
             Path(scratch),
             lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
         )
+        frequencies = firing_frequencies(activations, bundle.config, trained)
+        write_hotness(bundle, frequencies, trained, output)
         stored = []
         for layer in range(layers):
             on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")

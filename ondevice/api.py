@@ -164,6 +164,7 @@ class Model:
             # An interrupt leaves the iterator, and so cancels the loading.
             (engine,) = self._owner.stream(lambda cancelled: iter([Engine(prepared, cancelled)]))
             self._engine: Engine = engine
+            self._owner.when_idle(engine.fill_ahead)
             undo.pop_all()
         self._finalizer = weakref.finalize(self, self._owner.close, self._engine.close)
 

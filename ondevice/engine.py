@@ -229,6 +229,12 @@ class Engine:
                 self._cpu.hold_embedding(True)
             self._reader.trim()
 
+    def fill_ahead(self) -> bool:
+        """While nothing is asked: read a little of what is known to fire often. False: nothing more to do."""
+        if self._bundle.hotness is None or not isinstance(self._neurons, NeuronFetcher):
+            return False
+        return self._neurons.fill()
+
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._caches.clear()
@@ -289,7 +295,7 @@ class Engine:
             slot_bytes=segment.slot_bytes,
             segment_slots=segment.slots,
             reserve=segment.reserve,
-            policy=make_policy(self._fetch.policy, config.num_layers, neurons),
+            policy=make_policy(self._fetch.policy, config.num_layers, neurons, self._bundle.frequencies()),
             keep=self._fetch.keep,
         )
         return NeuronFetcher(

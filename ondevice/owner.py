@@ -11,10 +11,14 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ondevice.errors import OndeviceError, thread_refused
+
+IDLE_SECONDS = 0.005
+"""Without a job for so long, the thread does what can be done ahead, a step at a time."""
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
@@ -125,6 +129,14 @@ class OwnerThread(Generic[T]):
         finally:
             job.cancelled.set()
 
+    def when_idle(self, step: Callable[[], bool]) -> None:
+        """Run `step` there while no job waits, again and again until it returns False; after a job, anew.
+
+        An error ends it, too, and is nobody's: the jobs that follow will meet it themselves.
+        """
+        self._jobs.idle = step
+        self._submit(_Job(_nothing, _drop))
+
     def close(self, last: Callable[[], None] | None = None) -> None:
         """Cancel the running job, refuse the waiting ones, run `last` there, end the thread. Idempotent."""
         if last is not None and self._started and not self._jobs.closed:
@@ -152,6 +164,8 @@ class _Jobs:
 
     def __init__(self) -> None:
         self.closed = False
+        self.idle: Callable[[], bool] | None = None
+        """A step of what can be done while no job waits; False: nothing is left."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._urgent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._running: _Job | None = None
@@ -184,7 +198,7 @@ class _Jobs:
 
     def next(self) -> _Job | None:
         """The next job to run, or None at the end. Jobs that waited when the queue was closed are refused."""
-        while (job := self._queue.get()) is not None:
+        while (job := self._get()) is not None:
             with self._lock:
                 self._running = job
                 refused = self.closed and not isinstance(job, _LastJob)
@@ -195,11 +209,29 @@ class _Jobs:
                 self._urgent.get().refuse()
         return None
 
+    def _get(self) -> _Job | None:
+        """What the queue has next; until it comes, idle work is done."""
+        while self.idle is not None:
+            with suppress(queue.Empty):
+                return self._queue.get(timeout=IDLE_SECONDS)
+            if not self._idle_step():
+                break
+        return self._queue.get()
+
+    def _idle_step(self) -> bool:
+        """Whether there is more to do."""
+        made: list[Any] = []
+        step = self.idle
+        if step is not None:
+            _Job(lambda cancelled: iter([step()]), made.append).run()
+        return made[:1] == [True]
+
     def close(self, last: Callable[[], None] | None = None) -> None:
         with self._lock:
             if self.closed:
                 return
             self.closed = True
+            self.idle = None
             if self._running is not None:
                 self._running.cancelled.set()
             if last is not None:

@@ -43,7 +43,7 @@ def train_predictors(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = lambda fraction, what: None,
 ) -> Predictors:
-    """Train predictors of which neurons fire on `text`, and add them to the model.
+    """Train predictors of which neurons fire on `text`, and add them, and how often each fires, to the model.
 
     pieces: token ids instead of a text, each to be read from an empty context; the last ones measure.
     output: a new folder for a copy of the bundle that has them, whose files are links where they can be;

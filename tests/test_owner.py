@@ -217,3 +217,54 @@ def test_close_refuses_urgent_calls_that_wait() -> None:
     (end,) = delivered
     assert isinstance(end, owner_module._End)
     assert isinstance(end.error, OndeviceError)
+
+
+def test_idle_work_goes_on_until_it_is_done_and_again_after_a_job(owner: OwnerThread[object]) -> None:
+    steps, done = [], threading.Event()
+
+    def step() -> bool:
+        steps.append(threading.current_thread())
+        if len(steps) % 3 == 0:
+            done.set()
+        return len(steps) % 3 != 0
+
+    owner.when_idle(step)
+    assert done.wait(5.0)
+    done.clear()
+    assert owner.call(lambda: len(steps)) == 3
+    assert done.wait(5.0)
+    assert len(steps) == 6
+    assert set(steps) == {owner._thread}
+
+
+def test_idle_work_waits_for_jobs_and_ends_with_the_thread() -> None:
+    owner: OwnerThread[object] = OwnerThread("test")
+    steps: list[int] = []
+    owner.when_idle(lambda: steps.append(1) is None)
+    running = owner.stream(endless)
+    next(running)
+    before = len(steps)
+    time.sleep(0.1)
+    assert len(steps) == before
+    running.close()  # type: ignore[attr-defined]
+    while len(steps) == before:
+        time.sleep(0.001)
+    owner.close()
+    before = len(steps)
+    time.sleep(0.05)
+    assert len(steps) == before
+
+
+def test_an_error_ends_idle_work_and_harms_no_job(owner: OwnerThread[object]) -> None:
+    failed: list[int] = []
+
+    def fail() -> bool:
+        failed.append(1)
+        raise FlashReadError("torn")
+
+    owner.when_idle(fail)
+    while not failed:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(failed) == 1
+    assert owner.call(lambda: 5) == 5

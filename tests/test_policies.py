@@ -86,3 +86,16 @@ def test_what_is_no_number_counts_as_fired_and_spoils_no_score(name: PolicyName,
     policy.observe(0, np.zeros((1, NEURONS), np.float32))
     policy.observe(0, gates_of(2, seed=1))
     assert not np.isnan(policy.scores(0)).any()
+
+
+@pytest.mark.parametrize("name", ["gate", "frequency"])
+def test_policies_that_count_begin_with_what_is_known(name: PolicyName) -> None:
+    frequencies = np.random.default_rng(2).random((2, NEURONS), dtype=np.float32)
+    policy = make_policy(name, 2, NEURONS, frequencies)
+    np.testing.assert_array_equal(policy.scores(1), frequencies[1])
+    before = frequencies.copy()
+    policy.observe(1, gates_of(5))
+    assert (policy.scores(1) != frequencies[1]).all()
+    np.testing.assert_array_equal(frequencies, before)
+    with pytest.raises(ValueError, match=r"\(2, 50\)"):
+        make_policy(name, 3, NEURONS, frequencies)

@@ -89,6 +89,9 @@ def with_offsets(found: Predictors, offset: float) -> Predictors:
 def test_what_training_reports(bundle: Path, plain_bundle: Path) -> None:
     found = found_in(bundle)
     assert Bundle.open(plain_bundle).predictors is None
+    hotness = Bundle.open(bundle).hotness
+    assert hotness is not None
+    assert hotness.tokens == found.trained_tokens
     assert len(found.ranks) == SHAPE["num_hidden_layers"]
     assert found.trained_tokens + found.measured_tokens == 8 * 128
     recalls = [point.recall for point in found.points]

@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.files import contained, read_range, read_whole
+from ondevice.bundle.hotness import (
+    HOTNESS,
+    HOTNESS_SIDECAR,
+    Hotness,
+    hotness_layout,
+    parse_frequencies,
+    parse_hotness,
+)
 from ondevice.bundle.layout import (
     CHECKSUMS,
     EMBEDDING,
@@ -103,6 +112,8 @@ class Bundle:
         """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
         self.thresholds = self._read_thresholds()
         """How large a gate must be for its neuron to count; None if the bundle has no thresholds."""
+        self.hotness = self._read_hotness()
+        """What is known of how often neurons fire; None if nobody has counted."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -161,6 +172,16 @@ class Bundle:
         if name not in self.added:
             raise BundleError(f"the bundle {self.path} has no {name}")
         return self.added[name].file
+
+    def frequencies(self) -> NDArray[np.float32] | None:
+        """(L, F) share of tokens for which each neuron fired on text; None if nobody has counted.
+
+        Raises BundleError if the file is damaged.
+        """
+        if self.hotness is None:
+            return None
+        data = read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
+        return parse_frequencies(data, self.hotness, self.config)
 
     def tensor_span(self, name: str) -> TensorSpan:
         """Where a tensor of the resident file, or of an added one, lies.
@@ -258,6 +279,14 @@ class Bundle:
         self.added[name] = AddedFile(file, layout, sha256)
         self.bundle_bytes += manifest_bytes + nbytes
         self._spans |= _spans(name, tensors)
+
+    def _read_hotness(self) -> Hotness | None:
+        data = read_sidecar(HOTNESS_SIDECAR, self._folder)
+        if data is None:
+            return None
+        hotness = parse_hotness(data, self.manifest)
+        self.bundle_bytes += len(data) + contained(self._folder, HOTNESS).stat().st_size
+        return hotness
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]

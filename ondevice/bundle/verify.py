@@ -11,6 +11,7 @@ import numpy as np
 
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.files import read_range
+from ondevice.bundle.hotness import HOTNESS, hotness_layout
 from ondevice.bundle.layout import (
     CHECKSUMS,
     FileLayout,
@@ -66,7 +67,10 @@ def verify(
     for layer, (gates, neurons) in enumerate(pairs):
         if gate_rows[gates].digest() != gate_rows[neurons].digest():
             raise _different_gates(bundle, layer)
-    return Report(tuple((name, entry.nbytes) for name, entry in files.items()), checksums)
+    sizes = [(name, entry.nbytes) for name, entry in files.items()]
+    if bundle.frequencies() is not None:
+        sizes.append((HOTNESS, hotness_layout(bundle.config).nbytes or 0))
+    return Report(tuple(sizes), checksums)
 
 
 def _opened(bundle: Bundle, name: str) -> tuple[CheckedFile, FileLayout]:

@@ -137,6 +137,10 @@ class NeuronFetcher:
         self._warming.stop()
         self._cache.resize(sum(lent))
 
+    def fill(self) -> bool:
+        """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
+        return self._fill_ahead and self._warming.fill()
+
     def close(self) -> None:
         """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
         self._guessing.close()

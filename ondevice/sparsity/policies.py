@@ -68,10 +68,10 @@ class Recency:
 
 
 class Frequency:
-    """A decayed count of how often a neuron fired."""
+    """A decayed count of how often a neuron fired, from `frequencies` (L, F) on where they are known."""
 
-    def __init__(self, layers: int, neurons: int, decay: float) -> None:
-        self._fired = np.zeros((layers, neurons), dtype=np.float32)
+    def __init__(self, layers: int, neurons: int, decay: float, frequencies: Float32 | None = None) -> None:
+        self._fired = _known(layers, neurons, frequencies)
         self._decay = decay
 
     def observe(self, layer: int, gates: Float32) -> None:
@@ -86,11 +86,12 @@ class GateScore:
     """How often a neuron fired over a long while, and how near its gate came to it lately.
 
     A gate just below zero is likelier to be above it next than one far below. Gates are measured in root mean
-    squares of their layer's, so the score means the same in every layer and model.
+    squares of their layer's, so the score means the same in every layer and model. The long while begins with
+    `frequencies` (L, F), where they are known: kept for good beside it, they cost hits.
     """
 
-    def __init__(self, layers: int, neurons: int) -> None:
-        self._fired = np.zeros((layers, neurons), dtype=np.float32)
+    def __init__(self, layers: int, neurons: int, frequencies: Float32 | None = None) -> None:
+        self._fired = _known(layers, neurons, frequencies)
         self._near = np.zeros((layers, neurons), dtype=np.float32)
 
     def observe(self, layer: int, gates: Float32) -> None:
@@ -105,15 +106,19 @@ class GateScore:
         return scores
 
 
-def make_policy(name: PolicyName, layers: int, neurons: int) -> Policy:
-    """The policy called `name`, before it has seen a token."""
+def make_policy(name: PolicyName, layers: int, neurons: int, frequencies: Float32 | None = None) -> Policy:
+    """The policy called `name`, before it has seen a token.
+
+    frequencies: (L, F) share of tokens for which each neuron fired on some text, from 0 to 1, for policies
+    that count; how recently neurons fired is known of no text before the first token.
+    """
     if name == "lru":
         return Recency(layers, neurons)
     if name == "window":
         return Recency(layers, neurons, window=WINDOW_TOKENS)
     if name == "frequency":
-        return Frequency(layers, neurons, FREQUENCY_DECAY)
-    return GateScore(layers, neurons)
+        return Frequency(layers, neurons, FREQUENCY_DECAY, frequencies)
+    return GateScore(layers, neurons, frequencies)
 
 
 def fires(gates: Float32) -> np.ndarray:
@@ -127,6 +132,15 @@ def selected(scores: Float32) -> Int32:
     for row in scores:
         any_token |= fires(row)
     return np.flatnonzero(any_token).astype(np.int32)
+
+
+def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
+    """(L, F), the caller's to change."""
+    if frequencies is None:
+        return np.zeros((layers, neurons), dtype=np.float32)
+    if frequencies.shape != (layers, neurons):
+        raise ValueError(f"frequencies {frequencies.shape} aren't those of {layers} x {neurons} neurons")
+    return frequencies.astype(np.float32)
 
 
 def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:

@@ -1,4 +1,5 @@
-"""Neurons that nobody has asked for yet, read while others are multiplied, into slots that would stay empty.
+"""Neurons that nobody has asked for yet, read while others are multiplied or while nothing is asked at all,
+into slots that would stay empty.
 
 A cache with room fills sooner than the text asks for its neurons, the likeliest first; where every neuron
 fits, all are there after as many passes as the model has layers. These reads give way to those that a pass
@@ -31,7 +32,8 @@ class _Claim:
 class Warming:
     """Fills what is spare in `cache`, one layer per pass, in turn.
 
-    first_part: the part of the records from which on they are read. pass_bytes: read per pass at most.
+    first_part: the part of the records from which on they are read. pass_bytes: read per pass, or in a step
+    while nothing is asked, at most.
     """
 
     def __init__(
@@ -55,13 +57,19 @@ class Warming:
         """Whether slots are claimed: the layers' shares must stay as they are."""
         return self._claim is not None
 
-    def collect(self) -> None:
-        """Between two passes: take in what has been read beside the last ones, if all of it is there."""
-        if self._claim is not None and self._reads.done():
-            self.stop()
+    def collect(self) -> bool:
+        """Take in what has been read beside the last passes, if all of it is there. False if it failed."""
+        return self._claim is None or not self._reads.done() or self.stop()
+
+    def fill(self) -> bool:
+        """While nothing is asked: take in what is there, and go on. False where that leads no further."""
+        if not self.collect():
+            return False
+        self.begin()
+        return self._claim is not None
 
     def begin(self) -> None:
-        """Between two passes: begin with the next layer that has room, if nothing is under way."""
+        """Outside of passes: begin with the next layer that has room, if nothing is under way."""
         if self._claim is not None:
             return
         for _ in self._layers:
@@ -86,11 +94,11 @@ class Warming:
                 self._cache.release(layer, slots)
                 self._claim = None
 
-    def stop(self) -> None:
-        """Take in what is under way, waiting for it; slots may move or go after that."""
+    def stop(self) -> bool:
+        """Take in what is under way, waiting for it; slots may move or go after that. False if it failed."""
         claim, self._claim = self._claim, None
         if claim is None:
-            return
+            return True
         arrived = False
         try:
             self._reads.finish()
@@ -104,6 +112,7 @@ class Warming:
                 self._cache.release(claim.layer, spare)
             else:
                 self._cache.release(claim.layer, claim.slots)
+        return arrived
 
     def close(self) -> None:
         """End the reads under way; their slots are given back with the cache."""

@@ -1,4 +1,6 @@
-"""Predictors of which neurons fire, for the bundle: trained on training text, measured on held-out text.
+"""Predictors of which neurons fire, for the bundle, and how often each does, from training text.
+
+They are measured on held-out text.
 
     python -m recipe.predictors
 

@@ -1,0 +1,98 @@
+"""`hotness.json` and `hotness.safetensors`: how often every neuron fires, counted on text.
+
+They are added to a finished bundle by what trains it and can be taken away again: nothing in `bundle.json`
+knows them. They say what is worth reading before anybody asks, and never decide what is multiplied, so no
+text depends on them. `weights/README.md` is the specification.
+
+Legend: L layers, F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.bundle.layout import FileLayout, TensorSpec
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, tensors_layout, weights_digest
+from ondevice.config import ModelConfig
+from ondevice.errors import BundleError
+
+HOTNESS = "hotness.safetensors"
+HOTNESS_MANIFEST = "hotness.json"
+HOTNESS_SIDECAR = Sidecar(
+    "hotness",
+    HOTNESS_MANIFEST,
+    HOTNESS,
+    f"delete {HOTNESS_MANIFEST}; `ondevice train predictors` makes it again",
+)
+HOTNESS_VERSION = 1
+FREQUENCY_TENSOR = "frequency"
+_REMEDY = HOTNESS_SIDECAR.remedy
+
+
+@dataclass(frozen=True)
+class Hotness:
+    """What `hotness.json` says. model: `weights_digest` of the weights it belongs to.
+
+    tokens: of the text that was counted on. sha256: of the tensor's file.
+    """
+
+    model: str
+    tokens: int
+    sha256: str
+
+
+def hotness_layout(config: ModelConfig) -> FileLayout:
+    """Size and header of `hotness.safetensors`: one tensor, `frequency`, F16 (L, F)."""
+    spec = TensorSpec("F16", (config.num_layers, config.intermediate_size))
+    return tensors_layout({FREQUENCY_TENSOR: spec})
+
+
+def hotness_text(hotness: Hotness) -> bytes:
+    """The bytes of `hotness.json`."""
+    return sidecar_text(HOTNESS_SIDECAR, {"version": HOTNESS_VERSION, **asdict(hotness)})
+
+
+def parse_hotness(data: bytes, manifest: Manifest) -> Hotness:
+    """Raises BundleError for what is damaged, out of range, or was counted with other weights."""
+    section = parse_sidecar(HOTNESS_SIDECAR, data)
+    section.equal("version", HOTNESS_VERSION)
+    hotness = Hotness(
+        model=section.text("model", 64),
+        tokens=section.integer("tokens", 1, 1 << 48),
+        sha256=section.text("sha256", 64),
+    )
+    section.close()
+    if hotness.model != weights_digest(manifest):
+        raise BundleError(f"{HOTNESS_MANIFEST} was made for other weights than these: {_REMEDY}")
+    return hotness
+
+
+def frequencies_bytes(frequencies: NDArray[np.floating], config: ModelConfig) -> bytes:
+    """The bytes of `hotness.safetensors` for frequencies (L, F), shares of tokens from 0 to 1."""
+    shape = config.num_layers, config.intermediate_size
+    if frequencies.shape != shape or not _are_shares(frequencies):
+        raise ValueError(f"frequencies {frequencies.shape} aren't shares from 0 to 1 in the shape {shape}")
+    return hotness_layout(config).header + frequencies.astype("<f2").tobytes()
+
+
+def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> NDArray[np.float32]:
+    """(L, F) share of tokens for which each neuron fired. Raises BundleError for a damaged file."""
+    layout = hotness_layout(config)
+    if len(data) != layout.nbytes or not data.startswith(layout.header):
+        raise BundleError(f"{HOTNESS} isn't the {layout.nbytes} bytes that this model implies: {_REMEDY}")
+    if hashlib.sha256(data).hexdigest() != hotness.sha256:
+        raise BundleError(f"{HOTNESS} doesn't match its sha256; it was damaged: {_REMEDY}")
+    stored = np.frombuffer(data, "<f2", offset=len(layout.header))
+    if not _are_shares(stored):
+        raise BundleError(f"{HOTNESS} holds what isn't a share from 0 to 1: {_REMEDY}")
+    return stored.astype(np.float32).reshape(config.num_layers, config.intermediate_size)
+
+
+def _are_shares(values: NDArray[np.floating]) -> bool:
+    # NaN compares as neither.
+    return bool(((values >= 0) & (values <= 1)).all())
