@@ -23,9 +23,9 @@ STREAM_SLOT_BYTES = 2 << 20
 STREAM_SLOTS = 8
 STREAM_SHARE = 16
 """The stream's slots take at most this part of the feed-forward weights, where two slots do."""
-NEURON_TABLE_BYTES = 44
-"""Of every neuron: its slot and its scores; of every slot: its owner and its place among the free ones; and
-what dividing the slots among layers computes in between."""
+NEURON_TABLE_BYTES = 52
+"""Of every neuron: its slot and its scores; of every slot: its address, its owner, its place among the free
+ones; and what dividing the slots among layers computes in between."""
 FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
 FETCH_DEPTH = 64

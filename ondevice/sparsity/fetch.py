@@ -219,7 +219,11 @@ class NeuronFetcher:
         arrived = self._guessing.arrived()
         waited = self._lap()
         self._waited += waited
-        used = int(np.isin(guessed, ids, kind="table").sum()) if arrived else 0
+        used = 0
+        if arrived:
+            wanted = np.zeros(self._layers[0].source.num_neurons, dtype=bool)
+            wanted[ids] = True
+            used = int(np.count_nonzero(wanted[guessed]))
         self._guessed_hits += used
         self._guessing.count(len(guessed), used, waited, self._read_seconds)
         return arrived

@@ -62,7 +62,8 @@ class NeuronCache:
         self._policy = policy
         self._lent = 0
         self._segments: list[Bytes] = []
-        self._bases: Addresses = np.zeros(0, dtype=np.uint64)
+        self._address: Addresses = np.zeros(0, dtype=np.uint64)
+        """Where every slot that exists lies."""
         self._slot_of: Int32 = np.full((layers, neurons), -1, dtype=np.int32)
         self._owner: Int32 = np.zeros(0, dtype=np.int32)
         """layer * F + neuron, or -1, of every slot that exists."""
@@ -112,7 +113,7 @@ class NeuronCache:
             free = self._free[: self._num_free]
             free = free[free < limit]
             self._free, self._num_free = np.resize(free, limit), len(free)
-            self._owner, self._bases = self._owner[:limit].copy(), self._bases[:segments].copy()
+            self._owner, self._address = self._owner[:limit].copy(), self._address[:limit].copy()
             del self._segments[segments:]
         self._draw_shares()
 
@@ -147,7 +148,7 @@ class NeuronCache:
             own[missing] = slots[ids[missing]] = new
             self._owner[new] = layer * self._neurons + ids[missing]
             self._counts[layer] += len(missing)
-        return Placement(self._addresses(own), missing)
+        return Placement(self._address[own], missing)
 
     def has_room(self, count: int) -> bool:
         """Whether so many more neurons can be placed before anybody has to go."""
@@ -194,7 +195,7 @@ class NeuronCache:
         """
         slots = self._take(count)
         self._claimed[layer] += count
-        return slots, self._addresses(slots)
+        return slots, self._address[slots]
 
     def adopt(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
         """Those neurons of a claim that nobody has read meanwhile have their slots from now on.
@@ -251,10 +252,6 @@ class NeuronCache:
         for layer in range(layers):
             self.settle(layer)
 
-    def _addresses(self, slots: Int32) -> Addresses:
-        segments, slots_in = np.divmod(slots, self._segment_slots)
-        return self._bases[segments] + slots_in.astype(np.uint64) * np.uint64(self.slot_bytes)
-
     def _give_back(self, slots: Int32) -> None:
         self._free[self._num_free : self._num_free + len(slots)] = slots
         self._num_free += len(slots)
@@ -274,10 +271,12 @@ class NeuronCache:
         segment = _native.allocate(self._segment_slots * self.slot_bytes)
         first = len(self._owner)
         new = np.arange(first, first + self._segment_slots, dtype=np.int32)
-        bases = np.append(self._bases, np.uint64(segment.__array_interface__["data"][0]))
+        lies_at = np.uint64(segment.__array_interface__["data"][0])
+        places = lies_at + np.arange(self._segment_slots, dtype=np.uint64) * np.uint64(self.slot_bytes)
+        address = np.concatenate([self._address, places])
         owner = np.append(self._owner, np.full_like(new, -1))
         free = np.resize(np.concatenate([self._free[: self._num_free], new]), len(owner))
         # Nothing can fail from here on.
         self._segments.append(segment)
-        self._bases, self._owner, self._free = bases, owner, free
+        self._address, self._owner, self._free = address, owner, free
         self._num_free += len(new)

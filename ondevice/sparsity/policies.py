@@ -98,8 +98,9 @@ class GateScore:
         _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
-            near = np.clip(np.float32(0.5) + gates / scale, 0, 1)
-        _decayed_mean(self._near[layer], FAST_DECAY, np.nan_to_num(near, copy=False))
+            # What isn't a number is as far as can be.
+            near = np.fmin(np.fmax(np.float32(0.5) + gates / scale, 0), 1)
+        _decayed_mean(self._near[layer], FAST_DECAY, near)
 
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer] + np.float32(GATE_WEIGHT) * self._near[layer]
