@@ -6,14 +6,15 @@ Commands import what they need when they run, so that help is instant.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, QuantConfig
+from ondevice.bench_commands import bench, profile
+from ondevice.command_model import loaded_model, prepared_model
+from ondevice.config import QuantConfig
 from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
     CommandGroup,
@@ -27,7 +28,6 @@ from ondevice.options import (
     read_text,
 )
 from ondevice.settings import (
-    MAX_CONTEXT,
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
     runtime_config,
@@ -39,9 +39,7 @@ from ondevice.train_commands import train
 
 if TYPE_CHECKING:
     from ondevice.api import ConversionProgress, Model
-    from ondevice.engine import Prepared
 
-BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS, BENCH_WARM_UP_TOKENS = 128, 64, 3, 8
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
@@ -163,9 +161,9 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
 
     sampling = sampling_config(values)
     text = read_text(prompt) if prompt == "-" else prompt
-    prepared = _prepared(model, values)
+    prepared = prepared_model(model, values)
     api.check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
-    with _loaded(prepared) as loaded:
+    with loaded_model(prepared) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
             print_json(response.to_dict())
@@ -189,9 +187,9 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
 
     default = click.core.ParameterSource.DEFAULT
     chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
-    prepared = _prepared(model, values)
+    prepared = prepared_model(model, values)
     api.text_tokenizer(prepared)
-    with _loaded(prepared) as loaded:
+    with loaded_model(prepared) as loaded:
         recommended = loaded.bundle.manifest.generation
         sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
         if taken:
@@ -234,39 +232,7 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
     print_result(as_json, report.inspection(*shown), report.inspection_text(*shown))
 
 
-@cli.command()
-@model_option
-@option(
-    "--prompt-tokens",
-    type=click.IntRange(1, MAX_CONTEXT),
-    default=BENCH_PROMPT_TOKENS,
-    help="Length of the prompt.",
-)
-@option("--max-tokens", type=click.IntRange(0), default=BENCH_MAX_TOKENS, help="Tokens to generate.")
-@option("--runs", type=click.IntRange(1), default=BENCH_RUNS, help="Repetitions; medians are shown.")
-@add_options(RUNTIME_OPTIONS)
-@json_option
-def bench(
-    model: str | None, prompt_tokens: int, max_tokens: int, runs: int, as_json: bool, **values: Any
-) -> None:
-    """Measure how fast a model runs, once it is warm: medians of a few runs over a made-up prompt."""
-    from ondevice import api, report
-    from ondevice.scoring import benchmark_report
-    from ondevice.stats import median_stats
-
-    prepared = _prepared(model, values)
-    api.check_tokens(prepared, range(prompt_tokens), max_tokens)
-    with _loaded(prepared) as loaded:
-        # Memory fills in the first passes: they aren't what a run of any length is like.
-        loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
-        measured = []
-        for index in range(runs):
-            measured.append(loaded.measure(prompt_tokens, max_tokens))
-            say(f"run {index + 1} of {runs}: {report.figures(measured[-1])}")
-        if as_json:
-            print_json(benchmark_report(measured, loaded.kernel_target))
-        else:
-            click.echo(report.figures(median_stats(measured)))
+cli.add_command(bench)
 
 
 @cli.command("eval")
@@ -279,10 +245,10 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
     from ondevice import api
 
     content = read_text(text)
-    prepared = _prepared(model, values)
+    prepared = prepared_model(model, values)
     tokens = api.text_tokenizer(prepared).encode(content)
     api.scoring_windows(prepared, tokens)
-    with _loaded(prepared) as loaded, progress() as show:
+    with loaded_model(prepared) as loaded, progress() as show:
         score = loaded.score(
             tokens=tokens, on_progress=lambda done, total: show(done / total, f"{done} of {total} tokens")
         )
@@ -295,31 +261,7 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
 
 
 cli.add_command(train)
-
-
-@cli.command()
-@model_option
-@option("--output", "-o", type=click.Path(path_type=Path), help="A new folder: four SVGs and profile.json.")
-@option(
-    "--text",
-    metavar="FILE|-",
-    shell_complete=complete_path,
-    help="The text to run; if not given, the model writes one.",
-)
-@option("--tokens", type=click.IntRange(PROFILE_LEAST), default=PROFILE_TOKENS, help="Tokens run at most.")
-@json_option
-def profile(model: str | None, output: Path | None, text: str | None, tokens: int, as_json: bool) -> None:
-    """Measure which neurons fire, what caches of any size would miss, and how fast flash is read.
-
-    With --output it is drawn, too, which takes matplotlib: pip install 'ondevice[plots]'.
-    """
-    from ondevice import plots, report
-
-    content = None if text is None else read_text(text)
-    take_interrupts()
-    with progress() as show:
-        found = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)
-    print_result(as_json, found.to_dict(), report.profile_table(found))
+cli.add_command(profile)
 
 
 @cli.command()
@@ -335,26 +277,6 @@ def verify(model: str | None) -> None:
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
-
-
-def _prepared(model: str | None, values: dict[str, Any]) -> Prepared:
-    """The model as `_loaded` takes it. What is wrong with what it will get is to be said in between."""
-    from ondevice import api
-
-    prepared = api.open_model(model, runtime_config(values))
-    take_interrupts()
-    return prepared
-
-
-@contextmanager
-def _loaded(prepared: Prepared) -> Iterator[Model]:
-    """The model, its plan said before its weights are read, closed at the end."""
-    from ondevice import api, report
-
-    prepared.plan.require_fit(prepared.bundle.name)
-    say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
-    with api.Model(prepared) as loaded:
-        yield loaded
 
 
 def _say_figures(model: Model) -> None:

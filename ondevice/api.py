@@ -26,8 +26,8 @@ from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
-from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare, system_refusals
-from ondevice.errors import UsageError
+from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare
+from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, check_prompt
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan

@@ -6,13 +6,11 @@ reading a weight is `Prepared`; the plan in it is the one that the engine alloca
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import logging
 import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ondevice.backends.base import Bytes, Float32, KVLayout
@@ -20,7 +18,7 @@ from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, SamplingConfig
-from ondevice.errors import BudgetError, OndeviceError
+from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
@@ -45,9 +43,16 @@ from ondevice.sparsity.guessing import GuessQuality
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
-from ondevice.stats import GenerationStats
+from ondevice.stats import GenerationStats, PassTimes
 from ondevice.tokenizer import Tokenizer, load_tokenizer
-from ondevice.units import format_bytes, memory_available, parse_size, process_memory, usable_cores
+from ondevice.units import (
+    format_bytes,
+    memory_available,
+    parse_size,
+    process_memory,
+    trim_heap,
+    usable_cores,
+)
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +177,35 @@ class Engine:
         """The instruction set that multiplies; `numpy` for the reference backend."""
         return "numpy" if self._cpu is None else self._cpu.engine.target
 
+    @property
+    def io(self) -> str:
+        """How flash is read: `direct` or `buffered`."""
+        return self._reader.io
+
+    @property
+    def feed_forward_bytes(self) -> int:
+        """Memory that holds neurons now."""
+        return 0 if self._neurons is None else self._neurons.nbytes
+
+    def counters(self) -> Counters:
+        """Totals since the engine was made."""
+        flash = self._reader.stats
+        times = PassTimes() if self._neurons is None else self._neurons.times
+        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else GuessQuality()
+        return Counters(
+            flash_bytes_read=flash.bytes_read,
+            flash_reads=flash.reads,
+            flash_read_seconds=flash.read_seconds,
+            flash_cpu_seconds=flash.cpu_seconds,
+            waited_seconds=times.waited,
+            managed_seconds=times.managed,
+            neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
+            neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
+            guesses_used=guesses.used,
+            guess_wasted_bytes=guesses.wasted_bytes,
+            peak_memory_bytes=process_memory().peak_bytes,
+        )
+
     def generate(
         self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
     ) -> Iterator[Event]:
@@ -263,7 +297,7 @@ class Engine:
             self._neurons = self._neuron_memory(self._cpu.feed_forwards)
             self._lend(plan.segments_for(plan.kv_block_bytes))
         self._reader.trim()
-        _trim_heap()
+        trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
         return Generator(
             transformer,
@@ -271,7 +305,7 @@ class Engine:
             frozenset(self._bundle.manifest.tokenizer.eos_ids),
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
-            counters=self._counters,
+            counters=self.counters,
             labels=GenerationStats(
                 backend=backend.name, sparsity=runtime.sparsity, speculation="off", io=self._reader.io
             ),
@@ -302,6 +336,7 @@ class Engine:
             layers,
             self._reader,
             cache,
+            part_bytes=self._bundle.neuron_file(0).crc_units,
             batch=fetch_neurons(config),
             guesses=guess_neurons(config),
             costs=self._costs,
@@ -360,40 +395,6 @@ class Engine:
 
     def _lend(self, segments: int) -> None:
         if self._neurons is not None:
-            self._neurons.resize(self.plan.segment.lent(segments))
+            lent = segments if self._fetch.keep else self.plan.segment.least
+            self._neurons.resize(self.plan.segment.lent(lent))
             self._segments = segments
-
-    def _counters(self) -> Counters:
-        flash = self._reader.stats
-        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else GuessQuality()
-        return Counters(
-            flash_bytes_read=flash.bytes_read,
-            flash_read_seconds=flash.read_seconds,
-            flash_cpu_seconds=flash.cpu_seconds,
-            neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
-            neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
-            guesses_used=guesses.used,
-            guess_wasted_bytes=guesses.wasted_bytes,
-            peak_memory_bytes=process_memory().peak_bytes,
-        )
-
-
-@contextmanager
-def system_refusals() -> Iterator[None]:
-    """Turns the system's refusal of memory, which a plan can't foresee, into an OndeviceError."""
-    try:
-        yield
-    except (MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
-            raise
-        raise OndeviceError(
-            "the system refuses memory that the budget allows; lower --dram-budget, or raise the limit that "
-            "the process runs under"
-        ) from error
-
-
-def _trim_heap() -> None:
-    """Give back what loading freed: glibc keeps it, and it would count against the budget for ever."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which is no error of ours."""
 
@@ -73,3 +77,17 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
     return OndeviceError(
         f"the system refuses a thread: {reason}; raise the limit that the process runs under"
     )
+
+
+@contextmanager
+def system_refusals() -> Iterator[None]:
+    """Turns the system's refusal of memory, which a plan can't foresee, into an OndeviceError."""
+    try:
+        yield
+    except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise OndeviceError(
+            "the system refuses memory that the budget allows; lower --dram-budget, or raise the limit that "
+            "the process runs under"
+        ) from error

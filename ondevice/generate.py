@@ -49,6 +49,9 @@ class Counters:
     guesses_used: int = 0
     guess_wasted_bytes: int = 0
     peak_memory_bytes: int = 0
+    flash_reads: int = 0
+    waited_seconds: float = 0.0
+    managed_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def profile(
         firing=firing,
         misses=misses,
         reads=reads,
-        notes=(*notes, *_read_notes(reads)),
+        notes=(*notes, *read_doubts(reads.io, reads.file_bytes), *_read_notes(reads)),
     )
 
 
@@ -283,18 +283,24 @@ def _own_text(
     return f"the model's own at temperature {OWN_TEMPERATURE}, continuing {named}", pieces
 
 
-def _read_notes(reads: Throughput) -> list[str]:
+def read_doubts(io: str, file_bytes: int) -> list[str]:
+    """Why figures of reading may say little of flash. file_bytes: of all files that were read."""
     notes = []
-    if reads.io == "buffered":
+    if io == "buffered":
         notes.append(
-            "the file system refuses direct reads: these went through the page cache, and may say more of "
-            "memory than of flash"
+            "reads went through the page cache, as the file system refuses direct ones or --io says so: they "
+            "may say more of memory than of flash"
         )
-    if reads.file_bytes < LITTLE_BYTES:
+    if file_bytes < LITTLE_BYTES:
         notes.append(
-            f"the neuron files have {format_bytes(reads.file_bytes)} in all, which the device may hold in "
+            f"the neuron files have {format_bytes(file_bytes)} in all, which the device may hold in "
             "memory of its own: a large model's reads may be slower"
         )
+    return notes
+
+
+def _read_notes(reads: Throughput) -> list[str]:
+    notes = []
     missing = sorted({rate.read_bytes for rate in reads.rates if rate.bytes_per_second is None})
     if missing:
         listed = ", ".join(f"{nbytes >> 10} KiB" for nbytes in missing)

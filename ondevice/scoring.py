@@ -87,14 +87,19 @@ def benchmark_report(runs: Sequence[GenerationStats], kernel_target: str) -> dic
         **median.to_dict(),
         "runs": len(runs),
         "flash_bytes_per_token": median.flash_bytes_read // max(1, median.generated_tokens),
-        "machine": {
-            "system": platform.system(),
-            "processor": _processor(),
-            "architecture": platform.machine(),
-            "cores": usable_cores(),
-            "memory_bytes": memory_total(),
-            "kernel_target": kernel_target,
-        },
+        "machine": machine(kernel_target),
+    }
+
+
+def machine(kernel_target: str) -> dict[str, Any]:
+    """What figures belong to. kernel_target: the instruction set that multiplied."""
+    return {
+        "system": platform.system(),
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "cores": usable_cores(),
+        "memory_bytes": memory_total(),
+        "kernel_target": kernel_target,
     }
 
 

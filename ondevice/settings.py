@@ -106,6 +106,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "quant": str,
     "prompt_tokens": int,
     "runs": int,
+    "ablation": bool,
     "tokens": int,
     "no_calibrate": bool,
     "resume": bool,

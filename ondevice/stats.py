@@ -46,6 +46,14 @@ class GenerationStats:
         return dataclasses.asdict(self)
 
 
+@dataclass(frozen=True)
+class PassTimes:
+    """Where passes spent time beside computing, in seconds: waiting for reads, and managing the cache."""
+
+    waited: float = 0.0
+    managed: float = 0.0
+
+
 def per_second(count: float, seconds: float) -> float:
     """`count / seconds`, and 0.0 for an interval too short to measure (JSON has no infinity)."""
     return count / seconds if seconds > 0.0 else 0.0

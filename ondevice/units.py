@@ -224,3 +224,10 @@ def _macos_footprint() -> ProcessMemory:
         raise BackendUnavailableError(f"proc_pid_rusage failed: {os.strerror(ctypes.get_errno())}")
     footprint, lifetime_peak = counters[2 + 7], counters[2 + 28]
     return ProcessMemory(footprint, max(footprint, lifetime_peak))
+
+
+def trim_heap() -> None:
+    """Give back what loading freed: glibc keeps it, and it would count against the budget for ever."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

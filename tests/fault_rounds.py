@@ -105,7 +105,7 @@ def assert_nothing_leaked(model: Model) -> None:
     assert sum(cache._claimed) == len(claimed)
     for layer, share in enumerate(cache._shares):
         assert cache._counts[layer] + cache._claimed[layer] <= share
-    assert all(reads.done() for reads in neurons._reads)
+    assert all(batch.done() for reads in neurons._reads for batch, _ in reads._batches)
     assert model._engine._reader.staging_bytes <= model.plan.stream.nbytes
 
 

@@ -31,8 +31,9 @@ LAYERS = (
     ("memory_sizes", "memory_plan"),
     ("generate",),
     ("settings", "models", "owner", "engine", "scoring", "response", "session", "api", "training"),
-    ("profiling",),
-    ("report", "plots", "options", "chat_commands", "terminal", "train_commands", "cli", "__main__"),
+    ("profiling", "ablation"),
+    ("report", "plots", "options", "chat_commands", "terminal"),
+    ("command_model", "train_commands", "bench_commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]
 CONVERTERS_MAY_IMPORT = [part for layer in LAYERS[:6] for part in layer]

@@ -266,7 +266,7 @@ def test_an_error_in_a_pass_comes_through_and_the_cache_survives() -> None:
 
 
 def test_stats_count_passes_and_what_the_counters_rose_by() -> None:
-    totals = iter([Counters(100, 1.0, 0.5, 10, 20, 7), Counters(150, 1.5, 0.75, 16, 28, 9)])
+    totals = iter([Counters(100, 1.0, 0.5, 10, 20, 2, 30, 7), Counters(150, 1.5, 0.75, 16, 28, 3, 50, 9)])
     labels = GenerationStats(backend="reference", io="buffered")
     engine = generator(prefill_chunk=4, counters=lambda: next(totals), labels=labels)
     *_, last = run(engine, "abcdefghij", max_tokens=6)
@@ -274,7 +274,11 @@ def test_stats_count_passes_and_what_the_counters_rose_by() -> None:
     assert (figures.prompt_tokens, figures.generated_tokens, figures.forward_passes) == (10, 6, 3 + 5)
     assert (figures.flash_bytes_read, figures.peak_memory_bytes) == (50, 9)
     assert (figures.flash_read_seconds, figures.flash_cpu_seconds) == (0.5, 0.25)
-    assert figures.neuron_cache_hit_rate == 0.75
+    assert (figures.neuron_cache_hit_rate, figures.guess_recall, figures.guess_wasted_bytes) == (
+        0.75,
+        0.5,
+        20,
+    )
     assert figures.accepted_tokens_per_pass == 1.0
     assert (figures.backend, figures.io) == ("reference", "buffered")
     assert figures.time_to_first_token_seconds > 0

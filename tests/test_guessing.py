@@ -163,7 +163,8 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
             count = min(claim.halt(), 20)
             slots, addresses = cache.claim(layer, count)
             reads = _native.RecordBatch(model._engine._reader.native, urgent=True)
-            reads.start(guess._layers[layer].source.file, guess._first_part, claim.ids[:count], addresses, 0)
+            file, parts = guess._layers[layer].source.file, guess._parts
+            reads.start(file, parts.first, parts.count, claim.ids[:count], addresses, 0)
             reads.finish()
             cache.adopt(layer, claim.ids[:count], slots)
             ids = original(guess, layer)

@@ -21,12 +21,12 @@ OFFSETS = (0, PARTS[0])
 
 
 class Slots:
-    """Slots for some records from a part on, in an order of their own, filled with what no record has."""
+    """Slots for parts of some records, in an order of their own, filled with what no record has."""
 
-    def __init__(self, ids: list[int], part: int) -> None:
+    def __init__(self, ids: list[int], part: int, parts: int = 1) -> None:
         self.ids = np.array(ids, dtype=np.int32)
         self.start = OFFSETS[part]
-        self.nbytes = STRIDE - self.start
+        self.nbytes = sum(PARTS[part : part + parts])
         self.rows = np.zeros((len(ids) + 1, self.nbytes + 8), np.uint8)
         self.places = np.random.default_rng(len(ids)).permutation(len(ids))
 
@@ -37,7 +37,8 @@ class Slots:
 
     def assert_hold(self, records: RecordFile) -> None:
         for record, place in zip(self.ids, self.places, strict=True):
-            np.testing.assert_array_equal(self.rows[place, : self.nbytes], records.data[record, self.start :])
+            expected = records.data[record, self.start : self.start + self.nbytes]
+            np.testing.assert_array_equal(self.rows[place, : self.nbytes], expected)
         # Nothing beside what is wanted, and nothing behind the last slot.
         assert not self.rows[:, self.nbytes :].any()
         assert not self.rows[len(self.ids)].any()
@@ -47,10 +48,16 @@ ascending = st.lists(st.integers(0, RECORDS - 1), max_size=80, unique=True).map(
 
 
 @settings(max_examples=80, deadline=None)
-@given(ids=ascending, part=st.integers(0, 1), gap=st.sampled_from([0, 700, 5000, 1 << 20]))
-def test_any_records(reader: FlashReader, records: RecordFile, ids: list[int], part: int, gap: int) -> None:
-    batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, part)
-    batch.start(0, part, slots.ids, slots.targets, gap)
+@given(
+    ids=ascending,
+    which=st.sampled_from([(0, 1), (0, 2), (1, 1)]),
+    gap=st.sampled_from([0, 700, 5000, 1 << 20]),
+)
+def test_any_records(
+    reader: FlashReader, records: RecordFile, ids: list[int], which: tuple[int, int], gap: int
+) -> None:
+    batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, *which)
+    batch.start(0, *which, slots.ids, slots.targets, gap)
     batch.finish()
     slots.assert_hold(records)
 
@@ -58,7 +65,7 @@ def test_any_records(reader: FlashReader, records: RecordFile, ids: list[int], p
 def test_a_gap_that_may_be_read_through_makes_one_read_of_two(reader: FlashReader) -> None:
     def bytes_read(ids: list[int], gap: int) -> int:
         batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, 1)
-        batch.start(0, 1, slots.ids, slots.targets, gap)
+        batch.start(0, 1, 1, slots.ids, slots.targets, gap)
         batch.finish()
         return batch.stats()[0]
 
@@ -67,6 +74,12 @@ def test_a_gap_that_may_be_read_through_makes_one_read_of_two(reader: FlashReade
     apart, together = bytes_read([8, 18], between - 1), bytes_read([8, 18], between)
     assert apart == bytes_read([8], 0) + bytes_read([18], 0)
     assert together > apart
+    batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots([8, 18], 1)
+    for gap, reads in [(between - 1, 2), (between, 1)]:
+        before = batch.stats()[3]
+        batch.start(0, 1, 1, slots.ids, slots.targets, gap)
+        batch.finish()
+        assert batch.stats()[3] - before == reads
     # One read has 64 KiB at most, however near its records are.
     at_once = -(-RECORDS * STRIDE // (64 << 10))
     assert bytes_read(list(range(RECORDS)), 1 << 20) > RECORDS * STRIDE + at_once // 2 * 4096
@@ -78,7 +91,7 @@ def test_two_batches_are_under_way_at_once(reader: FlashReader, records: RecordF
     for _ in range(3):
         for batch, half in zip(batches, slots, strict=True):
             half.rows[:] = 0
-            batch.start(0, 1, half.ids, half.targets, 0)
+            batch.start(0, 1, 1, half.ids, half.targets, 0)
         for batch, half in zip(batches, slots, strict=True):
             batch.finish()
             half.assert_hold(records)
@@ -93,25 +106,25 @@ def test_damage_names_the_lowest_record_and_the_next_batch_is_sound(tmp_path: Pa
         batch = _native.RecordBatch(reader.native, urgent=True)
         for _ in range(5):
             slots = Slots(list(range(0, 200, 10)), 1)
-            batch.start(0, 1, slots.ids, slots.targets, 0)
+            batch.start(0, 1, 1, slots.ids, slots.targets, 0)
             with pytest.raises(FlashReadError, match=f"from {HEADER_BYTES + 50 * STRIDE + PARTS[0]} "):
                 batch.finish()
             sound = Slots([3, 49, 51, 121], 1)
-            batch.start(0, 1, sound.ids, sound.targets, 0)
+            batch.start(0, 1, 1, sound.ids, sound.targets, 0)
             batch.finish()
             sound.assert_hold(records)
         # What lies between two parts that are wanted isn't.
         around = Slots([49, 51], 1)
-        batch.start(0, 1, around.ids, around.targets, 1 << 16)
+        batch.start(0, 1, 1, around.ids, around.targets, 1 << 16)
         batch.finish()
         around.assert_hold(records)
         # Nor is a damaged first part where only the second is wanted; whole records have it.
         second = Slots([70], 1)
-        batch.start(0, 1, second.ids, second.targets, 0)
+        batch.start(0, 1, 1, second.ids, second.targets, 0)
         batch.finish()
         second.assert_hold(records)
-        whole = Slots([69, 70], 0)
-        batch.start(0, 0, whole.ids, whole.targets, 0)
+        whole = Slots([69, 70], 0, 2)
+        batch.start(0, 0, 2, whole.ids, whole.targets, 0)
         with pytest.raises(FlashReadError, match=f"from {HEADER_BYTES + 70 * STRIDE} "):
             batch.finish()
 
@@ -121,7 +134,7 @@ def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
     with FlashReader([records.checked], threads=2) as reader:
         os.truncate(records.checked.path, HEADER_BYTES + 60 * STRIDE)
         batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots([10, 90], 1)
-        batch.start(0, 1, slots.ids, slots.targets, 0)
+        batch.start(0, 1, 1, slots.ids, slots.targets, 0)
         with pytest.raises(FlashReadError):
             batch.finish()
 
@@ -130,25 +143,26 @@ def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
 def test_ids_that_do_not_ascend_within_the_file_are_refused(reader: FlashReader, ids: list[int]) -> None:
     batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(ids, 1)
     with pytest.raises(IndexError):
-        batch.start(0, 1, slots.ids, slots.targets, 0)
+        batch.start(0, 1, 1, slots.ids, slots.targets, 0)
     batch.finish()
 
 
 def test_misuse_is_refused(reader: FlashReader, records: RecordFile) -> None:
     batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots([1, 2], 1)
-    with pytest.raises(IndexError, match="part 2"):
-        batch.start(0, 2, slots.ids, slots.targets, 0)
+    for first, parts in [(2, 1), (1, 2), (0, 3), (0, 0), (2, 0), (1 << 63, 1 << 63)]:
+        with pytest.raises(IndexError, match=f"{parts} parts from part {first} on of 2"):
+            batch.start(0, first, parts, slots.ids, slots.targets, 0)
     with pytest.raises(ValueError, match=r"\(n,\)"):
-        batch.start(0, 1, slots.ids, slots.targets[:1], 0)
-    batch.start(0, 1, slots.ids, slots.targets, 0)
+        batch.start(0, 1, 1, slots.ids, slots.targets[:1], 0)
+    batch.start(0, 1, 1, slots.ids, slots.targets, 0)
     with pytest.raises(ValueError, match="finish"):
-        batch.start(0, 1, slots.ids, slots.targets, 0)
+        batch.start(0, 1, 1, slots.ids, slots.targets, 0)
     batch.finish()
     slots.assert_hold(records)
     batch.close()
     batch.close()
     with pytest.raises(ValueError, match="closed"):
-        batch.start(0, 1, slots.ids, slots.targets, 0)
+        batch.start(0, 1, 1, slots.ids, slots.targets, 0)
 
 
 def test_close_waits_for_what_is_being_read(tmp_path: Path) -> None:
@@ -156,7 +170,7 @@ def test_close_waits_for_what_is_being_read(tmp_path: Path) -> None:
     for _ in range(20):
         with FlashReader([records.checked], threads=4) as reader:
             batch, slots = _native.RecordBatch(reader.native, urgent=True), Slots(list(range(0, 3000, 2)), 1)
-            batch.start(0, 1, slots.ids, slots.targets, 0)
+            batch.start(0, 1, 1, slots.ids, slots.targets, 0)
             batch.close()
             seen = slots.rows.copy()
             with pytest.raises(ValueError, match="closed"):

@@ -6,6 +6,7 @@ is allocated for it. Reading and checksumming weights is the flash layer's work;
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -106,6 +107,7 @@ class Bundle:
         self._spans = _spans(RESIDENT, resident_tensors(self.config, self.quant))
         self._check_with_safetensors()
         self._crcs = self._read_checksums()
+        self._rechecked: dict[str, CheckedFile] = {}
         self.added: dict[str, AddedFile] = {}
         """Files of tensors that `bundle.json` doesn't know, by name."""
         self.predictors = self._read_predictors()
@@ -160,12 +162,20 @@ class Bundle:
 
     def file(self, name: str) -> CheckedFile:
         """The file `name` with its checksums. Raises BundleError if the bundle has no such file."""
+        if name in self._rechecked:
+            return self._rechecked[name]
         entry = self.manifest.files.get(name)
         if entry is None or entry.crc is None:
             raise BundleError(f"{name!r} is not a file with checksums in the bundle {self.path}")
         layout = file_layout(name, self.config, self.quant)
         crcs = self._crcs[entry.crc.offset : entry.crc.offset + entry.crc.count]
         return CheckedFile(self._folder / name, entry.nbytes, layout.crc_start, layout.crc_units, crcs)
+
+    def with_files(self, files: Mapping[str, CheckedFile]) -> Bundle:
+        """The same bundle, some of its files checked in other units than the format's."""
+        other = copy.copy(self)
+        other._rechecked = {**self._rechecked, **files}
+        return other
 
     def added_file(self, name: str) -> CheckedFile:
         """The tensors' file of the predictors or of the thresholds. Raises BundleError if there are none."""

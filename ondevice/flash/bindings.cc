@@ -86,9 +86,11 @@ IoMode parse_io(const std::string& io) {
   throw std::invalid_argument("io is auto, direct or buffered, not " + io);
 }
 
-using Times = std::tuple<uint64_t, double, double>;
+using Times = std::tuple<uint64_t, double, double, uint64_t>;
 
-Times times(const ReadStats& stats) { return {stats.bytes_read, stats.read_seconds, stats.cpu_seconds}; }
+Times times(const ReadStats& stats) {
+  return {stats.bytes_read, stats.read_seconds, stats.cpu_seconds, stats.reads};
+}
 
 std::vector<Extent> make_extents(const std::vector<std::tuple<size_t, int64_t, int64_t>>& tuples) {
   std::vector<Extent> extents;
@@ -201,14 +203,14 @@ void bind_batch(nb::module_& m) {
       .def(nb::init<std::shared_ptr<FlashReader>, bool>(), nb::arg("reader"), nb::arg("urgent"))
       .def(
           "start",
-          [](RecordBatch& self, size_t file, size_t first_part, RecordIds ids, Targets targets,
+          [](RecordBatch& self, size_t file, size_t first_part, size_t parts, RecordIds ids, Targets targets,
              int64_t gap_bytes) {
             if (ids.size() != targets.size()) throw std::invalid_argument("ids and targets are (n,)");
             nb::gil_scoped_release release;
-            self.start(file, first_part, ids.data(), ids.size(), targets.data(), gap_bytes);
+            self.start(file, first_part, parts, ids.data(), ids.size(), targets.data(), gap_bytes);
           },
-          nb::arg("file"), nb::arg("first_part"), nb::arg("ids").noconvert(), nb::arg("targets").noconvert(),
-          nb::arg("gap_bytes"))
+          nb::arg("file"), nb::arg("first_part"), nb::arg("parts"), nb::arg("ids").noconvert(),
+          nb::arg("targets").noconvert(), nb::arg("gap_bytes"))
       .def("done", &RecordBatch::done, Release())
       .def("halt", &RecordBatch::halt, Release())
       .def("finish", &RecordBatch::finish, Release())

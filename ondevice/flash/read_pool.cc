@@ -38,6 +38,7 @@ void ReadMeter::begin() {
 void ReadMeter::end(uint64_t bytes, double cpu_seconds) {
   stats_.bytes_read += bytes;
   stats_.cpu_seconds += cpu_seconds;
+  ++stats_.reads;
   if (--in_flight_ == 0) stats_.read_seconds += seconds(CLOCK_MONOTONIC) - busy_since_;
 }
 

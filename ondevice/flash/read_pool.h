@@ -32,6 +32,7 @@ struct ReadStats {
   uint64_t bytes_read = 0;  // as asked from the device: whole pages
   double read_seconds = 0;  // wall time during which at least one read was in flight
   double cpu_seconds = 0;   // of the threads that read and checked
+  uint64_t reads = 0;       // pieces, one system call each where nothing comes short
 };
 
 // Adds up wall time while anything is in flight.

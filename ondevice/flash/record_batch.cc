@@ -1,6 +1,7 @@
 #include "record_batch.h"
 
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -17,14 +18,15 @@ RecordBatch::RecordBatch(std::shared_ptr<FlashReader> reader, bool urgent) : rea
   reader_->pool().add(this, urgent);
 }
 
-void RecordBatch::start(size_t file_index, size_t first_part, const int32_t* ids, size_t count,
+void RecordBatch::start(size_t file_index, size_t first_part, size_t parts, const int32_t* ids, size_t count,
                         const uint64_t* targets, int64_t gap_bytes) {
   const FlashFile& file = reader_->file(file_index);
   const std::vector<uint64_t>& units = file.spec().units;
-  if (first_part >= units.size())
-    throw std::out_of_range("part " + std::to_string(first_part) + " of " + std::to_string(units.size()));
-  int64_t part_offset = 0;
-  for (size_t i = 0; i < first_part; ++i) part_offset += static_cast<int64_t>(units[i]);
+  if (parts == 0 || first_part >= units.size() || parts > units.size() - first_part)
+    throw std::out_of_range(std::to_string(parts) + " parts from part " + std::to_string(first_part) +
+                            " on of " + std::to_string(units.size()));
+  const auto first_unit = units.begin() + static_cast<std::ptrdiff_t>(first_part);
+  const int64_t part_offset = std::accumulate(units.begin(), first_unit, int64_t{0});
   const int64_t records = (file.spec().nbytes - file.spec().crc_start) / file.period();
   for (size_t i = 0; i < count; ++i)
     if (ids[i] < (i == 0 ? 0 : ids[i - 1] + 1) || ids[i] >= records)
@@ -41,7 +43,7 @@ void RecordBatch::start(size_t file_index, size_t first_part, const int32_t* ids
     // Nothing can fail from here on.
     under_way_ = true;
     file_ = &file;
-    wanted_bytes_ = file.period() - part_offset;
+    wanted_bytes_ = std::accumulate(first_unit, first_unit + static_cast<std::ptrdiff_t>(parts), int64_t{0});
     error_.clear();
     next_ = 0;
     for (size_t i = 0; i < count; ++i) {

@@ -19,12 +19,12 @@ class RecordBatch : public PieceSource {
   RecordBatch(std::shared_ptr<FlashReader> reader, bool urgent);
   ~RecordBatch() override { close(); }
 
-  // Begins to read the parts from `first_part` on of the records ids[0] < ids[1] < ... of a file, each to its
-  // target. Records with at most `gap_bytes` between what is wanted are one read. The targets must stay until
-  // finish() or close(). Throws std::invalid_argument if the batch before isn't finished, std::out_of_range
-  // for a part or a record that the file hasn't.
-  void start(size_t file, size_t first_part, const int32_t* ids, size_t count, const uint64_t* targets,
-             int64_t gap_bytes);
+  // Begins to read `parts` parts, from `first_part` on, of the records ids[0] < ids[1] < ... of a file, each
+  // to its target. Records with at most `gap_bytes` between what is wanted are one read. The targets must
+  // stay until finish() or close(). Throws std::invalid_argument if the batch before isn't finished,
+  // std::out_of_range for a part or a record that the file hasn't.
+  void start(size_t file, size_t first_part, size_t parts, const int32_t* ids, size_t count,
+             const uint64_t* targets, int64_t gap_bytes);
   // Whether finish() would wait for nothing.
   bool done();
   // Gives up what hasn't begun, without waiting. Returns how many of the ids, from the first on, are read.

@@ -115,7 +115,8 @@ def _batch_rate(
     ids = (first[:, None] + np.arange(run)).ravel().astype(np.int32)
     before = reads.stats()[0]
     start = time.perf_counter()
-    reads.start(index, 0, ids, slots.ctypes.data + np.arange(len(ids), dtype=np.uint64) * record, 0)
+    targets = slots.ctypes.data + np.arange(len(ids), dtype=np.uint64) * record
+    reads.start(index, 0, len(files[index].crc_units), ids, targets, 0)
     reads.finish()
     taken = time.perf_counter() - start
     nbytes = reads.stats()[0] - before

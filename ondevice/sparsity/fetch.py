@@ -20,11 +20,12 @@ from ondevice.backends.cpu import BLOCK_NEURONS, CpuFeedForward
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import _native
 from ondevice.sparsity.guessing import Guessing, GuessQuality
 from ondevice.sparsity.neuron_cache import Addresses, NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
+from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 from ondevice.sparsity.warming import Warming
+from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
 """The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
@@ -39,39 +40,34 @@ READ_WEIGHT = 0.1
 class _Batch:
     ids: Int32
     placement: Placement
-    reads: _native.RecordBatch | None
+    reads: RecordReads | None
 
 
 @dataclass(frozen=True)
 class FetchOptions:
     """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
 
-    keep: let neurons stay in memory after the pass that read them. fill_ahead: read the likeliest into slots
-    that are spare. guess: begin to read the next layer's before they are known.
+    keep: let neurons stay in memory after the pass that read them (in dense mode, too). fill_ahead: read the
+    likeliest into slots that are spare. guess: begin to read the next layer's before they are known. bundled:
+    read what is wanted of a neuron at once, and near neighbours with it; else every checked part by itself
+    (but not guesses and what is filled ahead), which are rows in files that are checked row by row.
     """
 
     policy: PolicyName = DEFAULT_POLICY
     keep: bool = True
     fill_ahead: bool = True
     guess: bool = True
+    bundled: bool = True
 
 
 DEFAULT_FETCH = FetchOptions()
 
 
-@dataclass(frozen=True)
-class FetchTimes:
-    """Where passes spent time beside computing, in seconds: waiting for reads, and managing the cache."""
-
-    waited: float = 0.0
-    managed: float = 0.0
-
-
 class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
-    guesses: neurons of the next layer that are read from a guess, at most. costs: of reads with the threads
-    that `reader` has.
+    part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
+    guess, at most. costs: of reads with the threads that `reader` has.
     """
 
     def __init__(
@@ -79,6 +75,8 @@ class NeuronFetcher:
         layers: Sequence[CpuFeedForward],
         reader: FlashReader,
         cache: NeuronCache,
+        *,
+        part_bytes: Sequence[int],
         batch: int,
         guesses: int,
         costs: CostModel,
@@ -87,15 +85,17 @@ class NeuronFetcher:
         self._layers = layers
         self._cache = cache
         self._batch = batch
-        self._reads = deque(_native.RecordBatch(reader.native, urgent=True) for _ in range(BATCHES))
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
-        self._first_part = WHOLE_RECORD if predicted else UP_AND_DOWN
-        self._gap_bytes = costs.gap_bytes(reader.threads)
-        warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
-        self._warming = Warming(layers, reader, cache, self._first_part, warm_bytes)
-        self._guessing = Guessing(
-            layers, reader, cache, first_part=self._first_part, gap_bytes=self._gap_bytes, most=guesses
+        first = WHOLE_RECORD if predicted else UP_AND_DOWN
+        wanted = Parts(first, len(part_bytes) - first)
+        gap_bytes = costs.gap_bytes(reader.threads)
+        groups = [wanted] if options.bundled else one_by_one(wanted, part_bytes)
+        self._reads = deque(
+            RecordReads(reader, groups, gap_bytes if options.bundled else 0) for _ in range(BATCHES)
         )
+        warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
+        self._warming = Warming(layers, reader, cache, wanted, warm_bytes)
+        self._guessing = Guessing(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
         self._fill_ahead = options.keep and options.fill_ahead
         self._guessed_hits = 0
         self._since = 0.0
@@ -123,8 +123,8 @@ class NeuronFetcher:
         return self._cache.hits - self._guessed_hits
 
     @property
-    def times(self) -> FetchTimes:
-        return FetchTimes(self._waited, self._managed)
+    def times(self) -> PassTimes:
+        return PassTimes(self._waited, self._managed)
 
     @property
     def guesses(self) -> GuessQuality:
@@ -202,7 +202,7 @@ class NeuronFetcher:
         before, self._since = self._since, time.perf_counter()
         return self._since - before
 
-    def _wait(self, reads: _native.RecordBatch, missing: int) -> None:
+    def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
         try:
             reads.finish()
@@ -237,7 +237,7 @@ class NeuronFetcher:
         self._reads.rotate()
         file, started = self._layers[index].source.file, False
         try:
-            reads.start(file, self._first_part, ids[missing], placement.addresses[missing], self._gap_bytes)
+            reads.start(file, ids[missing], placement.addresses[missing])
             started = True
         finally:
             if not started:

@@ -22,6 +22,7 @@ from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.record_reads import Parts
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,8 @@ class _Claim:
 class Guessing:
     """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
 
-    Begun by `foresee`, halted when the layer's own turn comes (`adopt`), and waited for by `arrived`.
+    parts: what is read of records. Begun by `foresee`, halted when the layer's own turn comes (`adopt`), and
+    waited for by `arrived`.
     """
 
     def __init__(
@@ -80,13 +82,13 @@ class Guessing:
         reader: FlashReader,
         cache: NeuronCache,
         *,
-        first_part: int,
+        parts: Parts,
         gap_bytes: int,
         most: int,
     ) -> None:
         self._layers = layers
         self._cache = cache
-        self._first_part = first_part
+        self._parts = parts
         self._gap_bytes = gap_bytes
         self._most = most
         self._idle = [_native.RecordBatch(reader.native, urgent=False) for _ in range(2)]
@@ -206,7 +208,8 @@ class Guessing:
         reads, started = self._idle.pop(), False
         try:
             file = self._layers[layer].source.file
-            reads.start(file, self._first_part, ids, addresses, self._gap_bytes)
+            parts = self._parts
+            reads.start(file, parts.first, parts.count, ids, addresses, self._gap_bytes)
             started = True
         finally:
             if not started:

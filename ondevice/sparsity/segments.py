@@ -13,6 +13,7 @@ flash (a virtual machine's host may give 0.7 GB/s), and the first token waits fo
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from ondevice.errors import OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.stats import PassTimes
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class SegmentPool:
         self._pieces: list[list[tuple[int, int, Extent]]] = []
         """Per layer, what the stream reads; empty when residency has changed since it was scheduled."""
         self._starts: list[int] = []
+        self._waited = 0.0
         self.lookups = 0
         """Neurons that passes have multiplied, counted once per pass and layer."""
         self.hits = 0
@@ -73,6 +76,11 @@ class SegmentPool:
     def nbytes(self) -> int:
         """Bytes of the segments that exist, filled or waiting to be."""
         return (sum(len(layer.segments) for layer in self._layers) + len(self._empty)) * self._segment_bytes
+
+    @property
+    def times(self) -> PassTimes:
+        """Segments are filled while passes compute, so there is nothing to manage."""
+        return PassTimes(waited=self._waited)
 
     def resize(self, lent: Sequence[int]) -> None:
         """Lend lent[i] segments to layer i: those above go back at once, those below fill in passes."""
@@ -164,7 +172,9 @@ class SegmentPool:
             neurons = layer.segment_range(segment)
             # Until the piece is released the position is unknown: what is raised here restarts the stream.
             self._position = -1
+            asked = time.perf_counter()
             records = stream.next().reshape(-1, layer.source.layout.stride)
+            self._waited += time.perf_counter() - asked
             if first == neurons.start:
                 filling = self._take_empty(index, segment)
             if filling is None:

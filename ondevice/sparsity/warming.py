@@ -18,6 +18,7 @@ from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.record_reads import Parts
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ class _Claim:
 class Warming:
     """Fills what is spare in `cache`, one layer per pass, in turn.
 
-    first_part: the part of the records from which on they are read. pass_bytes: read per pass, or in a step
-    while nothing is asked, at most.
+    parts: what is read of their records. pass_bytes: read per pass, or in a step while nothing is asked, at
+    most.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class Warming:
         layers: Sequence[CpuFeedForward],
         reader: FlashReader,
         cache: NeuronCache,
-        first_part: int,
+        parts: Parts,
         pass_bytes: int,
     ) -> None:
         self._layers = layers
         self._cache = cache
-        self._first_part = first_part
+        self._parts = parts
         self._pass_neurons = max(1, pass_bytes // cache.slot_bytes)
         self._reads = _native.RecordBatch(reader.native, urgent=False)
         self._claim: _Claim | None = None
@@ -87,7 +88,8 @@ class Warming:
         self._claim = _Claim(layer, ids, slots)
         started = False
         try:
-            self._reads.start(self._layers[layer].source.file, self._first_part, ids, addresses, 0)
+            file, parts = self._layers[layer].source.file, self._parts
+            self._reads.start(file, parts.first, parts.count, ids, addresses, 0)
             started = True
         finally:
             if not started:

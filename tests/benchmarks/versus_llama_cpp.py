@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dram import dram_gigabytes_per_second
-from flash_versus_fio import fio_gigabytes_per_second
+from flash_versus_fio import fio_in_order
 from measure import HERE, KILLED, Result, drop_caches, machine, note, require_rig, run_engine, spread, summary
 from ondevice_bundle import bundle_folder
 from random_model import LLAMA_7B, gguf_file, huggingface_folder, random_tokens
@@ -213,7 +213,7 @@ def measure_flash(rivals: Rivals, pairs: int) -> dict[str, Any]:
         shares.append(result["flash_read_seconds"] / (result["last_token_at"] - result["prompt_at"]))
         cpu.append(result["flash_cpu_seconds"] / result["flash_bytes_read"] * 1e9)
         drop_caches()
-        theirs.append(max(fio_gigabytes_per_second(rivals.gguf, 1 << 20, depth) for depth in (1, 4, 16)))
+        theirs.append(max(fio_in_order(rivals.gguf, 1 << 20, depth) for depth in (1, 4, 16)))
         note(
             f"flash {pair + 1}/{pairs}: {ours[-1]:.2f} of {theirs[-1]:.2f} GB/s, {shares[-1]:.0%} of the time"
         )

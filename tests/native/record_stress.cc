@@ -62,9 +62,11 @@ struct Files {
     return reader;
   }
 
-  bool sound(size_t file, size_t first_part, int64_t id) const {
+  bool sound(size_t file, size_t first_part, size_t parts, int64_t id) const {
     if (file == 1) return id < kLeft;
-    return !wrong.count(2 * id + 1) && (first_part == 1 || !wrong.count(2 * id));
+    for (size_t part = first_part; part < first_part + parts; ++part)
+      if (wrong.count(2 * id + static_cast<int64_t>(part))) return false;
+    return true;
   }
 };
 
@@ -72,18 +74,18 @@ struct Files {
 class Wanted {
  public:
   Wanted(const Files& files, std::mt19937& random)
-      : files_(files), file_(random() % 4 == 0), part_(random() % 2) {
+      : files_(files), file_(random() % 4 == 0), part_(random() % 2), parts_(part_ ? 1 : 1 + random() % 2) {
     const int64_t step = 1 + random() % 40;
     for (int64_t id = random() % kRecords; id < kRecords && ids_.size() < 200; id += 1 + random() % step)
       ids_.push_back(static_cast<int32_t>(id));
     gap_bytes_ = static_cast<int64_t>(random() % 3 * 3000);
-    nbytes_ = static_cast<size_t>(kStride) - (part_ ? kUnits[0] : 0);
+    for (size_t part = part_; part < part_ + parts_; ++part) nbytes_ += kUnits[part];
     rows_.assign(ids_.size() * (nbytes_ + kGuard), kUntouched);
     for (size_t i = 0; i < ids_.size(); ++i) targets_.push_back(reinterpret_cast<uint64_t>(row(i)));
   }
 
   void start(RecordBatch& batch) {
-    batch.start(file_, part_, ids_.data(), ids_.size(), targets_.data(), gap_bytes_);
+    batch.start(file_, part_, parts_, ids_.data(), ids_.size(), targets_.data(), gap_bytes_);
   }
 
   // After finish(): `error` is what it threw.
@@ -120,13 +122,13 @@ class Wanted {
 
  private:
   uint8_t* row(size_t i) { return rows_.data() + i * (nbytes_ + kGuard); }
-  bool sound(int64_t id) const { return files_.sound(file_, part_, id); }
+  bool sound(int64_t id) const { return files_.sound(file_, part_, parts_, id); }
   static bool untouched(const uint8_t* bytes, size_t count) {
     return std::all_of(bytes, bytes + count, [](uint8_t byte) { return byte == kUntouched; });
   }
 
   const Files& files_;
-  size_t file_, part_, nbytes_ = 0;
+  size_t file_, part_, parts_, nbytes_ = 0;
   int64_t gap_bytes_ = 0;
   std::vector<int32_t> ids_;
   std::vector<uint8_t> rows_;

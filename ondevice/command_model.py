@@ -1,0 +1,34 @@
+"""A model as commands open it: what is wrong is told before weights are read, the plan before they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ondevice.settings import runtime_config
+from ondevice.terminal import say, take_interrupts
+
+if TYPE_CHECKING:
+    from ondevice.api import Model
+    from ondevice.engine import Prepared
+
+
+def prepared_model(model: str | None, values: dict[str, Any]) -> Prepared:
+    """The model as `loaded_model` takes it. What is wrong with what it will get is to be said in between."""
+    from ondevice import api
+
+    prepared = api.open_model(model, runtime_config(values))
+    take_interrupts()
+    return prepared
+
+
+@contextmanager
+def loaded_model(prepared: Prepared) -> Iterator[Model]:
+    """The model, its plan said before its weights are read, closed at the end."""
+    from ondevice import api, report
+
+    prepared.plan.require_fit(prepared.bundle.name)
+    say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
+    with api.Model(prepared) as loaded:
+        yield loaded

@@ -1,0 +1,72 @@
+"""Reads of one batch of neurons into its slots: of whole records, or of each of their rows by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ondevice.backends.base import Int32
+from ondevice.errors import FlashReadError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.sparsity.neuron_cache import Addresses
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`count` checked parts of every record, from `first` on, which a slot holds from byte `offset` on."""
+
+    first: int
+    count: int
+    offset: int = 0
+
+
+def one_by_one(parts: Parts, part_bytes: Sequence[int]) -> list[Parts]:
+    """Each of `parts` by itself, in the same places of a slot; part_bytes: of every part of a record."""
+    indices = range(parts.first, parts.first + parts.count)
+    return [Parts(part, 1, parts.offset + sum(part_bytes[parts.first : part])) for part in indices]
+
+
+class RecordReads:
+    """One set of records under way at a time, for somebody who waits.
+
+    Each of `groups` is a read of its own. Records with at most `gap_bytes` between them are one read.
+    """
+
+    def __init__(self, reader: FlashReader, groups: Sequence[Parts], gap_bytes: int) -> None:
+        self._batches = [(_native.RecordBatch(reader.native, urgent=True), parts) for parts in groups]
+        self._gap_bytes = gap_bytes
+
+    def start(self, file: int, ids: Int32, addresses: Addresses) -> None:
+        """Begin to read the records `ids` (n,) of a file, ascending, into the slots at `addresses` (n,)."""
+        started = 0
+        try:
+            for batch, parts in self._batches:
+                targets = addresses + parts.offset if parts.offset else addresses
+                batch.start(file, parts.first, parts.count, ids, targets, self._gap_bytes)
+                started += 1
+        finally:
+            if started < len(self._batches):
+                for batch, _ in self._batches[:started]:
+                    with suppress(FlashReadError, ValueError):
+                        batch.finish()
+
+    def finish(self) -> None:
+        """Wait until all has arrived. Whatever it raises, no slot is written to any more.
+
+        Raises FlashReadError, and ValueError if the reader was closed.
+        """
+        failed: FlashReadError | ValueError | None = None
+        for batch, _ in self._batches:
+            try:
+                batch.finish()
+            except (FlashReadError, ValueError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """Give up what hasn't begun and wait for what has."""
+        for batch, _ in self._batches:
+            batch.close()
