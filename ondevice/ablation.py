@@ -20,13 +20,14 @@ from ondevice.backends.base import Bytes
 from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
-from ondevice.engine import Engine, Prepared, prepare
+from ondevice.engine import Engine
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Counters
 from ondevice.kernels import _native
 from ondevice.memory_sizes import PAGE_BYTES, STREAM_SLOT_BYTES, STREAM_SLOTS
+from ondevice.preparation import Prepared, prepare
 from ondevice.profiling import read_doubts
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions

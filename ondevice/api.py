@@ -26,13 +26,14 @@ from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
-from ondevice.engine import Engine, IsCancelled, Prepared, budget_bytes, prepare
+from ondevice.engine import Engine, IsCancelled
 from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, check_prompt
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
 from ondevice.owner import OwnerThread, closed_error
+from ondevice.preparation import Prepared, budget_bytes, prepare
 from ondevice.response import LastFigures, Response, gather
 from ondevice.scoring import Score, Tally, benchmark_prompt, windows
 from ondevice.session import Session

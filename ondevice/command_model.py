@@ -11,7 +11,7 @@ from ondevice.terminal import say, take_interrupts
 
 if TYPE_CHECKING:
     from ondevice.api import Model
-    from ondevice.engine import Prepared
+    from ondevice.preparation import Prepared
 
 
 def prepared_model(model: str | None, values: dict[str, Any]) -> Prepared:

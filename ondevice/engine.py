@@ -1,7 +1,7 @@
 """One loaded model under its budget: weights, key/value blocks, feed-forward residency, the decode loop.
 
-An engine belongs to one thread and is used there only (`owner.py`). What can be known of a model before
-reading a weight is `Prepared`; the plan in it is the one that the engine allocates by.
+An engine belongs to one thread and is used there only (`owner.py`). It allocates by the plan of the model
+that was prepared for it (`preparation.py`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import queue
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 
 from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.bundle.reader import Bundle
-from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.kernels import _native
-from ondevice.memory_plan import Plan, auto_budget, plan_memory
 from ondevice.memory_sizes import (
     FETCH_DEPTH,
     SegmentShape,
@@ -36,94 +33,20 @@ from ondevice.memory_sizes import (
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.models import automatic_modes, check_runtime, operating_point
-from ondevice.settings import check_choices
+from ondevice.models import operating_point
+from ondevice.preparation import Prepared
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.guessing import GuessQuality
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.stats import GenerationStats, PassTimes
-from ondevice.tokenizer import Tokenizer, load_tokenizer
-from ondevice.units import (
-    format_bytes,
-    memory_available,
-    parse_size,
-    process_memory,
-    trim_heap,
-    usable_cores,
-)
+from ondevice.tokenizer import Tokenizer
+from ondevice.units import format_bytes, process_memory, trim_heap
 
 log = logging.getLogger(__name__)
 
 IsCancelled = Callable[[], bool]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A model that could be loaded: opened, checked against the options and planned, nothing read."""
-
-    bundle: Bundle
-    tokenizer: Tokenizer | None
-    runtime: RuntimeConfig
-    """With `auto` and 0 settled."""
-    plan: Plan
-
-
-def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
-    """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
-
-    Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
-    that this model or machine can't have, and what reading the tokenizer raises.
-    """
-    check_choices(runtime)
-    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds)
-    runtime = replace(
-        runtime,
-        backend="cpu" if runtime.backend == "auto" else runtime.backend,
-        speculation="off",
-        threads=runtime.threads or usable_cores(),
-    )
-    tokenizer = open_tokenizer(bundle)
-    process_bytes = process_memory().current_bytes
-    choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
-    possible = []
-    for sparsity in choices:
-        settled = replace(runtime, sparsity=sparsity)
-        plan = plan_memory(
-            bundle.config,
-            bundle.quant,
-            settled,
-            budget_bytes=0,
-            process_bytes=process_bytes,
-            threads=runtime.threads,
-            predictors=bundle.predictors,
-        )
-        plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
-        possible.append(Prepared(bundle, tokenizer, settled, plan))
-    # The first that needs no flash, else the first that fits; where none does, the one that needs least.
-    by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
-    return by_preference[0] if by_preference[0].plan.fits else possible[-1]
-
-
-def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
-    info = bundle.manifest.tokenizer
-    if info.kind is None or info.file is None:
-        return None
-    data = bundle.read_small(info.file)
-    return load_tokenizer(
-        info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
-    )
-
-
-def budget_bytes(budget: str | int, plan: Plan) -> int:
-    """The budget that `budget` means for the planned model, loaded or not. Raises UsageError for no size."""
-    if str(budget).strip().lower() == "auto":
-        # What a loaded model holds already is as good as free to it.
-        held = max(0, process_memory().current_bytes - plan.process_bytes)
-        return auto_budget(plan, memory_available() + held)
-    return parse_size(budget)
 
 
 class Engine:

@@ -22,10 +22,10 @@ from ondevice.api import Model, Name, open_model
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
 from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, RuntimeConfig
-from ondevice.engine import Prepared
 from ondevice.errors import UsageError
 from ondevice.flash.reader import DEFAULT_THREADS
 from ondevice.flash.throughput import Throughput, measure_throughput
+from ondevice.preparation import Prepared
 from ondevice.scoring import benchmark_prompt
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
 from ondevice.sparsity.replay import Optimum, hit_rate

@@ -18,8 +18,8 @@ from ondevice.api import Name, load, open_model, text_tokenizer
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import RuntimeConfig
-from ondevice.engine import Prepared
 from ondevice.errors import UsageError
+from ondevice.preparation import Prepared
 from ondevice.scoring import Tally, windows
 
 PIECE_TOKENS = 512

@@ -1,0 +1,80 @@
+"""What can be known of a model before a weight is read: its options settled, its memory planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
+from ondevice.memory_plan import Plan, auto_budget, plan_memory
+from ondevice.models import automatic_modes, check_runtime
+from ondevice.settings import check_choices
+from ondevice.tokenizer import Tokenizer, load_tokenizer
+from ondevice.units import memory_available, parse_size, process_memory, usable_cores
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that could be loaded: opened, checked against the options and planned, nothing read."""
+
+    bundle: Bundle
+    tokenizer: Tokenizer | None
+    runtime: RuntimeConfig
+    """With `auto` and 0 settled."""
+    plan: Plan
+
+
+def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
+    """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
+
+    Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
+    that this model or machine can't have, and what reading the tokenizer raises.
+    """
+    check_choices(runtime)
+    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds)
+    runtime = replace(
+        runtime,
+        backend="cpu" if runtime.backend == "auto" else runtime.backend,
+        speculation="off",
+        threads=runtime.threads or usable_cores(),
+    )
+    tokenizer = open_tokenizer(bundle)
+    process_bytes = process_memory().current_bytes
+    choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
+    possible = []
+    for sparsity in choices:
+        settled = replace(runtime, sparsity=sparsity)
+        plan = plan_memory(
+            bundle.config,
+            bundle.quant,
+            settled,
+            budget_bytes=0,
+            process_bytes=process_bytes,
+            threads=runtime.threads,
+            predictors=bundle.predictors,
+        )
+        plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
+        possible.append(Prepared(bundle, tokenizer, settled, plan))
+    # The first that needs no flash, else the first that fits; where none does, the one that needs least.
+    by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
+    return by_preference[0] if by_preference[0].plan.fits else possible[-1]
+
+
+def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
+    info = bundle.manifest.tokenizer
+    if info.kind is None or info.file is None:
+        return None
+    data = bundle.read_small(info.file)
+    return load_tokenizer(
+        info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
+    )
+
+
+def budget_bytes(budget: str | int, plan: Plan) -> int:
+    """The budget that `budget` means for the planned model, loaded or not. Raises UsageError for no size."""
+    if str(budget).strip().lower() == "auto":
+        # What a loaded model holds already is as good as free to it.
+        held = max(0, process_memory().current_bytes - plan.process_bytes)
+        return auto_budget(plan, memory_available() + held)
+    return parse_size(budget)
