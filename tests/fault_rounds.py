@@ -218,8 +218,11 @@ def main() -> None:
     table = Table.of(os.environ["FLASH_FAULT_TABLE"])
     tally = Counter[str]()
     ahead = logging.Handler()
-    ahead.emit = lambda record: tally.update(["ahead"])  # type: ignore[method-assign]
-    logging.getLogger("ondevice.sparsity.warming").addHandler(ahead)
+    ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]
+    for module in ("warming", "guessing"):
+        logger = logging.getLogger(f"ondevice.sparsity.{module}")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(ahead)
     faulthandler.dump_traceback_later(DEADLOCK_SECONDS, exit=True)
 
     def expected() -> list[int]:
