@@ -94,8 +94,13 @@ def cli(verbose: bool) -> None:
     default=QuantConfig().name,
     help="Bits per weight.",
 )
-@option("--text", metavar="FILE", shell_complete=complete_path, help="Text to train predictors on (ReLU).")
-@option("--no-calibrate", is_flag=True, help="Train no predictors, whatever --text says.")
+@option(
+    "--text",
+    metavar="FILE",
+    shell_complete=complete_path,
+    help="Text to order neurons by and train predictors on (ReLU).",
+)
+@option("--no-calibrate", is_flag=True, help="Order and train nothing, whatever --text says.")
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
@@ -134,7 +139,8 @@ def convert(
         config = api.open_model(path, runtime_config({})).bundle.config
         if config.zeros_gates:
             with progress() as show:
-                say(report.predictor_table(training.train_predictors(path, content, on_progress=show)))
+                found = training.train_predictors(path, content, order=True, on_progress=show)
+            say(report.predictor_table(found))
         else:
             say(
                 f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero; "

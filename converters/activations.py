@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import BLOCK_NEURONS, CpuBackend, CpuFeedForward, make_engine
+from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Activation, Sparsity
 from ondevice.errors import OndeviceError
@@ -79,6 +80,20 @@ class Activations:
                 fired.write(np.packbits(fires(gates), axis=1).tobytes())
 
             yield add
+
+    def reorder(self, layer: int, order: NDArray[np.int32]) -> None:
+        """What neuron `order[i]` did is neuron i's from now on; order (F,) is a permutation.
+
+        Raises OndeviceError where the disk refuses.
+        """
+        fired, path = self.fired(layer), self.path("fired", layer)
+        temporary = temporary_path(path)
+        with disk_errors(path, "use a temporary folder (TMPDIR) with more room"):
+            with temporary.open("wb") as file:
+                for start in range(0, len(fired), CHUNK_TOKENS):
+                    bits = np.unpackbits(fired[start : start + CHUNK_TOKENS], axis=1, count=self._neurons)
+                    file.write(np.packbits(bits[:, order], axis=1).tobytes())
+            temporary.replace(path)
 
     def path(self, kind: str, layer: int) -> Path:
         """Of a layer's `inputs` or `fired`."""

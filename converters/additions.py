@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.digest import FileDigest
-from ondevice.bundle.files import disk_errors, publish, temporary_path, write_durably
+from ondevice.bundle.files import disk_errors, link_or_copy, publish, temporary_path, write_durably
 from ondevice.bundle.layout import MANIFEST, TensorSpec
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import Sidecar, tensors_layout
@@ -49,10 +48,7 @@ def copy_bundle(bundle: Bundle, output: Path) -> None:
     with disk_errors(output, _REMEDY):
         output.mkdir(parents=True)
         for name in (*bundle.manifest.files, MANIFEST):
-            try:
-                os.link(bundle.path / name, output / name)
-            except OSError:
-                shutil.copyfile(bundle.path / name, output / name)
+            link_or_copy(bundle.path / name, output / name)
 
 
 def write_tensors(

@@ -87,6 +87,7 @@ def convert(
     with closing(checkpoint), closing(folder):
         origin = f"{CONVERTER_VERSION} {checkpoint.name} {fingerprint(checkpoint)}"
         if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
+            folder.discard_leftover()
             return folder.output
         _check_manifest(checkpoint, quant_config, origin)
         folder.check(resume, force)

@@ -117,6 +117,15 @@ class OutputFolder:
             ) from error
         self._discard_replaced()
 
+    def discard_leftover(self) -> None:
+        """Delete the bundle that an interrupted run had put aside when `output` took its place, if any.
+
+        Raises UsageError if something of the user's is in it.
+        """
+        if (self._replaced / MANIFEST).is_file():
+            self._check_leftover(allowed=True)
+            self._discard_replaced()
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -28,6 +28,7 @@ from ondevice.bundle.predictors import (
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
+from ondevice.converters import neuron_order
 from ondevice.converters.activations import Activations, gate_rows, record_activations
 from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar, write_tensors
 from ondevice.converters.hotness import firing_frequencies, write_hotness
@@ -92,17 +93,25 @@ def train_predictors(
     output: Path,
     options: PredictorOptions,
     on_progress: OnProgress = lambda fraction, what: None,
+    *,
+    order: bool,
 ) -> Predictors:
-    """Fit predictors to `bundle` on pieces of token ids and write them to the folder `output`.
+    """Fit predictors to `bundle` on pieces of token ids and write them to its folder `output`, or a copy's.
 
     The last pieces, of `measured_share` of all tokens, aren't trained on. How often each neuron fired on the
     others is written as well. What predictors cost in quality is for the caller to add. Raises what `check`
     raises, and OndeviceError where the disk has no room. What an earlier training left in `output` is
     replaced.
+
+    order: first put the neurons of the bundle in `output` in the order that the text suggests, unless an
+    earlier text has. Raises what `order_neurons` raises too.
     """
     measured = sum(len(piece) for piece in check(bundle, pieces, options))
     total = sum(len(piece) for piece in pieces)
     trained, layers = total - measured, bundle.config.num_layers
+    order = order and bundle.manifest.provenance.ordered_tokens is None
+    if order:
+        neuron_order.check(Bundle.open(output))
     with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
         activations = record_activations(
             bundle,
@@ -110,11 +119,21 @@ def train_predictors(
             Path(scratch),
             lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
         )
+        started = 0.5
+        if order:
+            # What was recorded stands for the ordered bundle too, which rounds otherwise and no more.
+            bundle = neuron_order.order_neurons(
+                Bundle.open(output),
+                activations,
+                trained,
+                lambda done, what: on_progress(0.5 + 0.1 * done, what),
+            )
+            started = 0.6
         frequencies = firing_frequencies(activations, bundle.config, trained)
         write_hotness(bundle, frequencies, trained, output)
         stored = []
         for layer in range(layers):
-            on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
+            on_progress(started + (1 - started) * layer / layers, f"layer {layer + 1} of {layers}")
             stored.append(_train_layer(bundle, activations, layer, trained, options))
     predictors = write_predictors(bundle, stored, output, trained, measured)
     on_progress(1.0, "written")

@@ -40,6 +40,7 @@ def train_predictors(
     pieces: Pieces | None = None,
     output: Name | None = None,
     tokens: int | None = None,
+    order: bool = False,
     dram_budget: str | int = "auto",
     on_progress: OnProgress = lambda fraction, what: None,
 ) -> Predictors:
@@ -48,6 +49,8 @@ def train_predictors(
     pieces: token ids instead of a text, each to be read from an empty context; the last ones measure.
     output: a new folder for a copy of the bundle that has them, whose files are links where they can be;
     without it they are added to the model's own. tokens: how much of the text to use at most.
+    order: first order the neurons' records by what fires together, for fewer reads. That writes the bundle
+    anew, in its place, unless a text has ordered it before; it stays the same function.
     dram_budget: of the runs that measure quality, one per recall target. on_progress gets the share done,
     from 0 to 1, and what is being done.
 
@@ -64,7 +67,7 @@ def train_predictors(
     measured = training.check(prepared.bundle, pieces, options)
     with _target(prepared, output) as folder:
         found = training.train_predictors(
-            prepared.bundle, pieces, folder, options, _first_part_of(on_progress)
+            prepared.bundle, pieces, folder, options, _first_part_of(on_progress), order=order
         )
     perplexity, points = _measured(
         folder,
@@ -91,7 +94,7 @@ def train_thresholds(
 ) -> Thresholds:
     """Calibrate on `text` how large a gate must be for its neuron to count, and add that to the model.
 
-    The arguments are those of `train_predictors`; quality is measured once per sparsity target.
+    The arguments are those of `train_predictors` but `order`; quality is measured once per sparsity target.
 
     Raises, before it calibrates, UnsupportedModelError for a model with ReLU gates, UsageError for too little
     text, an output that exists or a model that can't be written to, and what `load` raises.

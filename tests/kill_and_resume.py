@@ -28,8 +28,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def count_down(calls: int) -> None:
-    """Die at the `calls`-th durable step from now: before it, or (every other time) after it."""
+def count_down(calls: int, before: bool) -> None:
+    """Die at the `calls`-th durable step from now: before it or after it."""
     left = [calls]
 
     def watched(name: str) -> None:
@@ -37,7 +37,7 @@ def count_down(calls: int) -> None:
 
         def call(*args: Any, **options: Any) -> Any:
             left[0] -= 1
-            if left[0] == 0 and calls % 2:
+            if left[0] == 0 and before:
                 die()
             result = real(*args, **options)
             if left[0] == 0:
@@ -96,7 +96,7 @@ def main() -> None:
         for _ in range(moments.randint(1, 3)):
             if moments.random() < 0.7:
                 calls = moments.randint(1, 40)
-                killed = child(source, output, quant, lambda calls=calls: count_down(calls))  # type: ignore[misc]
+                killed = child(source, output, quant, lambda calls=calls: count_down(calls, calls % 2 == 1))  # type: ignore[misc]
             else:
                 killed = child(source, output, quant, die_after(moments.uniform(0.0, whole_seconds)))
             report["killed"] += killed
@@ -109,4 +109,5 @@ def main() -> None:
     print(json.dumps(report))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -89,10 +89,12 @@ def test_convert_with_text_trains_predictors(ondevice: Run, tmp_path: Path) -> N
     without = ondevice(*arguments, "--no-calibrate")
     assert without.code == 0
     assert Bundle.open(tmp_path / "out").predictors is None
+    assert Bundle.open(tmp_path / "out").manifest.provenance.ordered_tokens is None
     trained = ondevice(*arguments, "--force")
     assert trained.code == 0, trained.err
     assert "agrees with dense" in trained.err
     assert Bundle.open(tmp_path / "out").predictors is not None
+    assert (Bundle.open(tmp_path / "out").manifest.provenance.ordered_tokens or 0) > 500
     again = ondevice(*arguments[:4], "--force")
     assert again.code == 0, again.err
     assert Bundle.open(tmp_path / "out").predictors is None

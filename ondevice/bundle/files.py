@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ondevice.errors import BundleError, OndeviceError
+
+_COPIED_BYTES = 4 << 20
 
 
 def contained(folder: Path, name: str) -> Path:
@@ -57,6 +60,22 @@ def write_durably(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     publish(temporary, path)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Makes the new file `path` the same file as `source`, or a durable copy where no link can be had.
+
+    Raises OSError.
+    """
+    try:
+        os.link(source, path)
+    except OSError:
+        temporary = temporary_path(path)
+        with source.open("rb") as original, temporary.open("wb") as file:
+            shutil.copyfileobj(original, file, _COPIED_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
 
 
 def temporary_path(path: Path) -> Path:

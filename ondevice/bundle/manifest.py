@@ -40,6 +40,7 @@ MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZE
 }
 """Most bytes of the files that are read whole, by name: what the runtime accepts of each, and no more."""
 _MAX_TOKENS = 1 << 24
+_MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
 _MAX_CRCS = 1 << 40
 _SAFE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9_-]+)*")
@@ -77,7 +78,8 @@ class Provenance:
     """Where the weights come from and what storing them cost. Nothing here depends on time or machine.
 
     `quantisation_error` maps a kind of tensor to its relative root-mean-square error. `fingerprint` names the
-    source and the options that decided the bytes; the writer fills it in.
+    source and the options that decided the bytes; the writer fills it in. `ordered_tokens` is how much text
+    chose the neurons' order in their files; None where it is the checkpoint's.
     """
 
     source: str
@@ -86,6 +88,7 @@ class Provenance:
     quantisation_error: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     fingerprint: str | None = None
+    ordered_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +209,8 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "notes": list(manifest.provenance.notes),
         "quantisation_error": dict(manifest.provenance.quantisation_error),
     }
+    if manifest.provenance.ordered_tokens is None:
+        del provenance["ordered_tokens"]
     files = {
         name: {
             "bytes": entry.nbytes,
@@ -334,6 +339,10 @@ def _parse_provenance(section: Section) -> Provenance:
         quantisation_error=_parse_errors(section.section("quantisation_error")),
         notes=section.texts("notes", 64, 1024),
         fingerprint=None if fingerprint is None else section.text("fingerprint", 128),
+        # The only key that may be missing: bundles are older than it.
+        ordered_tokens=section.integer("ordered_tokens", 1, _MAX_TEXT_TOKENS)
+        if "ordered_tokens" in section.names
+        else None,
     )
     section.close()
     return provenance

@@ -16,7 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.bundle.digest import Crc32c, FileDigest
-from ondevice.bundle.files import disk_errors, publish, sync_folder, temporary_path, write_durably
+from ondevice.bundle.files import (
+    disk_errors,
+    link_or_copy,
+    publish,
+    sync_folder,
+    temporary_path,
+    write_durably,
+)
 from ondevice.bundle.layout import (
     CHECKSUMS,
     MANIFEST,
@@ -40,6 +47,7 @@ from ondevice.bundle.manifest import (
 )
 from ondevice.bundle.resume import Claim, ResidentClaim, SourceStamp, load_state
 from ondevice.config import ModelConfig, QuantConfig
+from ondevice.errors import BundleError
 
 
 class BundleWriter:
@@ -140,6 +148,17 @@ class BundleWriter:
         with _disk_errors(self.folder / name):
             write_durably(self.folder / name, data)
         self._finished[name] = digest
+
+    def adopt(self, name: str, source: Path, entry: FileEntry) -> None:
+        """Takes over the file `name` of another bundle, linked if that can be: `source`, as `entry` says.
+
+        Raises BundleError if it isn't so.
+        """
+        with _disk_errors(self.folder / name):
+            link_or_copy(source, self.folder / name)
+        self._state.files[name] = Claim(entry.nbytes, entry.sha256)
+        if not self.finished(name):
+            raise BundleError(f"{name} doesn't match its sha256; the bundle is damaged, convert it again")
 
     def finish(
         self, tokenizer: TokenizerInfo, generation: Mapping[str, float], provenance: Provenance
