@@ -134,7 +134,7 @@ def train_predictors(
         stored = []
         for layer in range(layers):
             on_progress(started + (1 - started) * layer / layers, f"layer {layer + 1} of {layers}")
-            stored.append(_train_layer(bundle, activations, layer, trained, options))
+            stored.append(fit_layer(bundle, activations, layer, trained, options))
     predictors = write_predictors(bundle, stored, output, trained, measured)
     on_progress(1.0, "written")
     return predictors
@@ -160,19 +160,20 @@ def save_predictors(predictors: Predictors, folder: Path) -> None:
     save_sidecar(PREDICTORS_SIDECAR, predictors_text(predictors), folder)
 
 
-def _train_layer(
+def fit_layer(
     bundle: Bundle, activations: Activations, layer: int, trained: int, options: PredictorOptions
 ) -> StoredPredictor:
-    """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices."""
+    """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices.
+
+    The first `trained` recorded tokens train it, the others measure it.
+    """
     gate = gate_rows(bundle, layer)
     inputs, fired = activations.inputs(layer), activations.fired(layer)
     rng = np.random.default_rng([options.seed, layer])
     most = max(GROUP_SIZE, min(gate.shape) // 2)
     ranks = [rank for rank in options.ranks if rank <= most] or [GROUP_SIZE]
-    candidates = [
-        train_layer(inputs[:trained], fired[:trained], gate, min(rank, *gate.shape), options.training, rng)
-        for rank in ranks
-    ]
+    ranks = [min(rank, *gate.shape) for rank in ranks]
+    candidates = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng)
     chosen = choose_rank(candidates, options.training.recall)
     active = np.unpackbits(fired[trained:], axis=1, count=len(gate)).view(np.bool_)
     return store_predictor(chosen, inputs[trained:], active, options.bits)

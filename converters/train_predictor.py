@@ -34,6 +34,8 @@ MAGNITUDE_CAP = 4.0
 HELD_BACK_BLOCK, PIECE_SAMPLES = 128, 512
 MOST_HELD_BACK = 4096
 """Samples held back at most: their scores are all in memory while thresholds are set."""
+BLOCK_VALUES = 1 << 17
+"""Values of an array that elementwise work goes over together: what lies between stays in a core's cache."""
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8
 
 
@@ -118,26 +120,34 @@ class LayerPredictor:
 
 
 def train_layer(
-    inputs: Samples, fired: Fired, gate: Float32, rank: int, config: PredictorTraining, rng: Generator
-) -> LayerPredictor:
-    """A calibrated predictor of one layer.
+    inputs: Samples,
+    fired: Fired,
+    gate: Float32,
+    ranks: Sequence[int],
+    config: PredictorTraining,
+    rng: Generator,
+) -> list[LayerPredictor]:
+    """Calibrated predictors of one layer, one of each rank, trained together: they share the gates' products.
 
     inputs: (N, D); fired: (N, F), see `Samples` and `Fired`; gate: (F, D) the layer's gate projection.
-    Holds float32 copies of (D, D), of four times (D + F) * R, of a few (B, F) of a minibatch, and while it
-    calibrates of a few (4096, F); never of (N, D), (N, F) or (F, F).
-    Raises UsageError for shapes or a rank that don't fit, CheckpointError for inputs or gates not finite.
+    Holds float32 copies of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F)
+    of a minibatch, and while it calibrates of a few (4096, F); never of (N, D), (N, F) or (F, F).
+    Raises UsageError for shapes or ranks that don't fit, CheckpointError for inputs or gates not finite.
     """
     neurons, width = gate.shape
-    _check(inputs, fired, gate, rank)
+    _check(inputs, fired, gate, ranks)
     trained, _ = split(len(inputs), config)
     active = active_share(fired, trained, neurons)
     if active in (0.0, 1.0):
-        down, up = np.zeros((rank, width), np.float32), np.zeros((neurons, rank), np.float32)
-        constant = LayerPredictor(down, up, np.full(neurons, 1 if active else -1, dtype=np.float32))
-        return calibrate(constant, inputs, fired, config)
-    start = principal_components(inputs, trained, gate, rank, rng)
-    tuned = fine_tune(start, inputs, fired, gate, trained, config, rng)
-    return calibrate(tuned, inputs, fired, config)
+        bias = np.full(neurons, 1 if active else -1, dtype=np.float32)
+        predictors = [
+            LayerPredictor(np.zeros((rank, width), np.float32), np.zeros((neurons, rank), np.float32), bias)
+            for rank in ranks
+        ]
+    else:
+        predictors = principal_components(inputs, trained, gate, ranks, rng)
+        fine_tune(predictors, inputs, fired, gate, trained, config, rng)
+    return [calibrate(predictor, inputs, fired, config) for predictor in predictors]
 
 
 def split(samples: int, config: PredictorTraining) -> tuple[Ids, Ids]:
@@ -154,30 +164,33 @@ def split(samples: int, config: PredictorTraining) -> tuple[Ids, Ids]:
 
 
 def principal_components(
-    inputs: Samples, ids: Ids, gate: Float32, rank: int, rng: Generator
-) -> LayerPredictor:
-    """The rank-R map nearest to the gates on the samples `ids`, as log-odds of being above zero.
+    inputs: Samples, ids: Ids, gate: Float32, ranks: Sequence[int], rng: Generator
+) -> list[LayerPredictor]:
+    """The maps of each rank R nearest to the gates on the samples `ids`, as log-odds of being above zero.
 
     G = X W^T, centred; V (F, R) its principal directions: the gates that V V^T W x leaves have the smallest
     squared error. Since G^T G = W (X^T X) W^T, randomised subspace iteration (arXiv 0909.4061, algorithm 4.4)
-    needs only the covariance (D, D) of X. What is left of a neuron's gate is taken as normal noise, and its
-    score divided by that noise's deviation.
+    needs only the covariance (D, D) of X. The largest rank's directions begin with those of the others. What
+    is left of a neuron's gate is taken as normal noise, and its score divided by that noise's deviation.
     """
     mean, covariance = _moments(inputs, ids)
-    basis = rng.standard_normal((len(gate), min(rank + OVERSAMPLE, *gate.shape))).astype(np.float32)
+    basis = rng.standard_normal((len(gate), min(max(ranks) + OVERSAMPLE, *gate.shape))).astype(np.float32)
     for _ in range(POWER_ITERATIONS):
         basis = np.linalg.qr(gate @ (covariance @ (gate.T @ basis)))[0]
     inner = gate.T @ basis
     values, vectors = np.linalg.eigh(inner.T @ (covariance @ inner))
-    strongest = np.argsort(values)[::-1][:rank]
-    spread = np.sqrt(np.maximum(values[strongest], max(values.max() * 1e-6, 1e-12)))
-    directions = basis @ vectors[:, strongest]
-    up, down = directions * spread, (directions / spread).T @ gate
     variance = np.einsum("fd,fd->f", gate @ covariance, gate)
-    left = np.sqrt(np.maximum(variance - np.einsum("fr,fr->f", up, up), variance * np.float32(1e-4)))
-    scale = np.float32(LOGIT_OF_PROBIT) / np.maximum(left, np.float32(1e-12))
-    bias = gate @ mean - up @ (down @ mean)
-    return LayerPredictor(np.ascontiguousarray(down), up * scale[:, None], bias * scale)
+    found = []
+    for rank in ranks:
+        strongest = np.argsort(values)[::-1][:rank]
+        spread = np.sqrt(np.maximum(values[strongest], max(values.max() * 1e-6, 1e-12)))
+        directions = basis @ vectors[:, strongest]
+        up, down = directions * spread, (directions / spread).T @ gate
+        left = np.sqrt(np.maximum(variance - np.einsum("fr,fr->f", up, up), variance * np.float32(1e-4)))
+        scale = np.float32(LOGIT_OF_PROBIT) / np.maximum(left, np.float32(1e-12))
+        bias = gate @ mean - up @ (down @ mean)
+        found.append(LayerPredictor(np.ascontiguousarray(down), up * scale[:, None], bias * scale))
+    return found
 
 
 def gradients(predictor: LayerPredictor, x: Float32, y: Bools, weights: Float32) -> tuple[Float32, ...]:
@@ -186,30 +199,33 @@ def gradients(predictor: LayerPredictor, x: Float32, y: Bools, weights: Float32)
     x: (B, D); y: (B, F) what fired; weights: (B, F) how much each counts.
     """
     hidden = x @ predictor.down.T
-    scores = hidden @ predictor.up.T + predictor.bias
-    small = np.exp(-np.abs(scores))
-    error = np.where(scores >= 0, np.float32(1), small) / (1 + small)
-    error -= y
-    error *= weights / np.float32(len(x))
+    error: NDArray[Any] = hidden @ predictor.up.T
+    samples = max(1, BLOCK_VALUES // len(predictor.bias))
+    for first in range(0, len(x), samples):
+        block = slice(first, first + samples)
+        scores = error[block] + predictor.bias
+        small = np.exp(-np.abs(scores))
+        chance = np.where(scores >= 0, np.float32(1), small) / (1 + small)
+        error[block] = (chance - y[block]) * weights[block] / np.float32(len(x))
     return (error @ predictor.up).T @ x, error.T @ hidden, error.sum(axis=0)
 
 
 def fine_tune(
-    predictor: LayerPredictor,
+    predictors: Sequence[LayerPredictor],
     inputs: Samples,
     fired: Fired,
     gate: Float32,
     ids: Ids,
     config: PredictorTraining,
     rng: Generator,
-) -> LayerPredictor:
-    """`predictor` after Adam (arXiv 1412.6980) on balanced cross-entropy over the samples `ids`."""
+) -> None:
+    """Move `predictors`, in place, by Adam on balanced cross-entropy over the samples `ids`.
+
+    All see the same minibatches, whose gates are multiplied once for all.
+    """
     active = active_share(fired, ids, len(gate))
-    weight = ((1 - active) / active) ** config.balance
-    tuned = LayerPredictor(predictor.down.copy(), predictor.up.copy(), predictor.bias.copy())
-    parameters = [tuned.down, tuned.up, tuned.bias]
-    rates = [config.learning_rate * float(np.sqrt(np.mean(p * p))) for p in parameters]
-    moments = [(np.zeros_like(p), np.zeros_like(p)) for p in parameters]
+    balance = np.float32(((1 - active) / active) ** config.balance)
+    descents = [_Adam(predictor, config.learning_rate) for predictor in predictors]
     steps = config.epochs * -(-len(ids) // config.batch_samples)
     step = 0
     for _ in range(config.epochs):
@@ -217,19 +233,47 @@ def fine_tune(
         for first in range(0, len(order), config.batch_samples):
             batch = order[first : first + config.batch_samples]
             x, y = inputs[batch].astype(np.float32), _bits(fired, batch, len(gate))
-            weights = np.where(y, np.float32(weight), np.float32(1))
-            if config.weigh_magnitude and y.any():
-                gates = np.maximum(x @ gate.T, 0)
-                gates /= max(float(gates[y].mean()), 1e-12)
-                weights[y] *= np.minimum(gates[y], np.float32(MAGNITUDE_CAP))
+            weights = _weights(x, y, gate, balance, config)
             step += 1
-            fall = (1 - (step - 1) / steps) * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
-            slopes = gradients(tuned, x, y, weights)
-            for p, g, rate, (mean, square) in zip(parameters, slopes, rates, moments, strict=True):
+            for descent in descents:
+                descent.step(gradients(descent.predictor, x, y, weights), step, steps)
+
+
+def _weights(x: Float32, y: Bools, gate: Float32, balance: np.float32, config: PredictorTraining) -> Float32:
+    """(B, F) how much each neuron counts for each sample of x (B, D) where y (B, F) fired."""
+    if not (config.weigh_magnitude and y.any()):
+        return np.where(y, balance, np.float32(1))
+    gates = x @ gate.T
+    np.maximum(gates, 0, out=gates)
+    gates /= max(float(gates.mean(where=y)), 1e-12)
+    np.minimum(gates, np.float32(MAGNITUDE_CAP), out=gates)
+    gates *= balance
+    gates[~y] = 1
+    return gates
+
+
+class _Adam:
+    """Steps of Adam (arXiv 1412.6980) on one predictor's arrays, at rates relative to their size."""
+
+    def __init__(self, predictor: LayerPredictor, learning_rate: float) -> None:
+        self.predictor = predictor
+        self._parameters = (predictor.down, predictor.up, predictor.bias)
+        self._rates = [learning_rate * float(np.sqrt(np.mean(p * p))) for p in self._parameters]
+        self._means = [np.zeros_like(p) for p in self._parameters]
+        self._squares = [np.zeros_like(p) for p in self._parameters]
+
+    def step(self, slopes: Sequence[Float32], step: int, steps: int) -> None:
+        """One of `steps` steps, counted from 1, down the slopes of down, up and bias."""
+        fall = (1 - (step - 1) / steps) * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
+        for rate, *arrays in zip(
+            self._rates, self._parameters, slopes, self._means, self._squares, strict=True
+        ):
+            rows = max(1, BLOCK_VALUES * len(arrays[0]) // arrays[0].size)
+            for start in range(0, len(arrays[0]), rows):
+                p, g, mean, square = (array[start : start + rows] for array in arrays)
                 mean += np.float32(1 - BETA1) * (g - mean)
                 square += np.float32(1 - BETA2) * (g * g - square)
                 p -= np.float32(rate * fall) * mean / (np.sqrt(square) + np.float32(EPSILON))
-    return tuned
 
 
 def calibrate(
@@ -334,7 +378,7 @@ def _bits(fired: Fired, ids: Ids, neurons: int) -> Bools:
     return rows if rows.dtype == np.bool_ else np.unpackbits(rows, axis=1, count=neurons).view(np.bool_)
 
 
-def _check(inputs: Samples, fired: Fired, gate: Float32, rank: int) -> None:
+def _check(inputs: Samples, fired: Fired, gate: Float32, ranks: Sequence[int]) -> None:
     (neurons, width), samples = gate.shape, len(inputs)
     columns = neurons if fired.dtype == np.bool_ else -(-neurons // 8)
     if inputs.shape != (samples, width) or fired.shape != (samples, columns):
@@ -343,8 +387,8 @@ def _check(inputs: Samples, fired: Fired, gate: Float32, rank: int) -> None:
         )
     if fired.dtype not in (np.bool_, np.uint8):
         raise UsageError(f"what fired is {fired.dtype}; it must be booleans, or bits packed in uint8")
-    if not 1 <= rank <= min(neurons, width):
-        raise UsageError(f"rank {rank} must lie between 1 and {min(neurons, width)}, the rank of the gate")
+    if not ranks or not all(1 <= rank <= min(neurons, width) for rank in ranks):
+        raise UsageError(f"ranks {list(ranks)} must lie between 1 and {min(neurons, width)}, the gate's own")
     finite = all(np.isfinite(inputs[piece]).all() for piece in _pieces(np.arange(samples)))
     if not (finite and np.isfinite(gate).all()):
         raise CheckpointError("gates or their inputs hold NaN or infinity; the model is damaged")

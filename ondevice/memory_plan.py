@@ -45,9 +45,12 @@ PROCESS_ALLOWANCE_BYTES = 4 << 20
 REPEAT_MARGIN_BYTES = 1 << 20
 """What the minimum that is named lies above the one that is needed: the process measures itself a little
 differently each time, and a budget that one run named must do for the next."""
-LOADING_BYTES = 48 << 20
-"""Most that loading holds beside the weights: pieces read ahead and remembered blocks (`model/loading.py`).
-It is gone before keys, values and feed-forward segments come."""
+LOADING_BYTES = 52 << 20
+"""Most that loading holds beside the weights: pieces read ahead, remembered blocks, and those that are
+forgotten while they are still in use, one per reading thread (`model/loading.py`). It is gone before keys,
+values and feed-forward segments come."""
+LOADING_PREDICTORS_BYTES = 16 << 20
+"""Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
 AUTO_RESERVE_BYTES = 256 << 20
 
 
@@ -195,7 +198,9 @@ class Plan:
     @property
     def _loading_bytes(self) -> int:
         """The peak while weights are loaded: read ahead, bytes lie in a piece and in a block or a buffer."""
-        return self._always_bytes - self.activation_bytes + min(LOADING_BYTES, 2 * self.weights_bytes)
+        ahead = min(LOADING_BYTES, 2 * self.weights_bytes)
+        ahead += min(LOADING_PREDICTORS_BYTES, self.predictor_bytes)
+        return self._always_bytes - self.activation_bytes + ahead
 
     @property
     def _always_bytes(self) -> int:
@@ -246,19 +251,19 @@ def plan_memory(
         activation_bytes=activation_bytes(config, quant, runtime, threads) * 5 // 4,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
-    predicted = runtime.sparsity == "predicted" and predictors is not None
+    if runtime.sparsity != "predicted":
+        predictors = None
+    predicted = predictors is not None
     if runtime.sparsity in ("exact", "threshold") or predicted:
         slots = slot_shape(config, quant, whole=predicted)
         selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
         return replace(
             plan,
             weights_bytes=plan.weights_bytes + selecting,
-            predictor_bytes=0
-            if predictors is None or not predicted
-            else predictors_bytes(config, predictors),
+            predictor_bytes=0 if predictors is None else predictors_bytes(config, predictors),
             segment=slots,
             stream=fetch_shape(slots.slot_bytes),
-            activation_bytes=plan.activation_bytes + sparse_activation_bytes(config, runtime),
+            activation_bytes=plan.activation_bytes + sparse_activation_bytes(config, runtime, predictors),
             sparsity=runtime.sparsity,
         )
     if runtime.backend != "reference":

@@ -233,15 +233,18 @@ def neuron_table_bytes(config: ModelConfig) -> int:
     return config.num_layers * config.intermediate_size * NEURON_TABLE_BYTES
 
 
-def sparse_activation_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:
+def sparse_activation_bytes(
+    config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None
+) -> int:
     """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out.
 
-    With thresholds, gates as well.
+    With thresholds, gates as well; with predictors, if any, what lies between their two matrices.
     """
     chunk = min(runtime.prefill_chunk, context_tokens(config, runtime))
     neurons = padded(config.intermediate_size, GROUP_SIZE)
     arrays = 3 if runtime.sparsity == "threshold" else 2
-    return 4 * chunk * (arrays * neurons + 2 * fetch_neurons(config)) + 64 * neurons
+    rank = max(predictors.ranks) if predictors is not None else 0
+    return 4 * chunk * (arrays * neurons + rank + 2 * fetch_neurons(config)) + 64 * neurons
 
 
 def matrix_elements(config: ModelConfig) -> int:

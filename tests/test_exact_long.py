@@ -89,9 +89,9 @@ def adopted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     adopt = NeuronCache.adopt
 
-    def counting(cache: NeuronCache, layer: int, ids: Any, slots: Any) -> None:
+    def counting(cache: NeuronCache, layer: int, ids: Any, slots: Any) -> tuple[Any, Any]:
         counts.append(len(ids))
-        adopt(cache, layer, ids, slots)
+        return adopt(cache, layer, ids, slots)
 
     monkeypatch.setattr(NeuronCache, "adopt", counting)
     return counts

@@ -12,6 +12,8 @@ import pytest
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.converters.predictors import store_predictor, write_predictors
+from ondevice.converters.train_predictor import LayerPredictor
 from tests.bundles import convert_bundle
 from tests.models import save_safetensors, tensor_shapes, tiny_config
 
@@ -23,6 +25,7 @@ SHAPE = {
     "vocab_size": 16384,
     "max_position_embeddings": 1024,
 }
+PREDICTOR_RANK = 512
 PROGRAM = """
 import json, sys, ondevice
 budget, prompt, options = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
@@ -74,6 +77,22 @@ def threshold_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def predicted_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ReLU model with predictors of high rank, which select about half of the neurons at random."""
+    folder = make_bundle(tmp_path_factory.mktemp("predicted"), hidden_act="relu")
+    hidden, neurons = SHAPE["hidden_size"], SHAPE["intermediate_size"]
+    random = np.random.default_rng(0)
+    down = random.standard_normal((PREDICTOR_RANK, hidden), np.float32)
+    up = random.standard_normal((neurons, PREDICTOR_RANK), np.float32)
+    predictor = LayerPredictor(down, up, np.zeros(neurons, np.float32))
+    inputs = random.standard_normal((64, hidden)).astype(np.float16)
+    # Thresholds fall where scores of their own are above zero: half of all, and a little less at each recall.
+    stored = store_predictor(predictor, inputs, predictor.scores(inputs) > 0, 8)
+    write_predictors(Bundle.open(folder), [stored] * SHAPE["num_hidden_layers"], folder, 0, len(inputs))
+    return folder
+
+
 def run(bundle: Path, budget: str, prompt: int, **options: int | str) -> tuple[int, int, int, float]:
     """(peak, budget, planned total, hit rate) of a process of its own."""
     arguments = [str(bundle), budget, str(prompt), json.dumps(options)]
@@ -108,4 +127,13 @@ def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prom
 def test_neurons_that_count_keep_to_the_plan(threshold_bundle: Path, budget: str, prompt: int) -> None:
     options = {"max_context": 1024, "sparsity": "threshold"}
     peak, allowed, total, _ = run(threshold_bundle, budget, prompt, **options)
+    assert 0.80 * total <= peak <= total <= allowed
+
+
+@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 600), ("8GB", 1000)])
+def test_neurons_that_are_predicted_keep_to_the_plan(
+    predicted_bundle: Path, budget: str, prompt: int
+) -> None:
+    options = {"max_context": 1024, "sparsity": "predicted"}
+    peak, allowed, total, _ = run(predicted_bundle, budget, prompt, **options)
     assert 0.80 * total <= peak <= total <= allowed

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ondevice.converters import train_predictor
 from ondevice.converters.train_predictor import (
     RECALLS,
     LayerPredictor,
@@ -52,7 +53,8 @@ class Planted:
 
     def train(self, rank: int = RANK, config: PredictorTraining = CONFIG, seed: int = 1) -> LayerPredictor:
         rng = np.random.default_rng(seed)
-        return train_layer(self.inputs, self.fired, self.gate, rank, config, rng)
+        (predictor,) = train_layer(self.inputs, self.fired, self.gate, [rank], config, rng)
+        return predictor
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_gradients_of_certain_scores_are_finite() -> None:
 def test_principal_components_are_the_best_map_of_their_rank(noisy: Planted) -> None:
     ids = np.arange(0, SAMPLES, 2)
     x = noisy.inputs[ids].astype(np.float32)
-    found = principal_components(noisy.inputs, ids, noisy.gate, RANK, np.random.default_rng(0))
+    _, found = principal_components(noisy.inputs, ids, noisy.gate, [2, RANK], np.random.default_rng(0))
     gates = x @ noisy.gate.T
     centred = gates - gates.mean(axis=0)
     u, s, v = np.linalg.svd(centred, full_matrices=False)
@@ -215,12 +217,35 @@ def test_equal_seeds_give_equal_predictors(planted: Planted) -> None:
     assert first.down.tobytes() != other.down.tobytes()
 
 
+def test_ranks_that_are_trained_together_are_those_trained_alone(noisy: Planted) -> None:
+    """They share minibatches and weights, and nothing that one learns reaches another."""
+    data = (noisy.inputs, noisy.fired, noisy.gate)
+    small, large = train_layer(*data, [2, RANK], replace(CONFIG, epochs=1), np.random.default_rng(1))
+    assert (small.rank, large.rank) == (2, RANK)
+    again, other = train_layer(*data, [RANK, 4], replace(CONFIG, epochs=1), np.random.default_rng(1))
+    assert (again.rank, other.rank) == (RANK, 4)
+    assert again.up.tobytes() == large.up.tobytes()
+    assert again.points == large.points
+    alone = train_layer(*data, [2], replace(CONFIG, epochs=1), np.random.default_rng(1))[0]
+    assert small.point(0.97).precision == pytest.approx(alone.point(0.97).precision, rel=0.05)
+
+
+def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(4)
+    predictor, x = random_predictor(), rng.standard_normal((11, 5))
+    y, weights = rng.random((11, 7)) < 0.3, rng.uniform(0.5, 5, (11, 7))
+    whole = gradients(predictor, x, y, weights)
+    monkeypatch.setattr(train_predictor, "BLOCK_VALUES", 15)
+    for expected, found in zip(whole, gradients(predictor, x, y, weights), strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
 def test_packed_bits_and_mapped_files_are_the_same_samples(planted: Planted, tmp_path: Path) -> None:
     config = replace(CONFIG, epochs=1)
     np.save(tmp_path / "inputs.npy", planted.inputs)
     np.save(tmp_path / "fired.npy", np.packbits(planted.fired, axis=1))
     inputs, fired = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("inputs", "fired"))
-    mapped = train_layer(inputs, fired, planted.gate, RANK, config, np.random.default_rng(1))
+    (mapped,) = train_layer(inputs, fired, planted.gate, [RANK], config, np.random.default_rng(1))
     assert mapped.up.tobytes() == planted.train(config=config).up.tobytes()
     ids = np.arange(10)
     assert active_share(fired, ids, NEURONS) == pytest.approx(planted.fired[:10].mean())
@@ -237,7 +262,7 @@ def test_held_back_samples_are_a_bounded_share_and_not_trained_on(samples: int) 
 @pytest.mark.parametrize("fires", [False, True])
 def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: bool) -> None:
     fired = np.full(planted.fired.shape, fires)
-    predictor = train_layer(planted.inputs, fired, planted.gate, 4, CONFIG, np.random.default_rng(0))
+    (predictor,) = train_layer(planted.inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
     assert ((predictor.scores(planted.fresh) > 0) == fires).all()
     assert {point.false_negatives for point in predictor.points} == {0.0}
     assert {point.precision for point in predictor.points} == {1.0}
@@ -246,7 +271,7 @@ def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: b
 def test_inputs_without_variance_and_what_the_gate_does_not_explain(planted: Planted) -> None:
     fired = np.random.default_rng(0).random(planted.fired.shape) < 0.1
     for inputs in (np.zeros_like(planted.inputs), np.ones_like(planted.inputs), -planted.inputs):
-        predictor = train_layer(inputs, fired, planted.gate, 4, CONFIG, np.random.default_rng(0))
+        (predictor,) = train_layer(inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
         assert np.isfinite(predictor.scores(inputs)).all()
         assert predictor.point(0.97).false_negatives <= 0.03 + 1e-9
 
@@ -261,23 +286,24 @@ def test_what_is_not_finite_is_refused(planted: Planted, where: str, bad: float)
     else:
         inputs[(trained if where == "trained" else held)[-1], 5] = bad
     with pytest.raises(CheckpointError, match="NaN or infinity"):
-        train_layer(inputs, planted.fired, gate, 4, CONFIG, np.random.default_rng(0))
+        train_layer(inputs, planted.fired, gate, [4], CONFIG, np.random.default_rng(0))
 
 
 def test_what_does_not_fit_is_refused(planted: Planted) -> None:
     rng, (x, y, gate) = np.random.default_rng(0), (planted.inputs, planted.fired, planted.gate)
-    for inputs, fired, rank, message in (
-        (x[:-1], y, 4, "don't fit"),
-        (x[:, :-1], y, 4, "don't fit"),
-        (x, y[:, :-1], 4, "don't fit"),
-        (x, np.packbits(y, axis=1)[:, 1:], 4, "don't fit"),
-        (x, y.astype(np.float32)[:, :9], 4, "booleans"),
-        (x, y, 0, "rank 0"),
-        (x, y, WIDTH + 1, "rank 25"),
-        (x[:19], y[:19], 4, "give it 20"),
+    for inputs, fired, ranks, message in (
+        (x[:-1], y, [4], "don't fit"),
+        (x[:, :-1], y, [4], "don't fit"),
+        (x, y[:, :-1], [4], "don't fit"),
+        (x, np.packbits(y, axis=1)[:, 1:], [4], "don't fit"),
+        (x, y.astype(np.float32)[:, :9], [4], "booleans"),
+        (x, y, [], r"ranks \[\]"),
+        (x, y, [4, 0], r"ranks \[4, 0\]"),
+        (x, y, [WIDTH + 1, 4], r"ranks \[25, 4\]"),
+        (x[:19], y[:19], [4], "give it 20"),
     ):
         with pytest.raises(UsageError, match=message):
-            train_layer(inputs, fired, gate, rank, CONFIG, rng)
+            train_layer(inputs, fired, gate, ranks, CONFIG, rng)
 
 
 @pytest.mark.parametrize(

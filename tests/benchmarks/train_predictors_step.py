@@ -1,0 +1,126 @@
+"""What `train predictors` takes for the 7B shape: memory and seconds measured of one layer, hours projected.
+
+On the synthetic bundle of `synthetic.py`, in a memory cgroup of the bound that the README states. Measured:
+recording the activations of some tokens; all that fitting one layer with the default options does on as many
+tokens as the command takes (the recorded ones, repeated), but for the epochs of gradient steps; and some of
+these steps, for all ranks. Steps are all alike, so those of all tokens are projected from them. Ends with
+one JSON line; exits 0 only if nothing was killed, the peak (page cache included) stays below the bound, and
+all layers together take less than a night.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from flash_versus_llama_cpp import TENTH
+from measure import HERE, machine, memory_cgroup, note, require_rig
+from random_model import LLAMA_7B
+from synthetic import synthetic_bundle
+
+from ondevice.config import TRAIN_TOKENS
+from ondevice.converters.predictors import PredictorOptions
+from ondevice.converters.train_predictor import split
+
+BOUND_BYTES = 3_000_000_000
+NIGHT_HOURS = 12.0
+LAYER = 16
+STEPS = 24
+"""Gradient steps that are measured."""
+CLOCKS = ("wall_seconds", "processor_seconds")
+
+
+def measured(spec: dict[str, Any]) -> dict[str, Any]:
+    """What a run inside the bound says, and `cgroup_peak_bytes`. Exits if it was killed or failed."""
+    with memory_cgroup(BOUND_BYTES) as group:
+        command = group.command([sys.executable, str(HERE / "run_train_predictors.py"), json.dumps(spec)])
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        peak = group.read("max_usage_in_bytes")
+    if done.returncode:
+        killed = done.returncode == -signal.SIGKILL
+        reason = "it was killed" if killed else done.stderr.strip()[-400:]
+        raise SystemExit(f"{spec['part']} ended with {done.returncode}: {reason}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    note(f"{spec['part']}: {result}, {peak / 1e6:.0f} MB in the cgroup")
+    return result | {"cgroup_peak_bytes": peak}
+
+
+def total_steps() -> int:
+    """Gradient steps of a layer: on what neither measures nor calibrates, of `TRAIN_TOKENS` tokens."""
+    options = PredictorOptions()
+    ids, _ = split(TRAIN_TOKENS - round(options.measured_share * TRAIN_TOKENS), options.training)
+    return options.training.epochs * -(-len(ids) // options.training.batch_samples)
+
+
+def measure(bundle: Path, tokens: int, folder: Path) -> dict[str, Any]:
+    """All runs, and what they come to for all layers and `TRAIN_TOKENS` tokens."""
+    spec = {"model": str(bundle.resolve()), "folder": str(folder), "layer": LAYER}
+    recorded = measured(spec | {"part": "record", "tokens": tokens})
+    whole = measured(spec | {"part": "fit", "tokens": TRAIN_TOKENS})
+    training, layers = PredictorOptions().training, LLAMA_7B.num_layers
+    steps = measured(spec | {"part": "step", "tokens": STEPS * training.batch_samples})
+    row: dict[str, Any] = {"tokens": tokens, "record": recorded, "fit": whole, "steps": steps}
+    for clock in CLOCKS:
+        layer = whole[clock] + total_steps() * steps[clock] / STEPS
+        recording = recorded[clock] / tokens * TRAIN_TOKENS
+        row[clock] = {
+            "recording_per_token": recorded[clock] / tokens,
+            "step": steps[clock] / STEPS,
+            "layer": layer,
+            "all_hours": (recording + layers * layer) / 3600,
+        }
+    row["disk_bytes"] = recorded["disk_bytes"] // tokens * TRAIN_TOKENS
+    row["disk_bytes_per_token_and_layer"] = recorded["disk_bytes"] // tokens // layers
+    row["peak_bytes"] = max(run["cgroup_peak_bytes"] for run in (recorded, whole, steps))
+    return row
+
+
+def table(row: dict[str, Any]) -> str:
+    """What a reader wants to know."""
+    fitting = max(row[run]["peak_memory_bytes"] for run in ("fit", "steps"))
+    lines = [
+        f"recording: peak {row['record']['cgroup_peak_bytes'] / 1e6:.0f} MB, "
+        f"{row['disk_bytes_per_token_and_layer']} bytes per token and layer, "
+        f"{row['disk_bytes'] / 1e9:.1f} GB for {TRAIN_TOKENS} tokens",
+        f"a layer: peak {fitting / 1e6:.0f} MB, mapped activations included; with all that the page cache "
+        f"holds, {row['fit']['cgroup_peak_bytes'] / 1e6:.0f} MB",
+    ]
+    for clock in CLOCKS:
+        figures = row[clock]
+        lines.append(
+            f"{clock.replace('_', ' ')}: {figures['recording_per_token']:.3f} per token recorded, "
+            f"{figures['step']:.2f} per step, "
+            f"{figures['layer']:.0f} per layer; all {LLAMA_7B.num_layers} layers: "
+            f"{figures['all_hours']:.1f} hours"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """0 if training stays within the bound, and within a night."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=1024, help="recorded")
+    parser.add_argument("--workdir", type=Path, default=HERE.parents[1] / "build/bench")
+    args = parser.parse_args()
+    require_rig()
+    bundle = synthetic_bundle(LLAMA_7B, TENTH, args.workdir)
+    with tempfile.TemporaryDirectory(prefix="train-predictors-") as folder:
+        row = measure(bundle, args.tokens, Path(folder))
+    # Whoever stops or crowds the process out stretches the wall's clock; alone, it never runs ahead of the
+    # processor's.
+    hours = min(row[clock]["all_hours"] for clock in CLOCKS)
+    passed = row["peak_bytes"] < BOUND_BYTES and hours < NIGHT_HOURS
+    print(table(row))
+    summary = {"benchmark": "train_predictors_step", "passed": passed, "machine": machine()}
+    print(json.dumps(summary | {"bound_bytes": BOUND_BYTES} | row))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
