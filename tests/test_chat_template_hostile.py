@@ -149,13 +149,14 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_a_typed_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is refused within its time limit and without making much."""
+    """Each is refused within its time limit and without making much; a slow machine's limit is its time."""
     monkeypatch.setattr(ondevice.chat_template, "MAX_SECONDS", 1.0)
     source, message = HOSTILE[name]
     start = time.monotonic()
     tracemalloc.start()
     try:
-        with pytest.raises(BundleError, match=f"(?s){message}.*; put another chat_template.jinja into"):
+        refusal = f"(?s)({message}|runs for more than 1 seconds).*; put another chat_template.jinja into"
+        with pytest.raises(BundleError, match=refusal):
             ChatTemplate(source).render(CONVERSATION)
         _, peak = tracemalloc.get_traced_memory()
     finally:
