@@ -31,12 +31,11 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.segments import SegmentPool
-from ondevice.units import format_bytes, usable_cores
+from ondevice.units import PAGE_BYTES, format_bytes, usable_cores
 
 CHUNK_TOKENS = 256
 STREAM_BYTES = 2 << 20
 STREAM_SLOTS = 4
-PAGE_BYTES = 4096
 
 Observer = Callable[[int, Float32, Float32], None]
 """Gets a layer, what its gates multiply (T, D), and the gates (T, F) before the activation; valid until it

@@ -26,13 +26,13 @@ from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Counters
 from ondevice.kernels import _native
-from ondevice.memory_sizes import PAGE_BYTES, STREAM_SLOT_BYTES, STREAM_SLOTS
+from ondevice.memory_sizes import STREAM_SLOT_BYTES, STREAM_SLOTS
 from ondevice.preparation import Prepared, prepare
 from ondevice.profiling import read_doubts
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions
 from ondevice.stats import per_second
-from ondevice.units import format_bytes
+from ondevice.units import PAGE_BYTES, format_bytes
 
 TEMPERATURE = 0.8
 """The likeliest text repeats itself, which would flatter every cache."""

@@ -11,10 +11,10 @@ from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, pa
 from ondevice.bundle.predictors import Predictors
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
+from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
 """Repacked matrices have a multiple of so many rows."""
-PAGE_BYTES = 4096
 SEGMENT_BYTES = 8 << 20
 """Aim for one segment of feed-forward memory; the layer's size decides within half and double of it."""
 SEGMENTS_PER_SMALL_LAYER = 8

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from ondevice.errors import BackendUnavailableError, UsageError
 
+PAGE_BYTES = 4096
+"""What direct reads come in, and memory of its own is rounded up to."""
 _UNITS = {
     "": 1,
     "b": 1,

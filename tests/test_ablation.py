@@ -234,5 +234,6 @@ def test_checksums_of_rows(sparse_bundle: Path, tmp_path: Path) -> None:
             reader.read(0, start, gate)
 
 
-def test_json_has_no_infinity(found: Ablation) -> None:
-    json.dumps(found.to_dict(), allow_nan=False)
+def test_json_is_strict_and_whole(found: Ablation) -> None:
+    """No infinity, which JSON doesn't have, and nothing that comes back as something else."""
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False)) == found.to_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -162,3 +163,8 @@ def test_files_too_small_to_measure(
     monkeypatch.setattr(throughput, "LEAST_RUNS", 1 << 20)
     assert device_costs([bundle.neuron_file(0)], tmp_path / "flash.json") == UNMEASURED
     assert not (tmp_path / "flash.json").exists()
+
+
+def test_a_file_that_is_gone_has_the_costs_of_unmeasured(files: list[CheckedFile], tmp_path: Path) -> None:
+    gone = dataclasses.replace(files[0], path=tmp_path / "gone")
+    assert device_costs([gone], tmp_path / "flash.json") == UNMEASURED

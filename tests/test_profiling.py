@@ -17,10 +17,11 @@ from ondevice.backends.base import Float32
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BackendUnavailableError, FlashReadError, UsageError
-from ondevice.flash.throughput import PAGE_BYTES, measure_throughput, random_extents
+from ondevice.flash.throughput import measure_throughput, random_extents
 from ondevice.profiling import cache_misses, firing_of, profile, recorded_gates
 from ondevice.sparsity.policies import POLICIES
 from ondevice.sparsity.replay import Optimum, hit_rate
+from ondevice.units import PAGE_BYTES
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Run
 from tests.engines import all_logits, bundle_weights, running

@@ -104,7 +104,12 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
     that can't be read has the costs of `UNMEASURED`.
     """
     store = store or _default_store()
-    device = _device(Path(files[0].path))
+    try:
+        device = _device(Path(files[0].path))
+    except OSError as error:
+        # A file that is gone; whoever reads it will say so.
+        log.info("no cost model: %s", error)
+        return UNMEASURED
     known = _read_store(store)
     if device in known and _age(known[device]) < KEPT:
         return known[device]

@@ -19,11 +19,11 @@ import numpy as np
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import Bytes, FlashReader
 from ondevice.kernels import _native
+from ondevice.units import PAGE_BYTES
 
 if TYPE_CHECKING:
     from ondevice.bundle.reader import CheckedFile
 
-PAGE_BYTES = 4096
 READ_BYTES = tuple(PAGE_BYTES << doubling for doubling in range(9))
 """4 KiB to 1 MiB."""
 MEASURED_SECONDS = 0.15

@@ -22,6 +22,7 @@ from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class Guessing:
     def _surest(self, layer: int, scores: Float32) -> Int32:
         """Ascending ids of the absent neurons with the highest scores above zero, `most` of them at most."""
         ids = self._cache.absent(layer)
-        ids = ids[scores[ids] > 0]
+        ids = ids[fires(scores[ids])]
         if len(ids) > self._most:
             ids = np.sort(ids[np.argpartition(-scores[ids], self._most)[: self._most]])
         return ids.astype(np.int32)
