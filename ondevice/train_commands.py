@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,16 +21,36 @@ from ondevice.options import (
 from ondevice.settings import RUNTIME_OPTIONS
 from ondevice.terminal import print_result, progress, take_interrupts
 
-text_option = option(
-    "--text", required=True, metavar="FILE|-", shell_complete=complete_path, help="The text to learn from."
-)
-output_option = option(
-    "--output", "-o", type=click.Path(path_type=Path), help="A new folder for a copy that has them."
-)
-tokens_option = option(
-    "--tokens", type=click.IntRange(1), default=TRAIN_TOKENS, help="Tokens of the text to use at most."
-)
-budget_option = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What every training takes."""
+    decorators = (
+        model_option,
+        option(
+            "--text",
+            required=True,
+            metavar="FILE|-",
+            shell_complete=complete_path,
+            help="The text to learn from.",
+        ),
+        option(
+            "--output",
+            "-o",
+            type=click.Path(path_type=Path),
+            help="A new folder for a copy that has them.",
+        ),
+        option(
+            "--tokens",
+            type=click.IntRange(1),
+            default=TRAIN_TOKENS,
+            help="Tokens of the text to use at most.",
+        ),
+        add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]}),
+        json_option,
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
 
 
 @click.group(cls=CommandGroup)
@@ -37,12 +59,7 @@ def train() -> None:
 
 
 @train.command()
-@model_option
-@text_option
-@output_option
-@tokens_option
-@budget_option
-@json_option
+@training_options
 def predictors(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:
@@ -63,12 +80,7 @@ def predictors(
 
 
 @train.command()
-@model_option
-@text_option
-@output_option
-@tokens_option
-@budget_option
-@json_option
+@training_options
 def thresholds(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:

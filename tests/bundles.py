@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models import write_checkpoint
@@ -56,3 +58,14 @@ def convert_bundle(checkpoint: Path, output: Path, quant: str = "q4") -> Path:
     from ondevice.converters.convert import convert
 
     return convert(checkpoint, output, quant)
+
+
+def copy_files(bundle: Path, folder: Path) -> Path:
+    """A copy in the new folder `folder`, that a test may change."""
+    return Path(shutil.copytree(bundle, folder))
+
+
+def made_up_pieces(count: int = 8) -> list[list[int]]:
+    """Token ids to train on, of no meaning."""
+    pieces: list[list[int]] = np.random.default_rng(5).integers(0, 250, (count, 128)).tolist()
+    return pieces

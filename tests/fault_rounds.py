@@ -226,10 +226,9 @@ def main() -> None:
     tally = Counter[str]()
     ahead = logging.Handler()
     ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]
-    for module in ("warming", "guessing"):
-        logger = logging.getLogger(f"ondevice.sparsity.{module}")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(ahead)
+    logger = logging.getLogger("ondevice.sparsity.claimed_reads")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(ahead)
     faulthandler.dump_traceback_later(DEADLOCK_SECONDS, exit=True)
 
     def expected() -> list[int]:

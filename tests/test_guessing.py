@@ -12,15 +12,17 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
-from ondevice.kernels import _native
+from ondevice.sparsity.claimed_reads import ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing
+from ondevice.sparsity.record_reads import Parts
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.chat import greedy, squeeze
 from tests.fault_rounds import assert_nothing_leaked
 
 SHAPE = {"num_hidden_layers": 6, "intermediate_size": 3000, "hidden_act": "relu"}
 TOKENS = 60
+UP_AND_DOWN = Parts(1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def waiting(guess: Guessing, *arguments: Any, original: Any = Guessing.foresee) -> None:
         original(guess, *arguments)
-        while not all(claim.reads.done() for claim in guess._claims):
+        while not all(it.reads.done() for it in guess._guesses):
             time.sleep(0.0001)
 
     monkeypatch.setattr(Guessing, "foresee", waiting)
@@ -90,8 +92,8 @@ def test_a_guess_that_fails_is_read_again(
     """A third of the guesses fails after all; what they had adopted is absent then, and read once more."""
     finish, failed = Guessing._ends, []
 
-    def failing(guess: Guessing, claim: Any) -> bool:
-        assert finish(guess, claim)
+    def failing(guess: Guessing, one: Any) -> bool:
+        assert finish(guess, one)
         failed.append(len(failed) % 3 == 0)
         return not failed[-1]
 
@@ -159,14 +161,13 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
 
     def meanwhile(guess: Guessing, layer: int, original: Any = Guessing.adopt) -> Int32:
         cache = guess._cache
-        for claim in [claim for claim in guess._claims if claim.layer == layer]:
-            count = min(claim.halt(), 20)
-            slots, addresses = cache.claim(layer, count)
-            reads = _native.RecordBatch(model._engine._reader.native, urgent=True)
-            file, parts = guess._layers[layer].source.file, guess._parts
-            reads.start(file, parts.first, parts.count, claim.ids[:count], addresses, 0)
-            reads.finish()
-            cache.adopt(layer, claim.ids[:count], slots)
+        for claim, halt in [(it.claim, it.halt) for it in guess._guesses if it.claim.layer == layer]:
+            count = min(halt(), 20)
+            reads = ClaimedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
+            filled = reads.begin(guess._layers[layer].source.file, layer, claim.ids[:count])
+            assert filled is not None
+            assert reads.ends()
+            cache.adopt(layer, filled.ids, filled.slots)
             ids = original(guess, layer)
             assert not np.isin(claim.ids[:count], ids).any()
             assert not np.isin(claim.slots[:count], cache._free[: cache._num_free]).any()

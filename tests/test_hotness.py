@@ -25,7 +25,7 @@ from ondevice.converters.activations import observe_gates, record_activations
 from ondevice.converters.hotness import firing_frequencies, write_hotness
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.sparsity.fetch import NeuronFetcher
-from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
 
 LAYERS, NEURONS, TOKENS = 3, 1000, 40
@@ -43,10 +43,7 @@ def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bundle(plain_bundle: Path, tmp_path: Path) -> Path:
     """A copy with hotness, which a test may change."""
-    folder = tmp_path / "hot"
-    folder.mkdir()
-    for file in plain_bundle.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = copy_files(plain_bundle, tmp_path / "hot")
     opened = Bundle.open(folder)
     recorded = tmp_path / "recorded"
     recorded.mkdir()

@@ -32,17 +32,13 @@ from ondevice.errors import (
 )
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.training import train_predictors
-from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.bundles import EOS, convert_bundle, copy_files, made_up_pieces, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
 from tests.command_line import Run
 
 SHAPE = {"num_hidden_layers": 3, "intermediate_size": 1000, "hidden_act": "relu"}
 TOKENS = 40
 RECALL = 0.9
-
-
-def made_up_pieces(count: int = 8) -> list[list[int]]:
-    return np.random.default_rng(5).integers(0, 250, (count, 128)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +56,7 @@ def bundle(plain_bundle: Path) -> Path:
 
 @pytest.fixture
 def copied(bundle: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    folder = tmp_path / "copied"
-    folder.mkdir()
-    for file in bundle.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return copy_files(bundle, tmp_path / "copied")
 
 
 def found_in(bundle: Path) -> Predictors:

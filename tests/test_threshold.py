@@ -37,7 +37,7 @@ from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.guessing import Guessing
 from ondevice.sparsity.policies import POLICIES
 from ondevice.training import train_thresholds
-from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.bundles import EOS, convert_bundle, copy_files, made_up_pieces, write_chat_checkpoint
 from tests.chat import PROMPT, fetch_with, squeeze
 from tests.command_line import Run
 from tests.engines import every_logits
@@ -45,10 +45,6 @@ from tests.engines import every_logits
 SHAPE = {"num_hidden_layers": 3, "intermediate_size": 1000}
 TOKENS = 40
 PASSAGE = np.random.default_rng(1).integers(0, 250, 90).tolist()
-
-
-def made_up_pieces(count: int = 8) -> list[list[int]]:
-    return np.random.default_rng(5).integers(0, 250, (count, 128)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +62,7 @@ def bundle(plain_bundle: Path) -> Path:
 
 @pytest.fixture
 def copied(bundle: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
-    folder = tmp_path / "copied"
-    folder.mkdir()
-    for file in bundle.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return copy_files(bundle, tmp_path / "copied")
 
 
 def found_in(bundle: Path) -> Thresholds:

@@ -18,9 +18,8 @@ import numpy as np
 
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.cpu import CpuFeedForward
-from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import _native
+from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts
@@ -51,16 +50,11 @@ class GuessQuality:
 
 
 @dataclass
-class _Claim:
-    """Neurons of one layer on their way into claimed slots. Once halted, the first `read` of them come.
+class _Guess:
+    """One layer's claim and its reads. Once halted, the first `read` of its neurons come."""
 
-    Adopted, `ids` are those that are held, and `slots` what is claimed still.
-    """
-
-    layer: int
-    ids: Int32
-    slots: Int32
-    reads: _native.RecordBatch
+    claim: Claim
+    reads: ClaimedReads
     read: int | None = None
 
     def halt(self) -> int:
@@ -89,13 +83,12 @@ class Guessing:
     ) -> None:
         self._layers = layers
         self._cache = cache
-        self._parts = parts
-        self._gap_bytes = gap_bytes
         self._most = most
-        self._idle = [_native.RecordBatch(reader.native, urgent=False) for _ in range(2)]
-        self._claims: list[_Claim] = []
+        self._idle = [ClaimedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
+        self._guesses: list[_Guess] = []
         """Of a layer whose turn is about to come, and of the one behind it."""
-        self._arriving: _Claim | None = None
+        self._arriving: _Guess | None = None
+        """Adopted: its claim has the neurons that are held, and the slots that are claimed still."""
         self._passes = 0
         self._on = True
         self._judged = GuessQuality()
@@ -113,15 +106,15 @@ class Guessing:
         Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
         """
         # A pass that was given up leaves others behind.
-        for claim in [claim for claim in self._claims if claim.layer != layer - 1]:
-            self._claims.remove(claim)
-            self._release(claim)
+        for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
+            self._guesses.remove(guess)
+            self._release(guess)
         if not self._on or tokens > GUESS_TOKENS or self._cache.holds_layer(layer):
             return
         started = time.perf_counter()
         ids = self._surest(layer, scores().max(axis=0))
-        for claim in self._claims:
-            claim.halt()
+        for guess in self._guesses:
+            guess.halt()
         if len(ids):
             self._begin(layer, ids)
         self._chosen_seconds += time.perf_counter() - started
@@ -131,25 +124,25 @@ class Guessing:
 
         `arrived` must hold before one of them is multiplied.
         """
-        if not self._claims or self._claims[0].layer != layer:
+        if not self._guesses or self._guesses[0].claim.layer != layer:
             return np.zeros(0, dtype=np.int32)
-        claim = self._claims.pop(0)
-        read = claim.halt()
+        guess = self._guesses.pop(0)
+        claim, read = guess.claim, guess.halt()
         self._cache.release(layer, claim.slots[read:])
         # What was filled ahead meanwhile is there twice; the second is being written to.
         ids, spare = self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
-        self._arriving = replace(claim, ids=ids, slots=spare)
+        self._arriving = replace(guess, claim=Claim(layer, ids, spare))
         return ids
 
     def arrived(self) -> bool:
         """Wait for what was adopted. False if some of it can't be read: all of it is then absent again."""
-        claim, self._arriving = self._arriving, None
-        if claim is None:
+        guess, self._arriving = self._arriving, None
+        if guess is None:
             return True
-        arrived = self._ends(claim)
-        self._cache.release(claim.layer, claim.slots)
+        arrived = self._ends(guess)
+        self._cache.release(guess.claim.layer, guess.claim.slots)
         if not arrived:
-            self._cache.forget(claim.layer, claim.ids)
+            self._cache.forget(guess.claim.layer, guess.claim.ids)
         return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
@@ -182,15 +175,14 @@ class Guessing:
 
     def drop(self) -> None:
         """Give up the guesses under way, with what they have read."""
-        while self._claims:
-            self._release(self._claims.pop())
+        while self._guesses:
+            self._release(self._guesses.pop())
 
     def close(self) -> None:
         """End the reads under way; their slots are given back with the cache."""
-        for reads in (*self._idle, *(claim.reads for claim in self._claims)):
+        under_way = [*self._guesses, *([] if self._arriving is None else [self._arriving])]
+        for reads in (*self._idle, *(guess.reads for guess in under_way)):
             reads.close()
-        if self._arriving is not None:
-            self._arriving.reads.close()
 
     def _surest(self, layer: int, scores: Float32) -> Int32:
         """Ascending ids of the absent neurons with the highest scores above zero, `most` of them at most."""
@@ -201,36 +193,19 @@ class Guessing:
         return ids.astype(np.int32)
 
     def _begin(self, layer: int, ids: Int32) -> None:
-        try:
-            slots, addresses = self._cache.claim(layer, len(ids))
-        except MemoryError as error:
-            log.info("no memory to guess into: %s", error)
-            return
-        reads, started = self._idle.pop(), False
-        try:
-            file = self._layers[layer].source.file
-            parts = self._parts
-            reads.start(file, parts.first, parts.count, ids, addresses, self._gap_bytes)
-            started = True
-        finally:
-            if not started:
-                self._cache.release(layer, slots)
-                self._idle.append(reads)
-        self._claims.append(_Claim(layer, ids, slots, reads))
+        reads = self._idle[-1]
+        claim = reads.begin(self._layers[layer].source.file, layer, ids)
+        if claim is not None:
+            self._guesses.append(_Guess(claim, self._idle.pop()))
 
-    def _release(self, claim: _Claim) -> None:
-        claim.halt()
-        self._ends(claim)
-        self._cache.release(claim.layer, claim.slots)
+    def _release(self, guess: _Guess) -> None:
+        guess.halt()
+        self._ends(guess)
+        self._cache.release(guess.claim.layer, guess.claim.slots)
 
-    def _ends(self, claim: _Claim) -> bool:
+    def _ends(self, guess: _Guess) -> bool:
         """Whether all that was begun has come."""
         try:
-            claim.reads.finish()
-        except FlashReadError as error:
-            # Nobody asked for these; whoever does will read them again and be told.
-            log.info("reading from a guess failed: %s", error)
-            return False
+            return guess.reads.ends()
         finally:
-            self._idle.append(claim.reads)
-        return True
+            self._idle.append(guess.reads)

@@ -8,26 +8,13 @@ waits for, and what they bring counts only once all of it has arrived.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ondevice.backends.base import Int32
 from ondevice.backends.cpu import CpuFeedForward
-from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import _native
+from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.record_reads import Parts
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Claim:
-    layer: int
-    ids: Int32
-    slots: Int32
 
 
 class Warming:
@@ -47,10 +34,9 @@ class Warming:
     ) -> None:
         self._layers = layers
         self._cache = cache
-        self._parts = parts
         self._pass_neurons = max(1, pass_bytes // cache.slot_bytes)
-        self._reads = _native.RecordBatch(reader.native, urgent=False)
-        self._claim: _Claim | None = None
+        self._reads = ClaimedReads(reader, cache, parts, gap_bytes=0)
+        self._claim: Claim | None = None
         self._next = 0
 
     @property
@@ -77,43 +63,18 @@ class Warming:
             layer, self._next = self._next, (self._next + 1) % len(self._layers)
             ids = self._cache.likeliest(layer, self._pass_neurons)
             if len(ids):
-                break
-        else:
-            return
-        try:
-            slots, addresses = self._cache.claim(layer, len(ids))
-        except MemoryError as error:
-            log.info("no memory to read ahead into: %s", error)
-            return
-        self._claim = _Claim(layer, ids, slots)
-        started = False
-        try:
-            file, parts = self._layers[layer].source.file, self._parts
-            self._reads.start(file, parts.first, parts.count, ids, addresses, 0)
-            started = True
-        finally:
-            if not started:
-                self._cache.release(layer, slots)
-                self._claim = None
+                self._claim = self._reads.begin(self._layers[layer].source.file, layer, ids)
+                return
 
     def stop(self) -> bool:
         """Take in what is under way, waiting for it; slots may move or go after that. False if it failed."""
         claim, self._claim = self._claim, None
         if claim is None:
             return True
-        arrived = False
-        try:
-            self._reads.finish()
-            arrived = True
-        except FlashReadError as error:
-            # Nobody asked for these; whoever does will read them again and be told.
-            log.info("reading ahead failed: %s", error)
-        finally:
-            if arrived:
-                _, spare = self._cache.adopt(claim.layer, claim.ids, claim.slots)
-                self._cache.release(claim.layer, spare)
-            else:
-                self._cache.release(claim.layer, claim.slots)
+        arrived, spare = self._reads.ends(), claim.slots
+        if arrived:
+            _, spare = self._cache.adopt(claim.layer, claim.ids, claim.slots)
+        self._cache.release(claim.layer, spare)
         return arrived
 
     def close(self) -> None:
