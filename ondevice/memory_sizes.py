@@ -30,6 +30,8 @@ FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
 FETCH_DEPTH = 64
 """Reads at once where records are read one by one, at most: small reads need company."""
+FETCH_ENDED = 16
+"""Reads that have ended and are checked and copied while so many others are under way, at most."""
 FETCH_STAGING_BYTES = 72 << 10
 """A run of neighbouring records, at most 64 KiB, with its pages."""
 DEFAULT_MAX_CONTEXT = 4096
@@ -162,9 +164,8 @@ def guess_neurons(config: ModelConfig) -> int:
 
 def fetch_shape(slot_bytes: int) -> StreamShape:
     """Staging of records that are read one by one: a buffer for every one of them, and for who asks."""
-    return StreamShape(
-        0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), FETCH_DEPTH + 1, 0
-    )
+    buffers = FETCH_DEPTH + FETCH_ENDED + 1
+    return StreamShape(0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), buffers, 0)
 
 
 def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:

@@ -12,6 +12,9 @@
 namespace ondevice {
 namespace {
 
+// Reads that the ring has ended and that are checked and copied together, while others take their places.
+constexpr size_t kEnded = 16;
+
 double seconds(clockid_t clock) {
   timespec now;
   clock_gettime(clock, &now);
@@ -48,11 +51,12 @@ ReadStats ReadMeter::snapshot() const {
   return stats;
 }
 
-ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring) : ring_(std::move(ring)) {
+ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring)
+    : ring_(std::move(ring)), ring_depth_(depth) {
   try {
     if (ring_) {
-      ring_reads_.resize(depth);
-      for (size_t i = 0; i < depth; ++i) idle_ring_reads_.push_back(i);
+      ring_reads_.resize(depth + kEnded);
+      for (size_t i = 0; i < ring_reads_.size(); ++i) idle_ring_reads_.push_back(i);
       threads_.emplace_back([this] { work_ring(); });
       return;
     }
@@ -114,23 +118,23 @@ void ReadPool::work_ring() {
   block_signals();
   double cpu_before = seconds(CLOCK_THREAD_CPUTIME_ID);
   std::unique_lock<std::mutex> lock(mutex_);
+  std::vector<size_t> ended;
+  ended.reserve(kEnded);
   for (;;) {
+    // What has ended makes room for others before it is checked and copied: the device is never kept waiting.
     fill_ring();
-    const size_t under_way = ring_reads_.size() - idle_ring_reads_.size();
-    if (under_way == 0) {
+    if (in_ring_ == 0 && ended.empty()) {
       if (stopped_) return;
       work_.wait(lock);
       continue;
     }
     lock.unlock();
-    // A few at a time while there are many; no read that stalls keeps others waiting for long.
-    ring_->wait(static_cast<unsigned>(1 + under_way / 8));
-    const auto& ended = ring_->ended();
-    for (const auto& [tag, result] : ended) end_ring_read(&ring_reads_[tag], result);
+    ring_->wait(ended.empty() ? 1 : 0);
+    for (size_t index : ended) end_ring_read(&ring_reads_[index]);
     const double cpu_now = seconds(CLOCK_THREAD_CPUTIME_ID);
     lock.lock();
-    for (const auto& [tag, result] : ended) {
-      RingRead& read = ring_reads_[tag];
+    for (size_t index : ended) {
+      RingRead& read = ring_reads_[index];
       // The thread's time since the last ones ended is theirs, in equal parts.
       const double cpu_seconds = (cpu_now - cpu_before) / static_cast<double>(ended.size());
       meter_.end(read.bytes, cpu_seconds);
@@ -139,14 +143,20 @@ void ReadPool::work_ring() {
       if (read.source->meter.idle()) drained_.notify_all();
       if (read.staging.size() > 0) staging_.push_back(std::move(read.staging));
       read = RingRead();
-      idle_ring_reads_.push_back(tag);
+      idle_ring_reads_.push_back(index);
     }
     if (!ended.empty()) cpu_before = cpu_now;
+    ended.clear();
+    for (const auto& [index, result] : ring_->ended(kEnded)) {
+      ring_reads_[index].result = result;
+      ended.push_back(index);
+    }
+    in_ring_ -= ended.size();
   }
 }
 
 void ReadPool::fill_ring() {
-  while (!stopped_ && !idle_ring_reads_.empty()) {
+  while (!stopped_ && in_ring_ < ring_depth_) {
     Piece piece;
     PieceSource* source = take_any(&piece);
     if (!source) return;
@@ -165,6 +175,7 @@ void ReadPool::fill_ring() {
       continue;
     }
     idle_ring_reads_.pop_back();
+    ++in_ring_;
     read.source = source;
     read.piece = piece;
     read.pages = piece.pages ? piece.pages : read.staging.data();
@@ -173,14 +184,14 @@ void ReadPool::fill_ring() {
   }
 }
 
-void ReadPool::end_ring_read(RingRead* read, int result) {
+void ReadPool::end_ring_read(RingRead* read) {
   const Piece& piece = read->piece;
   const int64_t begin = page_down(piece.range.begin);
   try {
-    if (begin + result < piece.range.end)
+    if (begin + read->result < piece.range.end)
       read->bytes = static_cast<uint64_t>(piece.file->read(piece.range, read->pages));
     else
-      read->bytes = static_cast<uint64_t>(result);
+      read->bytes = static_cast<uint64_t>(read->result);
     const uint8_t* units = read->pages + (piece.range.begin - begin);
     read->source->check(piece, units);
     if (!piece.pages) read->source->deliver(piece, units);

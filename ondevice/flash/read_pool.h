@@ -108,12 +108,13 @@ class ReadPool {
   void trim();
 
  private:
-  // A read that the ring has under way.
+  // A read that the ring has under way, or has ended.
   struct RingRead {
     PieceSource* source = nullptr;
     Piece piece;
     Buffer staging;
     uint8_t* pages = nullptr;
+    int result = 0;
     std::string error;
     uint64_t bytes = 0;
   };
@@ -123,7 +124,7 @@ class ReadPool {
   // Hands pieces to the ring as long as there are any and room for them. The mutex is held.
   void fill_ring();
   // Brings to an end what the ring has read: rereads what came short or failed, so that errors are the same.
-  void end_ring_read(RingRead* read, int result);
+  void end_ring_read(RingRead* read);
   PieceSource* take_any(Piece* piece);
   void finish(PieceSource* source, const Piece& piece, std::unique_lock<std::mutex>& lock);
   std::string read(PieceSource* source, const Piece& piece, uint64_t* bytes);
@@ -140,6 +141,7 @@ class ReadPool {
   std::unique_ptr<ReadRing> ring_;
   std::vector<RingRead> ring_reads_;
   std::vector<size_t> idle_ring_reads_;
+  size_t ring_depth_ = 0, in_ring_ = 0;
   std::vector<std::thread> threads_;
 };
 

@@ -82,6 +82,7 @@ void ReadRing::read(int fd, void* out, unsigned nbytes, int64_t offset, uint64_t
 }
 
 void ReadRing::wait(unsigned count) {
+  if (queued_ == 0 && count == 0) return;
   __kernel_timespec most = {0, kWaitNanoseconds};
   io_uring_getevents_arg argument;
   memset(&argument, 0, sizeof(argument));
@@ -95,11 +96,11 @@ void ReadRing::wait(unsigned count) {
     usleep(kWaitNanoseconds / 1000);
 }
 
-const std::vector<std::pair<uint64_t, int>>& ReadRing::ended() {
+const std::vector<std::pair<uint64_t, int>>& ReadRing::ended(size_t most) {
   ended_.clear();
   unsigned head = *end_head_;
   const unsigned tail = __atomic_load_n(end_tail_, __ATOMIC_ACQUIRE);
-  for (; head != tail; ++head) {
+  for (; head != tail && ended_.size() < most; ++head) {
     const io_uring_cqe& end = static_cast<const io_uring_cqe*>(ends_)[head & end_mask_];
     ended_.emplace_back(end.user_data, end.res);
   }
@@ -114,7 +115,7 @@ bool ReadRing::map(unsigned) { return false; }
 ReadRing::~ReadRing() = default;
 void ReadRing::read(int, void*, unsigned, int64_t, uint64_t) {}
 void ReadRing::wait(unsigned) {}
-const std::vector<std::pair<uint64_t, int>>& ReadRing::ended() { return ended_; }
+const std::vector<std::pair<uint64_t, int>>& ReadRing::ended(size_t) { return ended_; }
 
 #endif
 

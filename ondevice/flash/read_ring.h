@@ -20,10 +20,10 @@ class ReadRing {
 
   // Queues a read, to be begun by wait(). At most `depth` may be queued and under way.
   void read(int fd, void* out, unsigned nbytes, int64_t offset, uint64_t tag);
-  // Begins what is queued, and waits until `count` reads have ended or a millisecond is over.
+  // Begins what is queued, and waits until `count` reads have ended (0: not at all) or a millisecond is over.
   void wait(unsigned count);
-  // (tag, bytes read or a negative errno) of those that have ended since the last call.
-  const std::vector<std::pair<uint64_t, int>>& ended();
+  // (tag, bytes read or a negative errno) of at most `most` that have ended since the last call.
+  const std::vector<std::pair<uint64_t, int>>& ended(size_t most);
 
  private:
   ReadRing() = default;
