@@ -7,6 +7,9 @@ cgroup of its size and without a limit, and held to what `ceiling.py` holds it t
 with what the text asks for has filled and what the start has read has left the page cache: from the middle of
 the first topic on. Beside that stands the cache's hit rate for each topic. Ends with one JSON line; exits 0
 only if every ceiling held.
+
+With `--case`, the model, mode and budget of that case of `flash_versus_llama_cpp.py` instead, at its context:
+full, a new session begins. It is run once, in the cgroup, where its peak is held to the same.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from typing import Any
 
 import numpy as np
 from ceiling import SHAPES, complaints, inspect, verdict
-from measure import HERE, note, require_rig, run_engine
-from random_model import Shape
+from flash_versus_llama_cpp import CASES
+from measure import HERE, Result, note, require_rig, run_engine
+from random_model import LLAMA_7B, Shape, gguf_file
 from synthetic import Plant, synthetic_bundle
 
 MODES = ("exact", "predicted")
@@ -43,11 +47,14 @@ def budgets(bundle: Path, threads: int, context: int, sparsity: str) -> list[int
     return [lowest + (highest - lowest) * step // BUDGETS for step in range(BUDGETS)]
 
 
-def measure_budget(spec: dict[str, Any], shape: Shape, budget: int) -> dict[str, Any]:
-    """Both runs of one budget, and what was wrong with them."""
-    spec = spec | {"dram_budget": budget}
-    limited = run_engine("run_two_topics.py", spec | {"limited": True}, budget, TIMEOUT_SECONDS)
-    free = run_engine("run_two_topics.py", spec | {"limited": False}, None, TIMEOUT_SECONDS)
+def run_limited(spec: dict[str, Any], budget: int) -> Result:
+    """One run in a cgroup of the budget."""
+    return run_engine("run_two_topics.py", spec | {"limited": True}, budget, TIMEOUT_SECONDS)
+
+
+def row_of(shape: Shape, spec: dict[str, Any], limited: Result, free: Result) -> dict[str, Any]:
+    """What a row of the table says of both runs, and what was wrong with them."""
+    budget = spec["dram_budget"]
     row: dict[str, Any] = {"shape": shape.name, "sparsity": spec["sparsity"], "budget_bytes": budget}
     steady_tokens = TOPICS * spec["max_tokens"] - spec["max_tokens"] // 2
     row["wrong"] = complaints(budget, limited, free, steady_tokens)
@@ -58,6 +65,42 @@ def measure_budget(spec: dict[str, Any], shape: Shape, budget: int) -> dict[str,
         row["peak_memory_bytes_in_cgroup"] = limited["peak_memory_bytes"]
         row["topics_in_cgroup"] = limited["topics"]
     return row
+
+
+def measure_budget(spec: dict[str, Any], shape: Shape, budget: int) -> dict[str, Any]:
+    """Both runs of one budget, and what was wrong with them."""
+    spec = spec | {"dram_budget": budget}
+    limited = run_limited(spec, budget)
+    free = run_engine("run_two_topics.py", spec | {"limited": False}, None, TIMEOUT_SECONDS)
+    return row_of(shape, spec, limited, free)
+
+
+def measure_case(name: str, tokens: int, threads: int, workdir: Path) -> dict[str, Any]:
+    """The one run of a case of the speed table. Without a budget of its own, it has the whole model's."""
+    plant, case = next((plant, case) for plant, case in CASES if case.name == name)
+    bundle = synthetic_bundle(LLAMA_7B, plant, workdir)
+    budget = int(case.share * gguf_file(LLAMA_7B, workdir).stat().st_size)
+    if not budget:
+        plan = inspect(bundle, 1 << 40, threads, case.context, case.sparsity)["plan"]
+        budget = plan["full_bytes"]
+    note(f"{name}: {case.sparsity}, {budget / 1e6:.1f} MB")
+    spec = session_spec(bundle, LLAMA_7B, tokens, case.context, threads)
+    spec |= {"sparsity": case.sparsity, "dram_budget": budget}
+    limited = run_limited(spec, budget)
+    return row_of(LLAMA_7B, spec, limited, limited)
+
+
+def session_spec(bundle: Path, shape: Shape, tokens: int, context: int, threads: int) -> dict[str, Any]:
+    """What every run of a model is told."""
+    return {
+        "model": str(bundle.resolve()),
+        "topics": topics(shape.vocab_size),
+        "prompt_tokens": PROMPT_TOKENS,
+        "max_tokens": tokens,
+        "context": context,
+        "threads": threads,
+        "io": "auto",
+    }
 
 
 def line(row: dict[str, Any]) -> str:
@@ -77,6 +120,7 @@ def main() -> int:
     """All modes and budgets of the chosen shapes; 0 if the ceiling holds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: small")
+    parser.add_argument("--case", action="append", choices=[case.name for _, case in CASES])
     parser.add_argument("--sparsity", action="append", choices=MODES, help="default: both")
     parser.add_argument("--tokens", type=int, default=1000, help="of each topic")
     parser.add_argument("--threads", type=int, default=2)
@@ -88,18 +132,13 @@ def main() -> int:
         "| shape | mode | budget MB | plan MB | peak MB | failcnt | of it steady | hits by topic "
         "| tokens/s by topic | in the cgroup | |\n" + "|---" * 11 + "|"
     )
-    for name in args.shape or ["small"]:
+    for name in args.case or ():
+        rows.append(measure_case(name, args.tokens, args.threads, args.workdir))
+        print(line(rows[-1]), flush=True)
+    for name in args.shape or ([] if args.case else ["small"]):
         shape = SHAPES[name]
         bundle = synthetic_bundle(shape, PLANT, args.workdir)
-        spec = {
-            "model": str(bundle.resolve()),
-            "topics": topics(shape.vocab_size),
-            "prompt_tokens": PROMPT_TOKENS,
-            "max_tokens": args.tokens,
-            "context": TOPICS * (PROMPT_TOKENS + args.tokens),
-            "threads": args.threads,
-            "io": "auto",
-        }
+        spec = session_spec(bundle, shape, args.tokens, TOPICS * (PROMPT_TOKENS + args.tokens), args.threads)
         for sparsity in args.sparsity or MODES:
             for budget in budgets(bundle, args.threads, spec["context"], sparsity):
                 note(f"{name}, {sparsity}: {budget / 1e6:.1f} MB")
