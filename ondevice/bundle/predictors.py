@@ -17,20 +17,21 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,
     check_sidecar,
+    parse_points,
     parse_sidecar,
     per_layer,
+    point_at,
     sidecar_text,
     tensors_layout,
 )
 from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
-from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.errors import BundleError
 
 PREDICTORS = "predictors.safetensors"
 PREDICTORS_MANIFEST = "predictors.json"
 PREDICTORS_VERSION = 1
 MAX_RANK = 1 << 13
-MAX_POINTS = 16
 PREDICTORS_SIDECAR = Sidecar(
     "predictors", PREDICTORS_MANIFEST, PREDICTORS, "delete both or train the predictors again"
 )
@@ -75,13 +76,7 @@ class Predictors:
 
     def point(self, recall: float) -> OperatingPoint:
         """The operating point of a recall target. Raises UnsupportedModelError for one never measured."""
-        for point in self.points:
-            if point.recall == recall:
-                return point
-        measured = ", ".join(f"{point.recall:g}" for point in self.points)
-        raise UnsupportedModelError(
-            f"--predictor-recall {recall:g} wasn't measured for this model's predictors; they have {measured}"
-        )
+        return point_at(self.points, "recall", recall, "--predictor-recall")
 
 
 def predictor_tensors(
@@ -127,10 +122,6 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
         raise BundleError(
             f"predictors.ranks must hold {config.num_layers} multiples of {GROUP_SIZE}, one per layer"
         )
-    points = tuple(_parse_point(point, config) for point in section.sections("points", MAX_POINTS))
-    recalls = [point.recall for point in points]
-    if not recalls or recalls != sorted(set(recalls)):
-        raise BundleError("predictors.points must be one or more, of ascending recall")
     predictors = Predictors(
         model=section.text("model", 64),
         bits=cast(Literal[4, 8, 16], bits),
@@ -138,7 +129,7 @@ def _parse(section: Section, config: ModelConfig) -> Predictors:
         trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
         measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),
-        points=points,
+        points=parse_points(section, "recall", lambda point: _parse_point(point, config)),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
     )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.layout import (
@@ -27,7 +27,11 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
 from ondevice.config import ModelConfig
-from ondevice.errors import BundleError
+from ondevice.errors import BundleError, UnsupportedModelError
+
+MAX_POINTS = 16
+
+Point = TypeVar("Point")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,24 @@ def per_layer(section: Section, name: str, config: ModelConfig, low: float, high
     if len(values) != config.num_layers:
         raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")
     return values
+
+
+def parse_points(section: Section, target: str, parse: Callable[[Section], Point]) -> tuple[Point, ...]:
+    """The operating points of a file, one or more, whose attribute `target` ascends. Raises BundleError."""
+    points = tuple(parse(point) for point in section.sections("points", MAX_POINTS))
+    targets = [getattr(point, target) for point in points]
+    if not targets or targets != sorted(set(targets)):
+        raise BundleError(f"{section.where}.points must be one or more, of ascending {target}")
+    return points
+
+
+def point_at(points: Sequence[Point], target: str, value: float, option: str) -> Point:
+    """The point with the `target` that `option` asks for. Raises UnsupportedModelError if there is none."""
+    for point in points:
+        if getattr(point, target) == value:
+            return point
+    measured = ", ".join(f"{getattr(point, target):g}" for point in points)
+    raise UnsupportedModelError(f"{option} {value:g} wasn't measured for this model; choose of {measured}")
 
 
 def check_sidecar(

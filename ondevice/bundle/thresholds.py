@@ -18,19 +18,19 @@ from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,
     check_sidecar,
+    parse_points,
     parse_sidecar,
     per_layer,
+    point_at,
     sidecar_text,
     tensors_layout,
 )
 from ondevice.bundle.strict_json import Section
 from ondevice.config import ModelConfig
-from ondevice.errors import BundleError, UnsupportedModelError
 
 THRESHOLDS = "thresholds.safetensors"
 THRESHOLDS_MANIFEST = "thresholds.json"
 THRESHOLDS_VERSION = 1
-MAX_POINTS = 16
 THRESHOLDS_SIDECAR = Sidecar(
     "thresholds", THRESHOLDS_MANIFEST, THRESHOLDS, "delete both or train the thresholds again"
 )
@@ -71,14 +71,7 @@ class Thresholds:
 
     def point(self, sparsity: float) -> ThresholdPoint:
         """The operating point of a sparsity target. Raises UnsupportedModelError for one never measured."""
-        for point in self.points:
-            if point.sparsity == sparsity:
-                return point
-        measured = ", ".join(f"{point.sparsity:g}" for point in self.points)
-        raise UnsupportedModelError(
-            f"--threshold-sparsity {sparsity:g} wasn't measured for this model's thresholds; they have "
-            f"{measured}"
-        )
+        return point_at(self.points, "sparsity", sparsity, "--threshold-sparsity")
 
 
 def threshold_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
@@ -112,16 +105,12 @@ def parse_thresholds(data: bytes, manifest: Manifest) -> Thresholds:
 
 def _parse(section: Section, config: ModelConfig) -> Thresholds:
     section.equal("version", THRESHOLDS_VERSION)
-    points = tuple(_parse_point(point, config) for point in section.sections("points", MAX_POINTS))
-    targets = [point.sparsity for point in points]
-    if not targets or targets != sorted(set(targets)):
-        raise BundleError("thresholds.points must be one or more, of ascending sparsity")
     thresholds = Thresholds(
         model=section.text("model", 64),
         calibrated_tokens=section.integer("calibrated_tokens", 0, 1 << 48),
         measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),
-        points=points,
+        points=parse_points(section, "sparsity", lambda point: _parse_point(point, config)),
         sha256=section.text("sha256", 64),
         crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
     )
