@@ -58,6 +58,12 @@ def test_disturbed_measurements_stay_within_bounds(rates: tuple[float, ...], gap
     assert CostModel(TODAY, tuple(measured)).gap_bytes(32) == gap
 
 
+def test_disturbed_measurements_are_believed_for_an_hour() -> None:
+    assert costs_of({32: (1e-5, 1e-9), 64: (8e-6, 1e-9)}, noise=0.1).kept == timedelta(days=30)
+    rates = [ReadRate(size, 64, rate) for size, rate in zip(READ_BYTES, (5e8, 6e8, 7e8, 3e8), strict=True)]
+    assert CostModel(TODAY, tuple(rates)).kept == timedelta(hours=1)
+
+
 def test_fewest_threads_that_are_fast_enough() -> None:
     slow, fast, hardly_faster = (2e-5, 1e-9), (1e-5, 1e-9), (0.98e-5, 1e-9)
     assert costs_of({8: slow, 16: fast, 32: hardly_faster}).threads(8192) == 16
@@ -126,13 +132,13 @@ def test_old_measurements_and_those_of_tomorrow_are_made_again(
         "",
         "[]",
         "{}",
-        '{"version": 2, "devices": {}}',
-        '{"version": 1, "devices": []}',
-        '{"version": 1, "devices": {"/": {"measured": "never", "rates": []}}}',
-        '{"version": 1, "devices": {"/": {"measured": "2026-01-01", "rates": []}}}',
-        '{"version": 1, "devices": {"/": null}}',
+        '{"version": 1, "devices": {}}',
+        '{"version": 2, "devices": []}',
+        '{"version": 2, "devices": {"/": {"measured": "never", "rates": []}}}',
+        '{"version": 2, "devices": {"/": {"measured": "2026-01-01", "rates": []}}}',
+        '{"version": 2, "devices": {"/": null}}',
         "[" * 100_000,
-        '{"version": 1, "devices": {"/": {"measured": "2026-01-01T00:00:00+00:00", "rates": '
+        '{"version": 2, "devices": {"/": {"measured": "2026-01-01T00:00:00+00:00", "rates": '
         '[{"read_bytes": 0, "threads": 32, "bytes_per_second": 1e9}]}}}',
     ],
 )

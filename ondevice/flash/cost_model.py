@@ -33,10 +33,12 @@ BATCH_BYTES, SLICES = 3 << 20, 5
 """Read at a time, and so often for every size and number of threads: some 200 MB, less than half a second."""
 WORTH = 1.1
 """More threads are taken where they read so many times as fast."""
-KEPT = timedelta(days=30)
+KEPT, KEPT_DISTURBED = timedelta(days=30), timedelta(hours=1)
+TOLERANCE = 0.33
+"""A rate further than so from the line, relatively, says that something else used the device meanwhile."""
 GAP_BYTES = range(4 << 10, 48 << 10)
 """A gap is read through at least and at most, whatever a disturbed measurement says."""
-VERSION = 1
+VERSION = 2
 MAX_STORE_BYTES = 1 << 20
 
 
@@ -56,6 +58,17 @@ class CostModel:
         """The rate of reads of nbytes, from the line through those that were measured."""
         read, byte = self._line(threads)
         return nbytes / (read + byte * nbytes)
+
+    @property
+    def kept(self) -> timedelta:
+        """How long this is believed: not for long where some rate is far from what the others say."""
+        disturbed = any(
+            rate.bytes_per_second
+            and abs(self.bytes_per_second(rate.read_bytes, rate.threads) / rate.bytes_per_second - 1)
+            > TOLERANCE
+            for rate in self.rates
+        )
+        return KEPT_DISTURBED if disturbed else KEPT
 
     def gap_bytes(self, threads: int) -> int:
         """Bytes between two records up to which reading through costs less than a second read."""
@@ -111,7 +124,7 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
         log.info("no cost model: %s", error)
         return UNMEASURED
     known = _read_store(store)
-    if device in known and _age(known[device]) < KEPT:
+    if device in known and _age(known[device]) < known[device].kept:
         return known[device]
     record = sum(files[0].crc_units)
     least = -(-LEAST_READ_BYTES // record)

@@ -21,7 +21,7 @@ FileHandle::~FileHandle() {
 namespace {
 
 constexpr size_t kMaxUnitKinds = 64;
-// A read that keeps coming back short without passing a page boundary is given up after this many tries.
+// A read that keeps coming back short without passing a boundary is given up after this many tries.
 constexpr int kMaxShortReads = 64;
 
 int open_file(const std::string& path, bool direct) {
@@ -40,6 +40,18 @@ int open_file(const std::string& path, bool direct) {
   }
 #endif
   return fd;
+}
+
+// What direct reads of the file may be aligned to, where the system says so; whole pages do everywhere.
+int64_t direct_block([[maybe_unused]] int fd) {
+#if defined(STATX_DIOALIGN)
+  struct statx status;
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
+    const int64_t block = std::max(status.stx_dio_offset_align, status.stx_dio_mem_align);
+    if (block > 0 && kPage % block == 0) return block;
+  }
+#endif
+  return kPage;
 }
 
 ssize_t read_once(int fd, uint8_t* out, int64_t nbytes, int64_t offset) {
@@ -75,7 +87,10 @@ FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direc
   if (status.st_size != spec_.nbytes)
     fail(0, "the file has " + std::to_string(status.st_size) + " bytes instead of " +
                 std::to_string(spec_.nbytes));
-  if (direct_) probe_direct();
+  if (direct_) {
+    probe_direct();
+    block_ = direct_block(file_.fd);
+  }
 #if defined(POSIX_FADV_RANDOM)
   // Reading ahead is ours; the kernel's would fill the page cache past what was asked for.
   if (!direct_) posix_fadvise(file_.fd, 0, 0, POSIX_FADV_RANDOM);
@@ -136,8 +151,9 @@ std::vector<Range> FlashFile::cut(Range range, int64_t target) const {
   return pieces;
 }
 
-int64_t FlashFile::read(Range range, uint8_t* out) const {
-  int64_t begin = page_down(range.begin), end = page_up(range.end), position = begin, total = 0;
+int64_t FlashFile::read(Range range, uint8_t* out, int64_t alignment) const {
+  int64_t begin = align_down(range.begin, alignment), end = align_up(range.end, alignment);
+  int64_t position = begin, total = 0;
   for (int stalls = 0; position < range.end;) {
     ssize_t got = read_once(file_.fd, out + (position - begin), end - position, position);
     if (got < 0) fail(position, strerror(errno));
@@ -145,8 +161,8 @@ int64_t FlashFile::read(Range range, uint8_t* out) const {
     total += got;
     int64_t reached = position + got;
     if (reached >= range.end) break;
-    // A direct read can only go on from a page boundary.
-    int64_t next = direct_ ? page_down(reached) : reached;
+    // A direct read can only go on from such a boundary.
+    int64_t next = direct_ ? align_down(reached, alignment) : reached;
     stalls = next > position ? 0 : stalls + 1;
     if (stalls > kMaxShortReads) fail_short(position, range.end);
     position = next;

@@ -12,11 +12,13 @@
 
 namespace ondevice {
 
-// Direct reads begin, end and land on multiples of this, whatever the device's own block is.
+// Direct reads may begin, end and land on multiples of this, whatever the device's own block is.
 constexpr int64_t kPage = 4096;
 
-inline int64_t page_down(int64_t n) { return n / kPage * kPage; }
-inline int64_t page_up(int64_t n) { return (n + kPage - 1) / kPage * kPage; }
+inline int64_t align_down(int64_t n, int64_t alignment) { return n / alignment * alignment; }
+inline int64_t align_up(int64_t n, int64_t alignment) { return align_down(n + alignment - 1, alignment); }
+inline int64_t page_down(int64_t n) { return align_down(n, kPage); }
+inline int64_t page_up(int64_t n) { return align_up(n, kPage); }
 
 // A read that failed, came short, or whose bytes don't match their checksum.
 struct FlashError : std::runtime_error {
@@ -66,9 +68,9 @@ class FlashFile {
   // boundary, so pieces share neither a page nor a unit and no byte is read twice.
   std::vector<Range> cut(Range range, int64_t target) const;
 
-  // Reads the pages around `range` to `out` (page-aligned; `out` receives the byte at page_down(range.begin))
-  // and returns the bytes read. Throws FlashError.
-  int64_t read(Range range, uint8_t* out) const;
+  // Reads `range`, widened to multiples of `alignment`, which is block() or a multiple of it, to `out`
+  // (aligned likewise) and returns the bytes read. Throws FlashError.
+  int64_t read(Range range, uint8_t* out, int64_t alignment) const;
 
   // Compares whole units with their CRCs; `bytes` is the byte at range.begin. Throws FlashError.
   void check(Range range, const uint8_t* bytes) const;
@@ -76,6 +78,8 @@ class FlashFile {
   const FileSpec& spec() const { return spec_; }
   int64_t period() const { return period_; }
   int fd() const { return file_.fd; }
+  // Direct reads may begin, end and land on multiples of this here: a small record needs no whole pages.
+  int64_t block() const { return block_; }
 
  private:
   [[noreturn]] void fail(int64_t offset, const std::string& cause) const;
@@ -86,6 +90,7 @@ class FlashFile {
   FileSpec spec_;
   bool direct_;
   FileHandle file_;
+  int64_t block_ = kPage;
   int64_t period_ = 0;           // the sum of the unit lengths
   int64_t grid_ = 0;             // a multiple of period_ and of kPage: where cuts may fall
   std::vector<int64_t> starts_;  // of each unit within the period

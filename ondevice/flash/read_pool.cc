@@ -162,7 +162,7 @@ void ReadPool::fill_ring() {
     if (!source) return;
     const size_t index = idle_ring_reads_.back();
     RingRead& read = ring_reads_[index];
-    const size_t nbytes = static_cast<size_t>(piece.page_bytes());
+    const size_t nbytes = static_cast<size_t>(piece.nbytes());
     source->meter.begin();
     meter_.begin();
     try {
@@ -179,17 +179,16 @@ void ReadPool::fill_ring() {
     read.source = source;
     read.piece = piece;
     read.pages = piece.pages ? piece.pages : read.staging.data();
-    ring_->read(piece.file->fd(), read.pages, static_cast<unsigned>(nbytes), page_down(piece.range.begin),
-                index);
+    ring_->read(piece.file->fd(), read.pages, static_cast<unsigned>(nbytes), piece.begin(), index);
   }
 }
 
 void ReadPool::end_ring_read(RingRead* read) {
   const Piece& piece = read->piece;
-  const int64_t begin = page_down(piece.range.begin);
+  const int64_t begin = piece.begin();
   try {
     if (begin + read->result < piece.range.end)
-      read->bytes = static_cast<uint64_t>(piece.file->read(piece.range, read->pages));
+      read->bytes = static_cast<uint64_t>(piece.file->read(piece.range, read->pages, piece.alignment()));
     else
       read->bytes = static_cast<uint64_t>(read->result);
     const uint8_t* units = read->pages + (piece.range.begin - begin);
@@ -228,11 +227,11 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
   try {
     if (!piece.pages) {
       std::lock_guard<std::mutex> lock(mutex_);
-      staging = take_staging(static_cast<size_t>(piece.page_bytes()));
+      staging = take_staging(static_cast<size_t>(piece.nbytes()));
     }
     uint8_t* pages = piece.pages ? piece.pages : staging.data();
-    *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages));
-    const uint8_t* units = pages + (piece.range.begin - page_down(piece.range.begin));
+    *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages, piece.alignment()));
+    const uint8_t* units = pages + (piece.range.begin - piece.begin());
     source->check(piece, units);
     if (!piece.pages) source->deliver(piece, units);
   } catch (const FlashError& caught) {

@@ -20,16 +20,18 @@ namespace ondevice {
 struct Piece {
   const FlashFile* file = nullptr;
   Range range;
-  // Receives the pages around `range`, page-aligned. Null: they go to a staging buffer, and its source's
-  // deliver() takes from there what it wants.
+  // Receives the pages around `range`, page-aligned. Null: the blocks around it go to a staging buffer, and
+  // its source's deliver() takes from there what it wants.
   uint8_t* pages = nullptr;
   size_t tag = 0;  // the source's own
 
-  int64_t page_bytes() const { return page_up(range.end) - page_down(range.begin); }
+  int64_t alignment() const { return pages ? kPage : file->block(); }
+  int64_t begin() const { return align_down(range.begin, alignment()); }
+  int64_t nbytes() const { return align_up(range.end, alignment()) - begin(); }
 };
 
 struct ReadStats {
-  uint64_t bytes_read = 0;  // as asked from the device: whole pages
+  uint64_t bytes_read = 0;  // as asked from the device: whole pages or blocks
   double read_seconds = 0;  // wall time during which at least one read was in flight
   double cpu_seconds = 0;   // of the threads that read and checked
   uint64_t reads = 0;       // pieces, one system call each where nothing comes short

@@ -82,8 +82,8 @@ def measure_records(
     """Rates of random runs of whole records, read as passes read them: a batch of `batch` records at a time.
 
     files: of records of one size. By number of threads and then by records in a run, but for those that no
-    file has enough of; read_bytes is what such a read took on average, in whole pages. All are measured in
-    turns, `slices` times, and the median counts, as other programs use a device too. Raises FlashReadError.
+    file has enough of; read_bytes is what such a read took on average, in whole blocks. All are measured in
+    turns, `slices` times, and the best counts, as other programs use a device too. Raises FlashReadError.
     """
     rng, timed = np.random.default_rng(batch), defaultdict[tuple[int, int], list[tuple[float, float]]](list)
     with ExitStack() as stack:
@@ -96,7 +96,7 @@ def measure_records(
                     if (measured := _batch_rate(files, reads, rng, run, slots)) is not None:
                         timed[count, run].append(measured)
     return tuple(
-        ReadRate(round(median(size for size, _ in some)), count, median(rate for _, rate in some))
+        ReadRate(round(median(size for size, _ in some)), count, max(rate for _, rate in some))
         for (count, _), some in sorted(timed.items())
     )
 
