@@ -40,8 +40,12 @@ def every_byte_is_right(folder: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["short", "eintr"])
 @pytest.mark.parametrize("every", [2, 5])
-def test_short_and_interrupted_reads_go_on(shim: Path, tmp_path: Path, fault: str, every: int) -> None:
-    assert_holds_under(shim, tmp_path, every_byte_is_right, fault=fault, fault_every=every)
+@pytest.mark.parametrize("block", [512, 4096])
+def test_short_and_interrupted_reads_go_on(
+    shim: Path, tmp_path: Path, fault: str, every: int, block: int
+) -> None:
+    settings = {"fault": fault, "fault_every": every, "fault_block": block}
+    assert_holds_under(shim, tmp_path, every_byte_is_right, **settings)
 
 
 def io_errors_come_in_order_and_pass(folder: Path) -> None:

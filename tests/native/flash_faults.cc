@@ -8,6 +8,7 @@
 //   FLASH_FAULT_OFF: nothing happens while a file of this name exists.
 // Or, changing while the process runs:
 //   FLASH_FAULT_TABLE: a file of a Table, which the test maps too.
+// FLASH_FAULT_BLOCK: what direct reads must be aligned to, 4096 if it isn't set.
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -17,10 +18,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 namespace {
@@ -48,6 +51,12 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Table) == 4 *
 const char* setting(const char* name) {
   const char* value = getenv(name);
   return value ? value : "";
+}
+
+uint32_t block_bytes() {
+  static const uint32_t bytes =
+      *setting("FLASH_FAULT_BLOCK") ? static_cast<uint32_t>(atol(setting("FLASH_FAULT_BLOCK"))) : 4096;
+  return bytes;
 }
 
 int log_fd() {
@@ -160,8 +169,8 @@ ssize_t pread_with(const char* symbol, int fd, void* out, size_t nbytes, off_t o
     errno = EINVAL;
     return -1;
   }
-  // As a device with blocks of 4096 bytes has it.
-  if (direct[fd] && (offset % 4096 || nbytes % 4096 || reinterpret_cast<uintptr_t>(out) % 4096)) {
+  const uint32_t block = block_bytes();
+  if (direct[fd] && (offset % block || nbytes % block || reinterpret_cast<uintptr_t>(out) % block)) {
     errno = EINVAL;
     return -1;
   }
@@ -207,6 +216,18 @@ ssize_t pread(int fd, void* out, size_t nbytes, off_t offset) {
 ssize_t pread64(int fd, void* out, size_t nbytes, off64_t offset) {
   return pread_with("pread64", fd, out, nbytes, offset);
 }
+
+#if defined(STATX_DIOALIGN)
+int statx(int folder, const char* path, int flags, unsigned mask, struct statx* status) noexcept {
+  using Call = int (*)(int, const char*, int, unsigned, struct statx*);
+  const int result = real<Call>("statx")(folder, path, flags, mask, status);
+  if (result == 0 && (status->stx_mask & STATX_DIOALIGN)) {
+    status->stx_dio_offset_align = std::max(status->stx_dio_offset_align, block_bytes());
+    status->stx_dio_mem_align = std::max(status->stx_dio_mem_align, block_bytes());
+  }
+  return result;
+}
+#endif
 
 // A system that has no io_uring: its reads couldn't be spoilt here.
 long syscall(long number, ...) {
