@@ -32,16 +32,15 @@ from ondevice.converters import neuron_order
 from ondevice.converters.activations import Activations, gate_rows, record_activations
 from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar, write_tensors
 from ondevice.converters.hotness import firing_frequencies, write_hotness
-from ondevice.converters.quantize import QuantizedRows, quantize
-from ondevice.converters.train_predictor import (
+from ondevice.converters.layer_predictor import (
     RECALLS,
     LayerPredictor,
     PredictorTraining,
-    choose_rank,
     operating_points,
-    train_layer,
 )
-from ondevice.converters.train_predictor import OperatingPoint as MeasuredPoint
+from ondevice.converters.layer_predictor import OperatingPoint as MeasuredPoint
+from ondevice.converters.quantize import QuantizedRows, quantize
+from ondevice.converters.train_predictor import train_layer
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
@@ -173,8 +172,7 @@ def fit_layer(
     most = max(GROUP_SIZE, min(gate.shape) // 2)
     ranks = [rank for rank in options.ranks if rank <= most] or [GROUP_SIZE]
     ranks = [min(rank, *gate.shape) for rank in ranks]
-    candidates = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng)
-    chosen = choose_rank(candidates, options.training.recall)
+    chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng)
     active = np.unpackbits(fired[trained:], axis=1, count=len(gate)).view(np.bool_)
     return store_predictor(chosen, inputs[trained:], active, options.bits)
 

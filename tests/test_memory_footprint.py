@@ -12,8 +12,8 @@ import pytest
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.converters.layer_predictor import LayerPredictor
 from ondevice.converters.predictors import store_predictor, write_predictors
-from ondevice.converters.train_predictor import LayerPredictor
 from tests.bundles import convert_bundle
 from tests.models import save_safetensors, tensor_shapes, tiny_config
 

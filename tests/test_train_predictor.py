@@ -8,16 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.converters import train_predictor
-from ondevice.converters.train_predictor import (
+from ondevice.converters import fine_tune
+from ondevice.converters.fine_tune import FineTuning, gradients
+from ondevice.converters.layer_predictor import (
     RECALLS,
     LayerPredictor,
     PredictorTraining,
-    active_share,
+    active_count,
+    operating_points,
+)
+from ondevice.converters.train_predictor import (
     calibrate,
     choose_rank,
-    gradients,
-    operating_points,
     principal_components,
     split,
     train_layer,
@@ -53,8 +55,7 @@ class Planted:
 
     def train(self, rank: int = RANK, config: PredictorTraining = CONFIG, seed: int = 1) -> LayerPredictor:
         rng = np.random.default_rng(seed)
-        (predictor,) = train_layer(self.inputs, self.fired, self.gate, [rank], config, rng)
-        return predictor
+        return train_layer(self.inputs, self.fired, self.gate, [rank], config, rng)
 
 
 @pytest.fixture(scope="module")
@@ -217,17 +218,46 @@ def test_equal_seeds_give_equal_predictors(planted: Planted) -> None:
     assert first.down.tobytes() != other.down.tobytes()
 
 
-def test_ranks_that_are_trained_together_are_those_trained_alone(noisy: Planted) -> None:
-    """They share minibatches and weights, and nothing that one learns reaches another."""
-    data = (noisy.inputs, noisy.fired, noisy.gate)
-    small, large = train_layer(*data, [2, RANK], replace(CONFIG, epochs=1), np.random.default_rng(1))
-    assert (small.rank, large.rank) == (2, RANK)
-    again, other = train_layer(*data, [RANK, 4], replace(CONFIG, epochs=1), np.random.default_rng(1))
-    assert (again.rank, other.rank) == (RANK, 4)
-    assert again.up.tobytes() == large.up.tobytes()
-    assert again.points == large.points
-    alone = train_layer(*data, [2], replace(CONFIG, epochs=1), np.random.default_rng(1))[0]
-    assert small.point(0.97).precision == pytest.approx(alone.point(0.97).precision, rel=0.05)
+def tuning(data: Planted, ranks: list[int], config: PredictorTraining = CONFIG) -> FineTuning:
+    """Fine-tuning of these ranks' principal components, not begun."""
+    trained, _ = split(SAMPLES, config)
+    samples = (data.inputs, data.fired, data.gate, trained)
+    start = principal_components(data.inputs, trained, data.gate, ranks, np.random.default_rng(1))
+    return FineTuning(start, *samples, config, np.random.default_rng(2))
+
+
+def test_nothing_that_one_rank_learns_reaches_another(noisy: Planted) -> None:
+    """They share minibatches and weights, whoever else is trained, and whoever has been given up."""
+    together, others = tuning(noisy, [2, RANK]), tuning(noisy, [4, RANK])
+    for _ in range(2):
+        together.epoch()
+        others.epoch()
+        assert together.predictors[-1].up.tobytes() == others.predictors[-1].up.tobytes()
+        together.keep(RANK)
+    assert [predictor.rank for predictor in together.predictors] == [RANK]
+    assert [predictor.rank for predictor in others.predictors] == [4, RANK]
+
+
+def test_the_rank_is_chosen_on_trial_and_trained_to_the_end(planted: Planted) -> None:
+    rng, data = np.random.default_rng(1), (planted.inputs, planted.fired, planted.gate)
+    predictor = train_layer(*data, [12, 2, RANK], CONFIG, rng)
+    assert predictor.rank == RANK
+    short = train_layer(*data, [12, 2, RANK], replace(CONFIG, epochs=2), np.random.default_rng(1))
+    assert short.rank == RANK
+    assert predictor.point(0.99).precision > short.point(0.99).precision
+    assert predictor.point(0.99).precision > 0.95
+
+
+def test_what_fires_weighs_as_its_gate(noisy: Planted) -> None:
+    ids = split(SAMPLES, CONFIG)[0]
+    gates = np.maximum(noisy.inputs.astype(np.float32) @ noisy.gate.T, 0)
+    active = int(noisy.fired[ids].sum())
+    found = fine_tune._Magnitudes(noisy.inputs, noisy.fired, noisy.gate, ids, active)
+    batch = np.random.default_rng(3).permutation(ids)[:50]
+    first = ids[:512]
+    unit = gates[first][noisy.fired[first]].mean()
+    expected = np.minimum(gates[batch][noisy.fired[batch]] / unit, 4)
+    np.testing.assert_allclose(found.of(batch), expected, atol=4 / 255 / 2 + 1e-5)
 
 
 def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +265,7 @@ def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     predictor, x = random_predictor(), rng.standard_normal((11, 5))
     y, weights = rng.random((11, 7)) < 0.3, rng.uniform(0.5, 5, (11, 7))
     whole = gradients(predictor, x, y, weights)
-    monkeypatch.setattr(train_predictor, "BLOCK_VALUES", 15)
+    monkeypatch.setattr(fine_tune, "BLOCK_VALUES", 15)
     for expected, found in zip(whole, gradients(predictor, x, y, weights), strict=True):
         assert found.tobytes() == expected.tobytes()
 
@@ -245,10 +275,10 @@ def test_packed_bits_and_mapped_files_are_the_same_samples(planted: Planted, tmp
     np.save(tmp_path / "inputs.npy", planted.inputs)
     np.save(tmp_path / "fired.npy", np.packbits(planted.fired, axis=1))
     inputs, fired = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("inputs", "fired"))
-    (mapped,) = train_layer(inputs, fired, planted.gate, [RANK], config, np.random.default_rng(1))
+    mapped = train_layer(inputs, fired, planted.gate, [RANK], config, np.random.default_rng(1))
     assert mapped.up.tobytes() == planted.train(config=config).up.tobytes()
     ids = np.arange(10)
-    assert active_share(fired, ids, NEURONS) == pytest.approx(planted.fired[:10].mean())
+    assert active_count(fired, ids, NEURONS) == planted.fired[:10].sum()
 
 
 @pytest.mark.parametrize("samples", [20, 999, 3000, 90_000])
@@ -262,7 +292,7 @@ def test_held_back_samples_are_a_bounded_share_and_not_trained_on(samples: int) 
 @pytest.mark.parametrize("fires", [False, True])
 def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: bool) -> None:
     fired = np.full(planted.fired.shape, fires)
-    (predictor,) = train_layer(planted.inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
+    predictor = train_layer(planted.inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
     assert ((predictor.scores(planted.fresh) > 0) == fires).all()
     assert {point.false_negatives for point in predictor.points} == {0.0}
     assert {point.precision for point in predictor.points} == {1.0}
@@ -271,7 +301,7 @@ def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: b
 def test_inputs_without_variance_and_what_the_gate_does_not_explain(planted: Planted) -> None:
     fired = np.random.default_rng(0).random(planted.fired.shape) < 0.1
     for inputs in (np.zeros_like(planted.inputs), np.ones_like(planted.inputs), -planted.inputs):
-        (predictor,) = train_layer(inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
+        predictor = train_layer(inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
         assert np.isfinite(predictor.scores(inputs)).all()
         assert predictor.point(0.97).false_negatives <= 0.03 + 1e-9
 
@@ -310,6 +340,7 @@ def test_what_does_not_fit_is_refused(planted: Planted) -> None:
     "options",
     [
         {"epochs": -1},
+        {"trial_epochs": 0},
         {"batch_samples": 0},
         {"learning_rate": float("nan")},
         {"balance": 1.5},

@@ -2,7 +2,8 @@
 
 Spec: model, folder (of recorded activations), tokens, part: `record` activations of so many tokens; `fit` one
 `layer`'s predictor on so many of them, repeated where there are fewer, without gradient steps; or `step`, one
-epoch of these. Seconds are of the wall and of the processor: others may use the machine meanwhile.
+epoch of these for all `ranks` at once. Seconds are of the wall and of the processor: others may use the
+machine meanwhile.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from random_model import random_tokens
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import Activations, gate_rows, record_activations
+from ondevice.converters.fine_tune import FineTuning
+from ondevice.converters.layer_predictor import LayerPredictor
 from ondevice.converters.predictors import PredictorOptions, fit_layer
-from ondevice.converters.train_predictor import LayerPredictor, fine_tune
 from ondevice.training import PIECE_TOKENS
 
 
@@ -58,7 +60,7 @@ def fit(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
 
 
 def step(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
-    """An epoch on all tokens, of every rank at once, from random matrices; the clock is of that alone."""
+    """An epoch on all tokens, from random matrices; the clock is of that alone."""
     options, random = PredictorOptions(), np.random.default_rng(3)
     repeated = activations(bundle, Path(spec["folder"]) / "repeated")
     gate = gate_rows(bundle, spec["layer"])
@@ -69,12 +71,13 @@ def step(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
             random.standard_normal((neurons, rank), np.float32),
             np.zeros(neurons, np.float32),
         )
-        for rank in options.ranks
+        for rank in spec["ranks"]
     ]
     samples = (repeated.inputs(spec["layer"]), repeated.fired(spec["layer"]), gate)
     training = replace(options.training, epochs=1)
+    tuning = FineTuning(predictors, *samples, np.arange(spec["tokens"]), training, random)
     clock = Clock()
-    fine_tune(predictors, *samples, np.arange(spec["tokens"]), training, random)
+    tuning.epoch()
     return clock.read()
 
 

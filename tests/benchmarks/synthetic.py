@@ -37,8 +37,8 @@ from random_model import Shape, random_tokens, write_checkpoint
 from ondevice.bundle.predictors import PREDICTORS_MANIFEST
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import record_activations
+from ondevice.converters.layer_predictor import LayerPredictor
 from ondevice.converters.predictors import store_predictor, write_predictors
-from ondevice.converters.train_predictor import LayerPredictor
 
 Float32 = npt.NDArray[np.float32]
 
