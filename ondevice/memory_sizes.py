@@ -31,7 +31,7 @@ FETCH_NEURONS = 1024
 FETCH_DEPTH = 64
 """Reads at once where records are read one by one, at most: small reads need company."""
 FETCH_ENDED = 16
-"""Reads that have ended and are checked and copied while so many others are under way, at most."""
+"""Reads that have ended and are checked and copied while others are under way (kEnded in read_pool.cc)."""
 FETCH_STAGING_BYTES = 72 << 10
 """A run of neighbouring records, at most 64 KiB, with its pages."""
 DEFAULT_MAX_CONTEXT = 4096
