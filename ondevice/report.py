@@ -222,12 +222,14 @@ def _overlap_lines(found: Ablation) -> list[str]:
     if found.overlap_ratio is None:
         return []
     apart, row = found.row("all"), found.row("overlap")
-    longer = max(apart.io_seconds, apart.compute_seconds)
+    longer, own = (max(it.io_seconds, it.compute_seconds) for it in (apart, row))
     return [
         "",
         f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
-        f"compute in `all` ({1e3 * longer:.1f} ms); guesses found {_percent(row.guess_recall)} of what was "
-        f"missing and read {row.guess_wasted_bytes / 1e6:.2f} MB per token in vain",
+        f"compute in `all` ({1e3 * longer:.1f} ms), {row.total_seconds / own:.2f} x that of its own "
+        f"({1e3 * own:.1f} ms)",
+        f"guesses found {_percent(row.guess_recall)} of what was missing and read "
+        f"{row.guess_wasted_bytes / 1e6:.2f} MB per token in vain",
     ]
 
 
