@@ -21,7 +21,6 @@ from ondevice.converters.layer_predictor import (
     LayerPredictor,
     PredictorTraining,
     Samples,
-    active_count,
     bits,
     in_pieces,
 )
@@ -46,13 +45,13 @@ class FineTuning:
         fired: Fired,
         gate: Float32,
         ids: Ids,
+        active: int,
         config: PredictorTraining,
         rng: Generator,
     ) -> None:
-        """ids: ascending. gate: (F, D), multiplied once for all epochs."""
+        """ids: ascending; active: how often neurons fire for them. gate: (F, D), multiplied once for all."""
         self._inputs, self._fired, self._ids = inputs, fired, ids
         self._config, self._rng, self._neurons = config, rng, len(gate)
-        active = active_count(fired, ids, len(gate))
         values = len(ids) * len(gate)
         self._balance = np.float32(((values - active) / active) ** config.balance)
         self._magnitudes = _Magnitudes(inputs, fired, gate, ids, active) if config.weigh_magnitude else None
@@ -67,7 +66,7 @@ class FineTuning:
 
     def keep(self, rank: int) -> None:
         """Move none but the one of this rank from now on."""
-        self._descents = [descent for descent in self._descents if descent.predictor.rank == rank][:1]
+        self._descents = [descent for descent in self._descents if descent.predictor.rank == rank]
 
     def epoch(self) -> None:
         """A pass over all samples, one of `config.epochs`."""

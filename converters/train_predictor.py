@@ -66,14 +66,15 @@ def train_layer(
         nothing = np.zeros((rank, width), np.float32), np.zeros((neurons, rank), np.float32)
         return calibrate(LayerPredictor(*nothing, bias), inputs, fired, config)
     predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng)
-    tuning = FineTuning(predictors, inputs, fired, gate, trained, config, rng)
+    tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng)
+    del predictors  # those that are given up shall go
 
     def best() -> LayerPredictor:
         candidates = [calibrate(predictor, inputs, fired, config) for predictor in tuning.predictors]
         return choose_rank(candidates, config.recall)
 
     for epoch in range(config.epochs):
-        if epoch == config.trial_epochs and len(predictors) > 1:
+        if epoch == config.trial_epochs and len(tuning.predictors) > 1:
             tuning.keep(best().rank)
         tuning.epoch()
     return best()

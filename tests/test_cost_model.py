@@ -126,6 +126,31 @@ def test_old_measurements_and_those_of_tomorrow_are_made_again(
     assert all(cost_model._age(cost_model._parse(entry)) < timedelta(days=1) for entry in kept.values())
 
 
+def test_a_disturbed_measurement_is_made_again_after_an_hour(
+    files: list[CheckedFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rates = tmp_path / "flash.json", costs_of({32: (1e-5, 1e-9)}).rates
+    odd = (*rates[:-1], ReadRate(READ_BYTES[-1], 32, rates[0].bytes_per_second / 2))  # type: ignore[operator]
+    for measured, again in ((odd, 2), (rates, 1)):
+        store.unlink(missing_ok=True)
+        counted: list[int] = []
+
+        def measure(
+            *_: Any, found: tuple[ReadRate, ...] = measured, calls: list[int] = counted
+        ) -> tuple[ReadRate, ...]:
+            calls.append(1)
+            return found
+
+        monkeypatch.setattr(cost_model, "measure_records", measure)
+        device_costs(files, store)
+        content = json.loads(store.read_text())
+        for entry in content["devices"].values():
+            entry["measured"] = (datetime.now(UTC) - timedelta(hours=2)).isoformat()
+        store.write_text(json.dumps(content))
+        device_costs(files, store)
+        assert len(counted) == again
+
+
 @pytest.mark.parametrize(
     "text",
     [

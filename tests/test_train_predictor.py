@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,7 +224,8 @@ def tuning(data: Planted, ranks: list[int], config: PredictorTraining = CONFIG) 
     trained, _ = split(SAMPLES, config)
     samples = (data.inputs, data.fired, data.gate, trained)
     start = principal_components(data.inputs, trained, data.gate, ranks, np.random.default_rng(1))
-    return FineTuning(start, *samples, config, np.random.default_rng(2))
+    active = active_count(data.fired, trained, NEURONS)
+    return FineTuning(start, *samples, active, config, np.random.default_rng(2))
 
 
 def test_nothing_that_one_rank_learns_reaches_another(noisy: Planted) -> None:
@@ -238,10 +240,21 @@ def test_nothing_that_one_rank_learns_reaches_another(noisy: Planted) -> None:
     assert [predictor.rank for predictor in others.predictors] == [4, RANK]
 
 
-def test_the_rank_is_chosen_on_trial_and_trained_to_the_end(planted: Planted) -> None:
+def test_the_rank_is_chosen_on_trial_and_trained_to_the_end(
+    planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[list[int]] = []
+
+    def epoch(self: FineTuning, once: Callable[[FineTuning], None] = FineTuning.epoch) -> None:
+        moved.append([predictor.rank for predictor in self.predictors])
+        once(self)
+
+    monkeypatch.setattr(FineTuning, "epoch", epoch)
     rng, data = np.random.default_rng(1), (planted.inputs, planted.fired, planted.gate)
     predictor = train_layer(*data, [12, 2, RANK], CONFIG, rng)
     assert predictor.rank == RANK
+    trial = CONFIG.trial_epochs
+    assert moved == trial * [[2, RANK, 12]] + (CONFIG.epochs - trial) * [[RANK]]
     short = train_layer(*data, [12, 2, RANK], replace(CONFIG, epochs=2), np.random.default_rng(1))
     assert short.rank == RANK
     assert predictor.point(0.99).precision > short.point(0.99).precision

@@ -42,23 +42,26 @@ int open_file(const std::string& path, bool direct) {
   return fd;
 }
 
-// What direct reads of the file may be aligned to, where the system says so; whole pages do everywhere.
-int64_t direct_block([[maybe_unused]] int fd) {
-#if defined(STATX_DIOALIGN)
-  struct statx status;
-  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
-    const int64_t block = std::max(status.stx_dio_offset_align, status.stx_dio_mem_align);
-    if (block > 0 && kPage % block == 0) return block;
-  }
-#endif
-  return kPage;
-}
-
 ssize_t read_once(int fd, uint8_t* out, int64_t nbytes, int64_t offset) {
   ssize_t got;
   do got = pread(fd, out, static_cast<size_t>(nbytes), static_cast<off_t>(offset));
   while (got < 0 && errno == EINTR);
   return got;
+}
+
+// What direct reads of the file may be aligned to, where the system says so and a read shows that it is so;
+// whole pages do everywhere.
+int64_t direct_block([[maybe_unused]] int fd) {
+#if defined(STATX_DIOALIGN)
+  struct statx status;
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
+    const int64_t block = std::max(status.stx_dio_offset_align, status.stx_dio_mem_align);
+    if (block <= 0 || kPage % block != 0) return kPage;
+    Buffer page(kPage);
+    if (read_once(fd, page.data() + (kPage - block), block, kPage - block) >= 0) return block;
+  }
+#endif
+  return kPage;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// One file on flash: opened past the page cache where possible, read whole pages at a time, checked by
+// One file on flash: opened past the page cache where possible, read in whole pages or blocks, checked by
 // CRC-32C.
 #pragma once
 

@@ -10,7 +10,7 @@ namespace {
 
 // Pieces read into their final place, one system call each; as large as ExtentStream's.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
-// Pieces that go through a staging buffer, of which every thread may hold one.
+// Pieces that go through a staging buffer, of which every read under way may hold one.
 constexpr int64_t kStagedBytes = int64_t{1} << 18;
 
 // A list of pieces that the calling thread and the pool's work through together.

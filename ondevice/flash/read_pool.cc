@@ -247,6 +247,7 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
 }
 
 Buffer ReadPool::take_staging(size_t nbytes) {
+  nbytes = static_cast<size_t>(page_up(static_cast<int64_t>(nbytes)));  // as a mapping takes
   Buffer pages;
   if (!staging_.empty()) {
     pages = std::move(staging_.back());

@@ -30,7 +30,7 @@ DEFAULT_THREADS = 8
 class FlashStats:
     """What a reader has done so far.
 
-    bytes_read: bytes asked from the device, whole 4096-byte pages.
+    bytes_read: bytes asked from the device: whole pages, or for records whole blocks of the device.
     read_seconds: wall time during which at least one read was in flight.
     cpu_seconds: processor time of the threads that read and compared checksums.
     reads: how many there were, each one system call where nothing comes short.
@@ -53,7 +53,8 @@ class FlashReader:
     (4.2 against 10.5 microseconds for 8 KiB, 32 at once, as fio measures it, at the same rate).
 
     Any thread may call it, several at once. A range is widened to the units that carry a checksum and to
-    whole pages, so `bytes_read` exceeds what was asked for. Bytes before a file's `crc_start` can't be read.
+    whole pages or blocks, so `bytes_read` exceeds what was asked for. Bytes before a file's `crc_start` can't
+    be read.
 
     Raises BackendUnavailableError if `io="direct"` is refused, FlashReadError if a file can't be opened or
     hasn't the size it should, ValueError for impossible arguments.
@@ -98,7 +99,8 @@ class FlashReader:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory held for reads that end in the caller's array; it grows to one buffer per busy thread."""
+        """Memory held for reads that end in the caller's array; it grows to one buffer for every read
+        under way or just ended."""
         return self.native.staging_bytes
 
     def trim(self) -> None:

@@ -8,7 +8,7 @@
 namespace ondevice {
 namespace {
 
-// One read, at most: every thread may hold a staging buffer of this size.
+// One read, at most: each that is under way may hold a staging buffer of this size.
 constexpr int64_t kRunBytes = int64_t{1} << 16;
 
 }  // namespace

@@ -200,8 +200,10 @@ class Guessing:
 
     def _release(self, guess: _Guess) -> None:
         guess.halt()
-        self._ends(guess)
-        self._cache.release(guess.claim.layer, guess.claim.slots)
+        try:
+            self._ends(guess)
+        finally:
+            self._cache.release(guess.claim.layer, guess.claim.slots)
 
     def _ends(self, guess: _Guess) -> bool:
         """Whether all that was begun has come."""

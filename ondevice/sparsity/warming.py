@@ -71,10 +71,13 @@ class Warming:
         claim, self._claim = self._claim, None
         if claim is None:
             return True
-        arrived, spare = self._reads.ends(), claim.slots
-        if arrived:
-            _, spare = self._cache.adopt(claim.layer, claim.ids, claim.slots)
-        self._cache.release(claim.layer, spare)
+        arrived, spare = False, claim.slots
+        try:
+            arrived = self._reads.ends()
+        finally:
+            if arrived:
+                _, spare = self._cache.adopt(claim.layer, claim.ids, claim.slots)
+            self._cache.release(claim.layer, spare)
         return arrived
 
     def close(self) -> None:

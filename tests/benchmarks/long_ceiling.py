@@ -9,7 +9,8 @@ the first topic on. Beside that stands the cache's hit rate for each topic. Ends
 only if every ceiling held.
 
 With `--case`, the model, mode and budget of that case of `flash_versus_llama_cpp.py` instead, at its context:
-full, a new session begins. It is run once, in the cgroup, where its peak is held to the same.
+full, a new session begins. It is run once, in the cgroup: there, not being killed and hardly ever hitting the
+limit show that it keeps to the budget, and the plan is compared with the peak inside.
 """
 
 from __future__ import annotations
@@ -52,14 +53,16 @@ def run_limited(spec: dict[str, Any], budget: int) -> Result:
     return run_engine("run_two_topics.py", spec | {"limited": True}, budget, TIMEOUT_SECONDS)
 
 
-def row_of(shape: Shape, spec: dict[str, Any], limited: Result, free: Result) -> dict[str, Any]:
-    """What a row of the table says of both runs, and what was wrong with them."""
+def row_of(name: str, spec: dict[str, Any], limited: Result, free: Result | None) -> dict[str, Any]:
+    """What a row of the table says of the runs, the second of which there may be, and what was wrong."""
     budget = spec["dram_budget"]
-    row: dict[str, Any] = {"shape": shape.name, "sparsity": spec["sparsity"], "budget_bytes": budget}
+    row: dict[str, Any] = {"shape": name, "sparsity": spec["sparsity"], "budget_bytes": budget}
     steady_tokens = TOPICS * spec["max_tokens"] - spec["max_tokens"] // 2
     row["wrong"] = complaints(budget, limited, free, steady_tokens)
-    if free["survived"]:
+    if free is not None and free["survived"]:
         row |= {key: free[key] for key in ("peak_memory_bytes", "plan_bytes", "tokens", "topics")}
+    elif limited["survived"]:
+        row |= {key: limited[key] for key in ("peak_memory_bytes", "plan_bytes", "tokens")}
     if limited["survived"]:
         row |= {key: limited[key] for key in ("failcnt", "steady_failcnt", "cgroup_peak_bytes")}
         row["peak_memory_bytes_in_cgroup"] = limited["peak_memory_bytes"]
@@ -72,7 +75,7 @@ def measure_budget(spec: dict[str, Any], shape: Shape, budget: int) -> dict[str,
     spec = spec | {"dram_budget": budget}
     limited = run_limited(spec, budget)
     free = run_engine("run_two_topics.py", spec | {"limited": False}, None, TIMEOUT_SECONDS)
-    return row_of(shape, spec, limited, free)
+    return row_of(shape.name, spec, limited, free)
 
 
 def measure_case(name: str, tokens: int, threads: int, workdir: Path) -> dict[str, Any]:
@@ -86,8 +89,7 @@ def measure_case(name: str, tokens: int, threads: int, workdir: Path) -> dict[st
     note(f"{name}: {case.sparsity}, {budget / 1e6:.1f} MB")
     spec = session_spec(bundle, LLAMA_7B, tokens, case.context, threads)
     spec |= {"sparsity": case.sparsity, "dram_budget": budget}
-    limited = run_limited(spec, budget)
-    return row_of(LLAMA_7B, spec, limited, limited)
+    return row_of(name, spec, run_limited(spec, budget), None)
 
 
 def session_spec(bundle: Path, shape: Shape, tokens: int, context: int, threads: int) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def line(row: dict[str, Any]) -> str:
     sizes = ("budget_bytes", "plan_bytes", "peak_memory_bytes")
     figures = [f"{row.get(key, 0) / 1e6:.1f}" for key in sizes]
     figures += [str(row.get(key, "")) for key in ("failcnt", "steady_failcnt")]
-    halves = row.get("topics", [])
+    halves = row.get("topics") or row.get("topics_in_cgroup", [])
     figures.append(", ".join(f"{half['neuron_cache_hit_rate']:.0%}" for half in halves))
     for key in ("topics", "topics_in_cgroup"):
         figures.append(", ".join(f"{half['decode_tokens_per_second']:.1f}" for half in row.get(key, [])))
@@ -121,7 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: small")
     parser.add_argument("--case", action="append", choices=[case.name for _, case in CASES])
-    parser.add_argument("--sparsity", action="append", choices=MODES, help="default: both")
+    parser.add_argument("--sparsity", action="append", choices=MODES, help="of shapes; default: both")
     parser.add_argument("--tokens", type=int, default=1000, help="of each topic")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workdir", type=Path, default=HERE.parents[1] / "build/bench")

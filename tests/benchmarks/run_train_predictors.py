@@ -22,7 +22,7 @@ from random_model import random_tokens
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import Activations, gate_rows, record_activations
 from ondevice.converters.fine_tune import FineTuning
-from ondevice.converters.layer_predictor import LayerPredictor
+from ondevice.converters.layer_predictor import LayerPredictor, active_count
 from ondevice.converters.predictors import PredictorOptions, fit_layer
 from ondevice.training import PIECE_TOKENS
 
@@ -75,7 +75,9 @@ def step(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
     ]
     samples = (repeated.inputs(spec["layer"]), repeated.fired(spec["layer"]), gate)
     training = replace(options.training, epochs=1)
-    tuning = FineTuning(predictors, *samples, np.arange(spec["tokens"]), training, random)
+    ids = np.arange(spec["tokens"])
+    active = active_count(samples[1], ids, neurons)
+    tuning = FineTuning(predictors, *samples, ids, active, training, random)
     clock = Clock()
     tuning.epoch()
     return clock.read()

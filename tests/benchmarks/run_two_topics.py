@@ -2,8 +2,9 @@
 
 Spec: model, topics (lists of token ids: all that is said while a topic lasts), prompt_tokens and max_tokens
 (of each topic), context, threads, dram_budget, io, sparsity, limited (by a memory cgroup). KV is 8-bit and
-grows through all topics; when the context is full, a new session goes on from the last words.
-`steady_failcnt` is counted from the middle of the first topic on, when the neuron cache has filled.
+grows through all topics; when the context is full, a new session goes on from the last words. Rates have the
+prompts of new sessions in them. `steady_failcnt` is counted from the middle of the first topic on, when the
+neuron cache has filled.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
                     times.append(time.monotonic())
                     if not halves and len(times) == spec["max_tokens"] // 2:
                         steady_failcnt = settled_failcnt(failcnt, spec["limited"])
+                if len(times) == before:
+                    raise SystemExit("a session made no token")
                 hits += model.stats.neuron_cache_hit_rate * (len(times) - before)
                 bytes_read += model.stats.flash_bytes_read
             began = began or times[0]

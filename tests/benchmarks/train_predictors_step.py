@@ -4,9 +4,9 @@ On the synthetic bundle of `synthetic.py`, in a memory cgroup of the bound that 
 recording the activations of some tokens; all that fitting one layer with the default options does on as many
 tokens as the command takes (the recorded ones, repeated), but for the epochs of gradient steps; and some of
 these steps, for all ranks, as on trial, and for one. Which one is chosen depends on the model: the largest
-but one is taken. Steps are all alike, so those of all tokens are projected from them. Ends with
-one JSON line; exits 0 only if nothing was killed, the peak (page cache included) stays below the bound, and
-all layers together take less than a night.
+but one is taken. Steps are all alike, so those of all tokens are projected from them; a real run's have more
+beside them, a byte for every gate that fires. Ends with one JSON line; exits 0 only if nothing was killed,
+the peak (page cache included) stays below the bound, and all layers together take less than a night.
 """
 
 from __future__ import annotations

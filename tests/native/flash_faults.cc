@@ -221,7 +221,8 @@ ssize_t pread64(int fd, void* out, size_t nbytes, off64_t offset) {
 int statx(int folder, const char* path, int flags, unsigned mask, struct statx* status) noexcept {
   using Call = int (*)(int, const char*, int, unsigned, struct statx*);
   const int result = real<Call>("statx")(folder, path, flags, mask, status);
-  if (result == 0 && (status->stx_mask & STATX_DIOALIGN)) {
+  if (result == 0 && (mask & STATX_DIOALIGN)) {
+    status->stx_mask |= STATX_DIOALIGN;
     status->stx_dio_offset_align = std::max(status->stx_dio_offset_align, block_bytes());
     status->stx_dio_mem_align = std::max(status->stx_dio_mem_align, block_bytes());
   }

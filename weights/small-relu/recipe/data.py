@@ -20,7 +20,7 @@ from recipe import sql
 Document = tuple[tuple[str, str], ...]
 
 HELD_OUT_BOOKS = frozenset({"Burnett_Garden_1911", "Doyle_Lost_1912", "Gissing_Unclassed_1884"})
-DIALOGUES_ONE_IN, MEANINGS_ONE_IN = 50, 15
+ONE_IN = 50
 """Dialogues and meaning representations are held out by a hash: one in so many."""
 PIECE_CHARS = 6000
 """A novel is cut into documents of about this length, between paragraphs."""
@@ -70,7 +70,7 @@ def read_dialogue(data: Path) -> Iterator[tuple[bool, Document]]:
             if [speaker for speaker, _, _ in turns] == expected:
                 document = tuple((speaker.lower(), clean(said)) for speaker, _, said in turns)
                 if all(said for _, said in document):
-                    yield chance(block, DIALOGUES_ONE_IN), document
+                    yield chance(block, ONE_IN), document
 
 
 def read_sql(data: Path) -> Iterator[tuple[bool, Document]]:
@@ -84,7 +84,7 @@ def read_restaurants(data: Path) -> Iterator[tuple[bool, Document]]:
     with open(data / "prompts" / "e2e_nlg" / "devset.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             meaning = clean(row["mr"])
-            held = chance(meaning, MEANINGS_ONE_IN)
+            held = chance(meaning, ONE_IN)
             yield held, (("user", meaning), ("assistant", clean(row["ref"])))
 
 
