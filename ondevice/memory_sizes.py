@@ -28,7 +28,7 @@ NEURON_TABLE_BYTES = 52
 ones; and what dividing the slots among layers computes in between."""
 FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
-FETCH_DEPTH = 64
+FETCH_DEPTH = 48
 """Reads at once where records are read one by one, at most: small reads need company."""
 FETCH_ENDED = 16
 """Reads that have ended and are checked and copied while others are under way (kEnded in read_pool.cc)."""

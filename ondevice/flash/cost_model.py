@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-THREADS = (16, 32, 64)
+THREADS = (16, 32, 48)
 LEAST_READ_BYTES, MAX_RUN_BYTES = 4 << 10, 64 << 10
 BATCH_BYTES, SLICES = 3 << 20, 5
 """Read at a time, and so often for every size and number of threads: some 200 MB, less than half a second."""
