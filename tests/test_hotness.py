@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from flash_files import flip_byte
 
 from ondevice.api import Model, load, verify
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Int32
 from ondevice.bundle.files import write_durably
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST, Hotness, hotness_layout, hotness_text
 from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
@@ -24,7 +25,10 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import observe_gates, record_activations
 from ondevice.converters.hotness import firing_frequencies, write_hotness
 from ondevice.errors import BundleError, FlashReadError
+from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.neuron_cache import Addresses
+from ondevice.sparsity.record_reads import RecordReads
 from tests.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
 
@@ -147,6 +151,37 @@ def test_more_of_the_first_pass_is_in_memory(bundle: Path, plain_bundle: Path) -
             rates.append(model.generate(PROMPT, max_tokens=1).stats.neuron_cache_hit_rate)
     assert rates[0] == 0
     assert rates[1] > 0.3
+
+
+def test_a_long_chunk_reads_no_record_twice(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what is filled ahead read one that the chunk reads."""
+    read: list[tuple[int, int]] = []
+
+    def ahead(
+        self: ClaimedReads, file: int, layer: int, ids: Int32, once: Any = ClaimedReads.begin
+    ) -> Claim | None:
+        read.extend((file, int(record)) for record in ids)
+        claim: Claim | None = once(self, file, layer, ids)
+        return claim
+
+    def asked(
+        self: RecordReads, file: int, ids: Int32, addresses: Addresses, once: Any = RecordReads.start
+    ) -> None:
+        read.extend((file, int(record)) for record in ids)
+        once(self, file, ids, addresses)
+
+    monkeypatch.setattr(ClaimedReads, "begin", ahead)
+    monkeypatch.setattr(RecordReads, "start", asked)
+    monkeypatch.setattr(NeuronFetcher, "fill", lambda self: False)
+    tokens = np.random.default_rng(1).integers(0, 250, 90).tolist()
+    for cached in (0.1, 0.5):
+        with load(bundle, sparsity="exact") as model:
+            squeeze(model, int(model.plan.segment.total * cached))
+            for chunk in (tokens, tokens[::-1]):
+                read.clear()
+                model.generate(tokens=chunk, max_tokens=1)
+                assert len(read) > 100
+                assert len(read) == len(set(read))
 
 
 def test_reads_that_fail_end_the_filling_and_are_told_to_who_asks(bundle: Path) -> None:

@@ -20,7 +20,7 @@ from ondevice.backends.cpu import BLOCK_NEURONS, CpuFeedForward
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.guessing import Guessing, GuessQuality
+from ondevice.sparsity.guessing import GUESS_TOKENS, Guessing, GuessQuality
 from ondevice.sparsity.neuron_cache import Addresses, NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
@@ -161,9 +161,14 @@ class NeuronFetcher:
         self._since = time.perf_counter()
         if index == 0:
             self._guessing.next_pass()
-            self._warming.collect()
+            # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
+            alone = len(scores) > GUESS_TOKENS
+            if alone:
+                self._warming.stop()
+            else:
+                self._warming.collect()
             cache.divide(len(scores), keep=self._warming.under_way)
-            if self._fill_ahead:
+            if self._fill_ahead and not alone:
                 self._warming.begin()
         cache.observe(index, scores)
         ids = selected(scores)
