@@ -22,16 +22,15 @@ from typing import Any
 
 import numpy as np
 from ceiling import SHAPES, complaints, inspect, verdict
-from flash_versus_llama_cpp import CASES
+from flash_versus_llama_cpp import CASES, TENTH
 from measure import HERE, Result, note, require_rig, run_engine
 from random_model import LLAMA_7B, Shape, gguf_file
-from synthetic import Plant, synthetic_bundle
+from synthetic import synthetic_bundle
 
 MODES = ("exact", "predicted")
 BUDGETS = 3
 TOPICS, TOPIC_WORDS = 2, 64
 PROMPT_TOKENS = 16
-PLANT = Plant(0.10)
 TIMEOUT_SECONDS = 7200.0
 
 
@@ -124,7 +123,9 @@ def main() -> int:
     parser.add_argument(
         "--shape", action="append", choices=sorted(SHAPES), help="default: small, and all cases"
     )
-    parser.add_argument("--case", action="append", choices=[case.name for _, case in CASES], help="or all")
+    parser.add_argument(
+        "--case", action="append", choices=[case.name for _, case in CASES], help="default: all"
+    )
     parser.add_argument("--sparsity", action="append", choices=MODES, help="of shapes; default: both")
     parser.add_argument("--tokens", type=int, default=1000, help="of each topic")
     parser.add_argument("--threads", type=int, default=2)
@@ -141,7 +142,7 @@ def main() -> int:
         print(line(rows[-1]), flush=True)
     for name in args.shape or ([] if args.case else ["small"]):
         shape = SHAPES[name]
-        bundle = synthetic_bundle(shape, PLANT, args.workdir)
+        bundle = synthetic_bundle(shape, TENTH, args.workdir)
         spec = session_spec(bundle, shape, args.tokens, TOPICS * (PROMPT_TOKENS + args.tokens), args.threads)
         for sparsity in args.sparsity or MODES:
             for budget in budgets(bundle, args.threads, spec["context"], sparsity):

@@ -67,10 +67,10 @@ class Plant:
     """
 
     density: float
+    noise: float
     slow: float = 0.4
     spread: float = 0.4
     rank: int = 256
-    noise: float = 0.37
 
     def thresholds(self, random: np.random.Generator, count: int) -> Float32:
         """(count,) in standard deviations of a gate: sums of two normals exceed 0 at `density`."""
