@@ -120,12 +120,9 @@ def line(row: dict[str, Any]) -> str:
 def main() -> int:
     """All modes and budgets of the chosen shapes; 0 if the ceiling holds."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--shape", action="append", choices=sorted(SHAPES), help="default: small, and all cases"
-    )
-    parser.add_argument(
-        "--case", action="append", choices=[case.name for _, case in CASES], help="default: all"
-    )
+    names = [case.name for _, case in CASES]
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="default: small")
+    parser.add_argument("--case", action="append", choices=names, help="default: all")
     parser.add_argument("--sparsity", action="append", choices=MODES, help="of shapes; default: both")
     parser.add_argument("--tokens", type=int, default=1000, help="of each topic")
     parser.add_argument("--threads", type=int, default=2)
@@ -137,7 +134,7 @@ def main() -> int:
         "| shape | mode | budget MB | plan MB | peak MB | failcnt | of it steady | hits by topic "
         "| tokens/s by topic | in the cgroup | |\n" + "|---" * 11 + "|"
     )
-    for name in args.case or ([] if args.shape else [case.name for _, case in CASES]):
+    for name in args.case or ([] if args.shape else names):
         rows.append(measure_case(name, args.tokens, args.threads, args.workdir))
         print(line(rows[-1]), flush=True)
     for name in args.shape or ([] if args.case else ["small"]):
