@@ -83,6 +83,9 @@ def bytes_of_small_reads(folder: Path) -> None:
 
 
 def test_small_reads_are_widened_to_blocks(shim: Path, tmp_path: Path) -> None:
+    header = Path("/usr/include/linux/stat.h")
+    if not header.exists() or "STATX_DIOALIGN" not in header.read_text():
+        pytest.skip("needs Linux headers that know what direct reads must be aligned to")
     read = {}
     for block in (512, 4096):
         printed = output_of(

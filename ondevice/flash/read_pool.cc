@@ -51,8 +51,7 @@ ReadStats ReadMeter::snapshot() const {
   return stats;
 }
 
-ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring)
-    : ring_(std::move(ring)), ring_depth_(depth) {
+ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring) : ring_(std::move(ring)) {
   try {
     if (ring_) {
       ring_reads_.resize(depth + kEnded);
@@ -156,7 +155,7 @@ void ReadPool::work_ring() {
 }
 
 void ReadPool::fill_ring() {
-  while (!stopped_ && in_ring_ < ring_depth_) {
+  while (!stopped_ && in_ring_ + kEnded < ring_reads_.size()) {
     Piece piece;
     PieceSource* source = take_any(&piece);
     if (!source) return;

@@ -143,7 +143,7 @@ class ReadPool {
   std::unique_ptr<ReadRing> ring_;
   std::vector<RingRead> ring_reads_;
   std::vector<size_t> idle_ring_reads_;
-  size_t ring_depth_ = 0, in_ring_ = 0;
+  size_t in_ring_ = 0;
   std::vector<std::thread> threads_;
 };
 
