@@ -6,13 +6,13 @@
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
 #   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
-#   make evaluate-model  frameworks compared on held-out text (after make train)
+#   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
 #
-# CHAT_ARGS, TEST_ARGS, BENCH_ARGS and TRAIN_ARGS are passed on.
+# CHAT_ARGS, TEST_ARGS, BENCH_ARGS, TRAIN_ARGS and EVALUATE_ARGS are passed on.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -112,7 +112,7 @@ train: $(RECIPE_BUILD)/streams.json
 	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-relu-q8; to ship it: cp $(RECIPE_BUILD)/bundles/small-relu-q8/* $(MODEL_FOLDER)/" >&2
 
 evaluate-model: $(RECIPE_BUILD)/streams.json
-	@$(RECIPE).evaluate
+	@$(RECIPE).evaluate $(EVALUATE_ARGS)
 
 model-tables: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).sparsity

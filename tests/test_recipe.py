@@ -30,6 +30,7 @@ from recipe import (  # noqa: E402
     model,
     optimizer,
     pack,
+    precision,
     samples,
     sparsity,
     sql,
@@ -242,7 +243,7 @@ def test_byte_counts_add_up_to_the_text(build: Path) -> None:
 
 
 def test_figures_are_taken_alike_from_every_framework(
-    build: Path, trained: tuple[train.Run, list[float]]
+    build: Path, trained: tuple[train.Run, list[float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = evaluate.evaluate(build, "tiny", limit=2)
     worst = evaluate.differences(found)
@@ -250,6 +251,16 @@ def test_figures_are_taken_alike_from_every_framework(
     assert worst["f16"] < 0.005
     assert 0 < worst["q8"] < worst["q4"]
     assert evaluate.table(found).count("\n") == 1 + len(MIXTURE)
+    monkeypatch.setattr(evaluate, "MODEL_FOLDER", build / "bundles" / "tiny-q8")
+    shipped = evaluate.evaluate(build, None, limit=2)
+    assert shipped["shipped"] == found["q8"]
+    assert 0 < evaluate.differences(shipped)["shipped"] < 0.005
+
+
+def test_matrices_are_multiplied_in_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has, expected in (({"amx_bf16": True}, torch.bfloat16), ({"bf16": False}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has)
+        assert precision.product_type() == expected
 
 
 def test_sparsity_counts_what_is_active(build: Path, trained: tuple[train.Run, list[float]]) -> None:

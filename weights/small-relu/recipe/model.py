@@ -1,7 +1,7 @@
 """The model in PyTorch: `transformers`' LlamaForCausalLM, with its parameter names, made fast on a CPU.
 
-Matrices are multiplied in bfloat16 while training and in float32 while evaluating; the residual stream,
-norms and losses are float32 always. B windows, T tokens, D width, F neurons, V vocabulary.
+Matrices are multiplied in `product_type()` while training and in float32 while evaluating; the residual
+stream, norms and losses are float32 always. B windows, T tokens, D width, F neurons, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recipe.config import Shape
+from recipe.precision import product_type
 
 LOSS_CHUNK = 1024
 """Tokens whose logits exist at a time."""
@@ -206,12 +207,12 @@ class Llama(nn.Module):
         LinearCrossEntropy.softmax_errors = torch.compile(softmax_errors, dynamic=False)
 
     def loss(self, windows: Tensor, bits: int = 0) -> tuple[Tensor, Tensor]:
-        """Training loss of (B, T + 1) windows in bfloat16, and per layer (zeros, mean gate): (L, 2).
+        """Training loss of (B, T + 1) windows, and per layer (zeros, mean gate): (L, 2).
 
         bits: of `stored`, for every matrix.
         """
         ids, targets = windows[:, :-1], windows[:, 1:]
-        hidden, seen, head = self._run(ids, *self._turns(ids), torch.bfloat16, bits)
+        hidden, seen, head = self._run(ids, *self._turns(ids), product_type(), bits)
         loss: Tensor = LinearCrossEntropy.apply(hidden.flatten(0, 1), head, targets.flatten())
         return loss, seen
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipe.precision import product_type
+
 MOMENTUM = 0.95
 BETAS = (0.9, 0.95)
 ITERATIONS = 5
@@ -50,7 +52,7 @@ def _wide(matrix: Tensor) -> Tensor:
 def orthogonal(stack: Tensor) -> Tensor:
     """(n, rows, columns), no more rows than columns, with all singular values near 1: Newton-Schulz."""
     first, second, third = NEWTON_SCHULZ
-    x = (stack / (stack.norm(dim=(1, 2), keepdim=True) + 1e-7)).bfloat16()
+    x = (stack / (stack.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(product_type())
     for _ in range(ITERATIONS):
         square = x @ x.transpose(1, 2)
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=second, alpha=third), x, beta=first)
