@@ -26,18 +26,18 @@ class RecordFile:
 
     checked: CheckedFile
     data: np.ndarray
-    """(n, STRIDE) uint8: the records, which begin at byte HEADER_BYTES."""
+    """(n, stride) uint8: the records, which begin at byte HEADER_BYTES."""
 
     def bytes_at(self, offset: int, nbytes: int) -> np.ndarray:
         start = offset - HEADER_BYTES
         return self.data.reshape(-1)[start : start + nbytes]
 
 
-def write_records(path: Path, records: int, seed: int = 0) -> RecordFile:
-    data = np.random.default_rng(seed).integers(0, 256, (records, STRIDE), dtype=np.uint8)
+def write_records(path: Path, records: int, seed: int = 0, parts: Sequence[int] = PARTS) -> RecordFile:
+    data = np.random.default_rng(seed).integers(0, 256, (records, sum(parts)), dtype=np.uint8)
     path.write_bytes(bytes(HEADER_BYTES) + data.tobytes())
-    crcs = _native.crc32c(data.reshape(-1), PARTS)
-    return RecordFile(CheckedFile(path, HEADER_BYTES + data.size, HEADER_BYTES, PARTS, crcs), data)
+    crcs = _native.crc32c(data.reshape(-1), tuple(parts))
+    return RecordFile(CheckedFile(path, HEADER_BYTES + data.size, HEADER_BYTES, tuple(parts), crcs), data)
 
 
 def write_plain(path: Path, nbytes: int, unit: int, seed: int = 0) -> tuple[CheckedFile, np.ndarray]:

@@ -99,6 +99,45 @@ def test_staging_is_what_the_plan_counts(records: RecordFile) -> None:
         slots.assert_hold(records)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_what_lies_on_blocks_is_read_straight_to_its_slot(tmp_path: Path, ring: bool) -> None:
+    parts, slot_bytes = (4096, 8192), 12288
+    records = write_records(tmp_path / "records.flash", 40, parts=parts)
+    flip_byte(records.checked.path, HEADER_BYTES + 9 * slot_bytes + parts[0] + 5)
+    memory = _native.allocate(41 * slot_bytes)
+    rows = memory.reshape(41, slot_bytes)
+    targets = memory.ctypes.data + np.arange(40, dtype=np.uint64) * np.uint64(slot_bytes)
+
+    def read(ids: list[int], offset: int, first: int, count: int, gap_bytes: int) -> None:
+        rows[:] = 0
+        where = targets[: len(ids)] + np.uint64(offset)
+        batch.start(0, first, count, np.array(ids, np.int32), where, gap_bytes)
+        batch.finish()
+        nbytes = sum(parts[first : first + count])
+        expected = np.zeros_like(rows)
+        skipped = sum(parts[:first])
+        expected[: len(ids), offset : offset + nbytes] = records.data[ids, skipped : skipped + nbytes]
+        np.testing.assert_array_equal(rows, expected)
+
+    with FlashReader([records.checked], io="direct", threads=3, ring=ring) as reader:
+        batch = _native.RecordBatch(reader.native, urgent=True)
+        reader.trim()
+        for ids in ([0, 1, 2, 30, 39], list(range(10, 40, 2))):
+            read(ids, 0, 0, 2, -1)
+            read(ids, 0, 1, 1, -1)
+            read(ids, 4096, 1, 1, -1)
+        for _ in range(3):
+            with pytest.raises(FlashReadError, match=f"from {HEADER_BYTES + 9 * slot_bytes + parts[0]} "):
+                read([2, 9, 30], 0, 0, 2, -1)
+            read([2, 9, 30], 0, 0, 1, -1)
+        assert reader.staging_bytes == 0
+        # Slots that don't begin on a block, and neighbours read together, have theirs copied.
+        read([2, 30], 8, 1, 1, -1)
+        read([2, 3, 30], 0, 0, 2, 0)
+        assert reader.staging_bytes > 0
+        batch.close()
+
+
 def test_two_batches_are_under_way_at_once(reader: FlashReader, records: RecordFile) -> None:
     batches = [_native.RecordBatch(reader.native, urgent=True) for _ in range(2)]
     slots = [Slots(list(range(first, 300, 2)), 1) for first in (0, 1)]

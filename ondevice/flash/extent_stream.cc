@@ -55,7 +55,7 @@ bool ExtentStream::take(Piece* piece) {
   }
   piece->file = planned.file;
   piece->range = planned.pieces[issued_pieces_];
-  piece->pages = memory_->data() + index * slot_bytes_ + (page_down(piece->range.begin) - planned.base);
+  piece->out = memory_->data() + index * slot_bytes_ + (page_down(piece->range.begin) - planned.base);
   piece->tag = index;
   if (++issued_pieces_ == planned.pieces.size()) {
     issued_pieces_ = 0;

@@ -91,7 +91,7 @@ void FlashReader::read(size_t file_index, int64_t offset, int64_t nbytes, uint8_
   std::vector<WantedPiece> pieces;
   for (Range range : source.cut(source.expand(offset, nbytes), kStagedBytes)) {
     const Range wanted = {std::max(range.begin, offset), std::min(range.end, offset + nbytes)};
-    pieces.push_back({{&source, range}, wanted, out + (wanted.begin - offset)});
+    pieces.push_back({{&source, range, source.block()}, wanted, out + (wanted.begin - offset)});
   }
   run(std::move(pieces));
 }
@@ -103,7 +103,7 @@ Buffer FlashReader::read_new(size_t file_index, int64_t offset, int64_t nbytes, 
   Buffer buffer(static_cast<size_t>(page_up(all.end) - base));
   std::vector<WantedPiece> pieces;
   for (Range range : source.cut(all, kPieceBytes))
-    pieces.push_back({{&source, range, buffer.data() + (page_down(range.begin) - base)}, {}, nullptr});
+    pieces.push_back({{&source, range, kPage, buffer.data() + (page_down(range.begin) - base)}, {}, nullptr});
   run(std::move(pieces));
   *first = buffer.data() + (offset - base);
   return buffer;
@@ -124,7 +124,7 @@ void FlashReader::read_records(size_t file_index, const int64_t* ids, size_t cou
            ids[i + run_length] == ids[i] + int64_t(run_length) && ids[i + run_length] < records)
       ++run_length;
     const Range range = {start + ids[i] * stride, start + (ids[i] + int64_t(run_length)) * stride};
-    pieces.push_back({{&source, range}, range, out + i * static_cast<size_t>(stride)});
+    pieces.push_back({{&source, range, source.block()}, range, out + i * static_cast<size_t>(stride)});
     i += run_length;
   }
   if (!pieces.empty()) run(std::move(pieces));

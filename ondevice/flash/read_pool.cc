@@ -165,7 +165,7 @@ void ReadPool::fill_ring() {
     source->meter.begin();
     meter_.begin();
     try {
-      if (!piece.pages) read.staging = take_staging(nbytes);
+      if (!piece.out) read.staging = take_staging(nbytes);
     } catch (const std::bad_alloc&) {
       meter_.end(0, 0);
       source->meter.end(0, 0);
@@ -177,8 +177,8 @@ void ReadPool::fill_ring() {
     ++in_ring_;
     read.source = source;
     read.piece = piece;
-    read.pages = piece.pages ? piece.pages : read.staging.data();
-    ring_->read(piece.file->fd(), read.pages, static_cast<unsigned>(nbytes), piece.begin(), index);
+    read.out = piece.out ? piece.out : read.staging.data();
+    ring_->read(piece.file->fd(), read.out, static_cast<unsigned>(nbytes), piece.begin(), index);
   }
 }
 
@@ -187,12 +187,12 @@ void ReadPool::end_ring_read(RingRead* read) {
   const int64_t begin = piece.begin();
   try {
     if (begin + read->result < piece.range.end)
-      read->bytes = static_cast<uint64_t>(piece.file->read(piece.range, read->pages, piece.alignment()));
+      read->bytes = static_cast<uint64_t>(piece.file->read(piece.range, read->out, piece.alignment));
     else
       read->bytes = static_cast<uint64_t>(read->result);
-    const uint8_t* units = read->pages + (piece.range.begin - begin);
+    const uint8_t* units = read->out + (piece.range.begin - begin);
     read->source->check(piece, units);
-    if (!piece.pages) read->source->deliver(piece, units);
+    if (!piece.out) read->source->deliver(piece, units);
   } catch (const FlashError& caught) {
     read->error = caught.what();
   }
@@ -224,15 +224,15 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
   Buffer staging;
   std::string error;
   try {
-    if (!piece.pages) {
+    if (!piece.out) {
       std::lock_guard<std::mutex> lock(mutex_);
       staging = take_staging(static_cast<size_t>(piece.nbytes()));
     }
-    uint8_t* pages = piece.pages ? piece.pages : staging.data();
-    *bytes = static_cast<uint64_t>(piece.file->read(piece.range, pages, piece.alignment()));
-    const uint8_t* units = pages + (piece.range.begin - piece.begin());
+    uint8_t* out = piece.out ? piece.out : staging.data();
+    *bytes = static_cast<uint64_t>(piece.file->read(piece.range, out, piece.alignment));
+    const uint8_t* units = out + (piece.range.begin - piece.begin());
     source->check(piece, units);
-    if (!piece.pages) source->deliver(piece, units);
+    if (!piece.out) source->deliver(piece, units);
   } catch (const FlashError& caught) {
     error = caught.what();
   } catch (const std::bad_alloc&) {

@@ -20,14 +20,15 @@ namespace ondevice {
 struct Piece {
   const FlashFile* file = nullptr;
   Range range;
-  // Receives the pages around `range`, page-aligned. Null: the blocks around it go to a staging buffer, and
-  // its source's deliver() takes from there what it wants.
-  uint8_t* pages = nullptr;
+  // A multiple of the file's block(): `range` is read widened to multiples of it.
+  int64_t alignment = kPage;
+  // Receives that, and is aligned likewise. Null: it goes to a staging buffer, and the source's deliver()
+  // takes from there what it wants.
+  uint8_t* out = nullptr;
   size_t tag = 0;  // the source's own
 
-  int64_t alignment() const { return pages ? kPage : file->block(); }
-  int64_t begin() const { return align_down(range.begin, alignment()); }
-  int64_t nbytes() const { return align_up(range.end, alignment()) - begin(); }
+  int64_t begin() const { return align_down(range.begin, alignment); }
+  int64_t nbytes() const { return align_up(range.end, alignment) - begin(); }
 };
 
 struct ReadStats {
@@ -59,7 +60,7 @@ class PieceSource {
   virtual bool take(Piece* piece) = 0;
   // Compares the bytes from range.begin on with their checksums. Throws FlashError.
   virtual void check(const Piece& piece, const uint8_t* units) { piece.file->check(piece.range, units); }
-  // The bytes from range.begin on of a piece without pages of its own, checked, before they are overwritten.
+  // The bytes from range.begin on of a piece that was staged, checked, before they are overwritten.
   virtual void deliver(const Piece&, const uint8_t* /*units*/) {}
   // `error` is empty when the piece arrived and matched its checksums.
   virtual void complete(const Piece& piece, const std::string& error) = 0;
@@ -115,7 +116,7 @@ class ReadPool {
     PieceSource* source = nullptr;
     Piece piece;
     Buffer staging;
-    uint8_t* pages = nullptr;
+    uint8_t* out = nullptr;
     int result = 0;
     std::string error;
     uint64_t bytes = 0;

@@ -1,5 +1,6 @@
 #include "record_batch.h"
 
+#include <cstdint>
 #include <cstring>
 #include <numeric>
 #include <stdexcept>
@@ -10,6 +11,12 @@ namespace {
 
 // One read, at most: each that is under way may hold a staging buffer of this size.
 constexpr int64_t kRunBytes = int64_t{1} << 16;
+
+// Whether the device can write just what is wanted to where it is wanted.
+bool fits(const Piece& piece, const uint8_t* target) {
+  const bool whole = piece.begin() == piece.range.begin && piece.nbytes() == piece.range.nbytes();
+  return whole && reinterpret_cast<uintptr_t>(target) % static_cast<uintptr_t>(piece.alignment) == 0;
+}
 
 }  // namespace
 
@@ -65,6 +72,8 @@ bool RecordBatch::take(Piece* piece) {
   const Run& run = runs_[next_];
   piece->file = file_;
   piece->range = {wanted_[run.first].offset, wanted_[run.first + run.count - 1].offset + wanted_bytes_};
+  piece->alignment = file_->block();
+  if (run.count == 1 && fits(*piece, wanted_[run.first].target)) piece->out = wanted_[run.first].target;
   piece->tag = next_++;
   return true;
 }

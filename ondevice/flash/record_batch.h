@@ -20,8 +20,8 @@ class RecordBatch : public PieceSource {
   ~RecordBatch() override { close(); }
 
   // Begins to read `parts` parts, from `first_part` on, of the records ids[0] < ids[1] < ... of a file, each
-  // to its target. Records with at most `gap_bytes` between what is wanted are one read. The targets must
-  // stay until finish() or close(). Throws std::invalid_argument if the batch before isn't finished,
+  // to its target: straight there where both lie on blocks of the device. Records with at most `gap_bytes`
+  // between what is wanted are one read, which is copied. The targets must stay until finish() or close(). Throws std::invalid_argument if the batch before isn't finished,
   // std::out_of_range for a part or a record that the file hasn't.
   void start(size_t file, size_t first_part, size_t parts, const int32_t* ids, size_t count,
              const uint64_t* targets, int64_t gap_bytes);
@@ -30,7 +30,7 @@ class RecordBatch : public PieceSource {
   // Gives up what hasn't begun, without waiting. Returns how many of the ids, from the first on, are read.
   size_t halt();
   // Reads along until everything has arrived. Throws FlashError, of the record with the lowest id that
-  // failed; whatever it throws, no target is written to any more.
+  // failed: targets then hold anything. Whatever it throws, no target is written to any more.
   void finish();
   // Gives up what hasn't begun and waits for what has.
   void close();

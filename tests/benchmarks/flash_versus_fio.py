@@ -4,7 +4,7 @@ In order: `ExtentStream`, with slots as the memory plan has them, over 7B-shape 
 compared, and a consumer that does nothing. fio (libaio, O_DIRECT) reads 1 and 4 MiB at depths 1, 4 and 16.
 
 Scattered: `RecordBatch`, two batches of random records under way as in a pass over a model, every checksum
-compared and every record copied to its slot, 32 reads at once (through io_uring where the system has it). fio
+compared and every record in its slot, 32 reads at once (through io_uring where the system has it). fio
 reads blocks of the records' size at random places, with 32 threads (psync) and at a depth of 32 (libaio).
 
 Each fio run is paired with one of ours, first and second in turn; a pair's ratio is ours over fio's. Exit 0
@@ -109,7 +109,7 @@ def records_scattered(file: CheckedFile, seed: int) -> float:
     (block,) = file.crc_units
     records = (file.nbytes - HEADER_BYTES) // block
     random = np.random.default_rng(seed)
-    slots = np.zeros((BATCHES, BATCH_RECORDS, block), np.uint8)
+    slots = _native.allocate(BATCHES * BATCH_RECORDS * block)
     targets = slots.ctypes.data + np.arange(BATCHES * BATCH_RECORDS, dtype=np.uint64) * np.uint64(block)
     with FlashReader([file], io="direct", threads=DEPTH, ring=True) as reader:
         batches = [_native.RecordBatch(reader.native, urgent=True) for _ in range(BATCHES)]
