@@ -23,6 +23,7 @@ from ondevice.generate import Counters, Event, Generator, common_prefix
 from ondevice.kernels import _native
 from ondevice.memory_sizes import (
     FETCH_DEPTH,
+    NARROW_TOKENS,
     SegmentShape,
     SlotShape,
     fetch_neurons,
@@ -74,6 +75,8 @@ class Engine:
         self._caches: OrderedDict[int, KVCache] = OrderedDict()
         self._at_work: tuple[KVCache, ...] = ()
         self._kv_bytes = 0
+        self._pass_tokens = NARROW_TOKENS
+        """Of the widest pass whose working memory is held; what wider ones would need is lent to neurons."""
         self._segments = 0
         """Feed-forward segments that are lent; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
@@ -180,7 +183,7 @@ class Engine:
         if not plan.embedding_resident and self._cpu is not None:
             self._cpu.hold_embedding(False)
         self._drop_idle(plan.kv_limit_bytes)
-        self._lend(plan.segments_for(self._kv_bytes))
+        self._lend(self._room(self._kv_bytes))
         if plan.embedding_resident and self._cpu is not None:
             with system_refusals():
                 self._cpu.hold_embedding(True)
@@ -218,7 +221,7 @@ class Engine:
         transformer = Transformer(config, backend, weights)
         if self._cpu is not None:
             self._neurons = self._neuron_memory(self._cpu.feed_forwards)
-            self._lend(plan.segments_for(plan.kv_block_bytes))
+            self._lend(self._room(plan.kv_block_bytes))
         self._reader.trim()
         trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
@@ -229,6 +232,7 @@ class Engine:
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
+            before_pass=self._make_room,
             labels=GenerationStats(
                 backend=backend.name, sparsity=runtime.sparsity, speculation="off", io=self._reader.io
             ),
@@ -283,7 +287,7 @@ class Engine:
                 f"{format_bytes(self.plan.budget_bytes)}; close a session or raise the budget",
                 required_bytes=self.plan.budget_bytes + nbytes,
             )
-        target = self.plan.segments_for(self._kv_bytes + nbytes)
+        target = self._room(self._kv_bytes + nbytes)
         if target < self._segments:
             self._lend(target)
         # Whole at once: pages that come as tokens are written would hit a memory limit token by token.
@@ -312,9 +316,24 @@ class Engine:
     def _lend_more(self, kv: KVCache, tokens: int) -> None:
         """Before the work: take the memory that `tokens` of kv will leave for segments."""
         grown = max(0, self._layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
-        target = self.plan.segments_for(self._kv_bytes + grown * self._layout.block_bytes)
+        target = self._room(self._kv_bytes + grown * self._layout.block_bytes)
         if target > self._segments:
             self._lend(target)
+
+    def _make_room(self, tokens: int) -> None:
+        """Before a pass: a wide one takes memory from neurons, the next narrow one gives it back."""
+        if tokens > self._pass_tokens:
+            self._pass_tokens = tokens
+        elif tokens <= NARROW_TOKENS < self._pass_tokens and self._cpu is not None and self.plan.streams:
+            self._cpu.trim()
+            trim_heap()
+            self._pass_tokens = NARROW_TOKENS
+        if self._room(self._kv_bytes) != self._segments:
+            self._lend(self._room(self._kv_bytes))
+
+    def _room(self, kv_bytes: int) -> int:
+        """Segments that may be lent beside so many bytes of keys and values."""
+        return self.plan.segments_for(kv_bytes, self._pass_tokens)
 
     def _lend(self, segments: int) -> None:
         if self._neurons is not None:

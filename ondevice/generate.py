@@ -59,7 +59,8 @@ class Generator:
     """A model with what turns its logits into text.
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
-    `labels` is a GenerationStats whose words (backend, sparsity, ...) every result repeats.
+    `before_pass` is told how many tokens are about to go through the model together. `labels` is a
+    GenerationStats whose words (backend, sparsity, ...) every result repeats.
     """
 
     transformer: Transformer
@@ -68,6 +69,7 @@ class Generator:
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
+    before_pass: Callable[[int], None] = lambda tokens: None
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -103,6 +105,7 @@ class Generator:
         check_context(kv.length + len(tokens), self.max_context)
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
+            self.before_pass(len(chunk))
             yield from self.transformer.every_logits(chunk, kv, rows, cancelled)
 
     def _run(
@@ -151,6 +154,7 @@ class Generator:
         kv.truncate(kept)
         last_chunk = kept + (len(prompt) - 1 - kept) // self.prefill_chunk * self.prefill_chunk
         for start in range(kept, last_chunk, self.prefill_chunk):
+            self.before_pass(self.prefill_chunk)
             self.transformer.forward(prompt[start : start + self.prefill_chunk], kv, "none", cancelled)
             meter.passes += 1
         logits = self._next_logits(prompt[last_chunk:], kv, meter, cancelled)
@@ -161,6 +165,7 @@ class Generator:
         self, tokens: list[int], kv: KVCache, meter: _Meter, cancelled: Callable[[], bool] | None
     ) -> Float32:
         """One pass over tokens; the logits (1, V) of what follows the last."""
+        self.before_pass(len(tokens))
         logits = self.transformer.forward(tokens, kv, "last", cancelled)
         assert logits is not None
         meter.passes += 1

@@ -7,7 +7,8 @@ it opens no file and holds no memory. All sizes are bytes.
 The ceiling covers the whole process: matrices that every token uses, the key/value cache, feed-forward
 memory in equal segments, buffers for what streams from flash, the working memory of a pass, and what the
 interpreter and its libraries hold already. The key/value cache of one full context is guaranteed; as it
-grows, feed-forward segments yield to it.
+grows, feed-forward segments yield to it. They also have, while tokens are decoded one by one, what a long
+prompt's passes need of working memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ondevice.bundle.predictors import Predictors
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError
 from ondevice.memory_sizes import (
+    NARROW_TOKENS,
     SegmentShape,
     SlotShape,
     StreamShape,
@@ -37,6 +39,7 @@ from ondevice.memory_sizes import (
     sparse_activation_bytes,
     stream_shape,
     weights_bytes,
+    widest_pass,
 )
 from ondevice.units import format_bytes
 
@@ -72,6 +75,10 @@ class Plan:
     """Whole ranges of a layer's neurons in dense mode, single neurons' slots in the sparse ones."""
     stream: StreamShape
     activation_bytes: int
+    """Working memory of the widest pass, over `pass_tokens` tokens."""
+    narrow_activation_bytes: int
+    """Working memory of a pass over NARROW_TOKENS tokens or fewer."""
+    pass_tokens: int
     process_bytes: int
     sparsity: str = "dense"
     predictor_bytes: int = 0
@@ -112,7 +119,7 @@ class Plan:
 
     @property
     def neuron_cache_bytes(self) -> int:
-        """Feed-forward memory that is left when the context is full."""
+        """Feed-forward memory that is left in the widest pass when the context is full."""
         return self.segments_for(self.kv_cache_bytes) * self.segment.nbytes
 
     @property
@@ -126,12 +133,25 @@ class Plan:
         held = (self.segment.least if self.streams else self.segment.total) * self.segment.nbytes
         return max(self.kv_cache_bytes, self.budget_bytes - self._fixed_bytes - held)
 
-    def segments_for(self, kv_bytes: int) -> int:
-        """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks."""
+    def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
+        """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks.
+
+        tokens: of the widest pass whose working memory is held; without it, of the widest that there can be.
+        """
         if not self.streams:
             return self.segment.total
-        left = self.budget_bytes - self._fixed_bytes - kv_bytes
+        idle = 0 if tokens is None else self.activation_bytes - self.working_bytes(tokens)
+        left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle
         return max(0, min(self.segment.total, left // self.segment.nbytes))
+
+    def working_bytes(self, tokens: int) -> int:
+        """Most working memory of a pass: on the line between the narrow passes and the widest."""
+        more, span = tokens - NARROW_TOKENS, self.pass_tokens - NARROW_TOKENS
+        if more <= 0 or span <= 0:
+            return self.narrow_activation_bytes
+        return self.narrow_activation_bytes + -(
+            -(self.activation_bytes - self.narrow_activation_bytes) * more // span
+        )
 
     def with_budget(self, budget_bytes: int) -> Plan:
         """The same model and process under another budget."""
@@ -178,8 +198,8 @@ class Plan:
             "full_bytes": self.full_bytes,
             "max_context": self.max_context,
             "segment_bytes": self.segment.nbytes,
-            "segments": self.segments_for(self.kv_cache_bytes),
-            "segments_at_start": self.segments_for(self.kv_block_bytes),
+            "segments": self.segments_for(self.kv_cache_bytes, NARROW_TOKENS),
+            "segments_at_start": self.segments_for(self.kv_block_bytes, NARROW_TOKENS),
             "segments_total": self.segment.total,
         }
 
@@ -237,7 +257,12 @@ def plan_memory(
     a plan that says so (`fits`), not an error.
     """
     kv = KVLayout(config, runtime.kv_bits)
-    max_context = context_tokens(config, runtime)
+    max_context, widest = context_tokens(config, runtime), widest_pass(config, runtime)
+    # The allocator keeps about a quarter more than is in use.
+    wide, narrow = (
+        activation_bytes(config, quant, runtime, threads, tokens) * 5 // 4
+        for tokens in (widest, min(widest, NARROW_TOKENS))
+    )
     plan = Plan(
         budget_bytes=budget_bytes,
         weights_bytes=weights_bytes(config, quant),
@@ -247,8 +272,9 @@ def plan_memory(
         kv_cache_bytes=kv.blocks(max_context) * kv.block_bytes,
         segment=segment_shape(config, quant),
         stream=stream_shape(config, quant),
-        # The allocator keeps about a quarter more than is in use.
-        activation_bytes=activation_bytes(config, quant, runtime, threads) * 5 // 4,
+        activation_bytes=wide,
+        narrow_activation_bytes=narrow,
+        pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
     )
     if runtime.sparsity != "predicted":
@@ -257,13 +283,18 @@ def plan_memory(
     if runtime.sparsity in ("exact", "threshold") or predicted:
         slots = slot_shape(config, quant, whole=predicted)
         selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
+        wide, narrow = (
+            sparse_activation_bytes(config, runtime, predictors, tokens)
+            for tokens in (widest, min(widest, NARROW_TOKENS))
+        )
         return replace(
             plan,
             weights_bytes=plan.weights_bytes + selecting,
             predictor_bytes=0 if predictors is None else predictors_bytes(config, predictors),
             segment=slots,
             stream=fetch_shape(slots.slot_bytes),
-            activation_bytes=plan.activation_bytes + sparse_activation_bytes(config, runtime, predictors),
+            activation_bytes=plan.activation_bytes + wide,
+            narrow_activation_bytes=plan.narrow_activation_bytes + narrow,
             sparsity=runtime.sparsity,
         )
     if runtime.backend != "reference":
@@ -276,6 +307,7 @@ def plan_memory(
         segment=replace(segment_shape(config, quant), per_layer=0),
         stream=StreamShape(0, 0, 0, 0),
         activation_bytes=plan.activation_bytes + reference_bytes(config, runtime),
+        narrow_activation_bytes=plan.activation_bytes + reference_bytes(config, runtime),
     )
 
 

@@ -41,6 +41,8 @@ HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
+NARROW_TOKENS = 16
+"""A pass over so many tokens or fewer is decoding: the working memory that it leaves is lent to neurons."""
 
 
 @dataclass(frozen=True)
@@ -234,18 +236,22 @@ def neuron_table_bytes(config: ModelConfig) -> int:
     return config.num_layers * config.intermediate_size * NEURON_TABLE_BYTES
 
 
+def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
+    """Most tokens that go through the model together."""
+    return min(runtime.prefill_chunk, context_tokens(config, runtime))
+
+
 def sparse_activation_bytes(
-    config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None
+    config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None, tokens: int
 ) -> int:
     """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out.
 
     With thresholds, gates as well; with predictors, if any, what lies between their two matrices.
     """
-    chunk = min(runtime.prefill_chunk, context_tokens(config, runtime))
     neurons = padded(config.intermediate_size, GROUP_SIZE)
     arrays = 3 if runtime.sparsity == "threshold" else 2
     rank = max(predictors.ranks) if predictors is not None else 0
-    return 4 * chunk * (arrays * neurons + rank + 2 * fetch_neurons(config)) + 64 * neurons
+    return 4 * tokens * (arrays * neurons + rank + 2 * fetch_neurons(config)) + 64 * neurons
 
 
 def matrix_elements(config: ModelConfig) -> int:
@@ -259,10 +265,14 @@ def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
     return 3 * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)
 
 
-def activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, threads: int) -> int:
-    """Working memory of the widest pass of the cpu backend: activations, scores, hidden values, logits."""
+def activation_bytes(
+    config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, threads: int, tokens: int
+) -> int:
+    """Working memory of a pass of the cpu backend: activations, scores, hidden values, logits.
+
+    Convex in the pass's tokens: between two sizes it takes no more than a line from one to the other.
+    """
     context = context_tokens(config, runtime)
-    chunk = min(runtime.prefill_chunk, context)
     hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
     widest = padded(max(config.hidden_size, config.query_size), GROUP_SIZE)
     # Embedding rows, residual, norm, feed-forward twice and its lanes; projections, attention, rotary tables.
@@ -273,15 +283,14 @@ def activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeCo
     rows = max(QUERY_ROWS, config.num_heads // config.num_kv_heads)
     scores = threads * 4 * rows * (padded(context, GROUP_SIZE) + 2 * padded(config.head_dim, 16))
     neurons = min(segment_shape(config, quant).neurons, padded(config.intermediate_size, GROUP_SIZE))
-    hidden_values = max(HIDDEN_BYTES, 4 * chunk * neurons)
+    hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
     sampling = 8 * 8 * vocab
     # The head's output and the copy that is handed out.
-    scoring = 2 * 4 * vocab * min(chunk, logits_rows(config))
-    return chunk * per_token + max(sampling, scoring) + scores + hidden_values
+    scoring = 2 * 4 * vocab * min(widest_pass(config, runtime), logits_rows(config))
+    return tokens * per_token + max(sampling, scoring) + scores + hidden_values
 
 
 def reference_bytes(config: ModelConfig, runtime: RuntimeConfig) -> int:
     """What numpy's temporaries add: wide hidden values, whole score matrices, keys and values read back."""
-    context = context_tokens(config, runtime)
-    chunk = min(runtime.prefill_chunk, context)
+    context, chunk = context_tokens(config, runtime), widest_pass(config, runtime)
     return 4 * (16 * chunk * config.intermediate_size + 8 * chunk * context + 6 * config.kv_size * context)

@@ -13,6 +13,7 @@ from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.memory_plan import Plan
+from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.models import SparsityMode, sparsity_modes
 from ondevice.profiling import Profile
 from ondevice.stats import GenerationStats
@@ -30,7 +31,9 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def plan_summary(plan: Plan) -> str:
     """The plan in two lines, as commands show it before they load."""
     least = plan.segment.least
-    start, full = (plan.segments_for(kv) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes))
+    start, full = (
+        plan.segments_for(kv, NARROW_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
+    )
     total = plan.segment.total - least
     if not plan.streams:
         resident = "everything will be resident"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,18 @@ def greedy(model: Model, count: int = 24, **options: Any) -> tuple[int, ...]:
     return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
 
 
-def budget_between(bundle: Path, quarters: int) -> int:
+def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
     """A budget from the smallest (0) to everything resident (4), by what this process holds right now."""
-    plan = ondevice.inspect(bundle)
+    plan = ondevice.inspect(bundle, **options)
     return plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters // 4
 
 
 def squeeze(model: Model, segments: int = 0) -> None:
-    """Keep a loaded model to what it needs with a full context, and so many segments."""
+    """Keep a loaded model to what it needs with a full context, and so many segments.
+
+    Beside small models' neurons the working memory of a long prompt is large: it isn't lent to them here.
+    """
+    model._engine.plan = replace(model.plan, narrow_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     model.set_dram_budget(bare + segments * model.plan.segment.nbytes)
 

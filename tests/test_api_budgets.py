@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import ondevice
 from ondevice import memory_plan
 from ondevice.api import Model, load
 from ondevice.errors import BackendUnavailableError, BudgetError
+from ondevice.memory_sizes import NARROW_TOKENS
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, budget_between, greedy, squeeze
 
@@ -44,7 +46,10 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
-        with load(bundle, dram_budget=budget_between(bundle, quarters), threads=1) as model:
+        # With chunks as narrow as this, no working memory of a long prompt is lent to neurons.
+        options = {"threads": 1, "prefill_chunk": NARROW_TOKENS}
+        budget = budget_between(bundle, quarters, **options)
+        with load(bundle, dram_budget=budget, **options) as model:
             response = model.generate(PROMPT, max_tokens=200, logit_bias={EOS: -math.inf})
             segments.append(model._engine._segments)
             texts.append(response.tokens)
@@ -173,6 +178,34 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
         assert at_start > after
         assert model._engine._segments > after
         assert model._engine._kv_bytes == 0
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decoded(
+    tmp_path: Path, sparsity: str
+) -> None:
+    shape = {"num_hidden_layers": 8, "intermediate_size": 8192, "hidden_act": "relu"}
+    bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
+    text = "a long and winding road " * 9
+    with load(bundle, sparsity="dense") as model:
+        expected = [model.generate(text, max_tokens=20).tokens, greedy(model, 20)]
+    budget = ondevice.inspect(bundle, sparsity=sparsity).minimum_budget_bytes
+    with load(bundle, sparsity=sparsity, dram_budget=budget) as model:
+        engine, plan, lent = model._engine, model.plan, []
+
+        def note(tokens: int) -> None:
+            engine._make_room(tokens)
+            lent.append((tokens, engine._segments))
+
+        engine._generator = dataclasses.replace(engine._generator, before_pass=note)
+        for _ in range(2):
+            assert model.generate(text, max_tokens=20).tokens == expected[0]
+            (tokens, prompt), *decoding = lent
+            assert tokens > 8 * NARROW_TOKENS
+            assert prompt <= plan.segments_for(0, tokens) < plan.segment.total
+            assert min(count for _, count in decoding) > prompt
+            assert greedy(model, 20) == expected[1]
+            lent.clear()
 
 
 def test_residency_comes_back_between_the_windows_of_a_score(chat_bundle: Path) -> None:

@@ -20,7 +20,14 @@ from ondevice.memory_plan import (
     auto_budget,
     plan_memory,
 )
-from ondevice.memory_sizes import context_tokens, interleaved_bytes, segment_shape, stream_shape
+from ondevice.memory_sizes import (
+    activation_bytes,
+    context_tokens,
+    interleaved_bytes,
+    segment_shape,
+    sparse_activation_bytes,
+    stream_shape,
+)
 
 LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
 TINY = ModelConfig("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
@@ -142,6 +149,26 @@ def plan_records(config: ModelConfig, quant: QuantConfig) -> int:
     from ondevice.bundle.layout import neuron_layout
 
     return neuron_layout(config, quant).stride
+
+
+@given(
+    configs(),
+    st.sampled_from([4, 8, 16]),
+    st.sampled_from(["dense", "exact", "threshold"]),
+    st.integers(1, 600),
+    st.integers(1, 600),
+)
+def test_a_pass_is_counted_with_what_it_takes_or_more(
+    config: ModelConfig, bits: Any, sparsity: Any, chunk: int, tokens: int
+) -> None:
+    quant, runtime = QuantConfig(bits), RuntimeConfig(prefill_chunk=chunk, sparsity=sparsity)
+    plan = plan_memory(config, quant, runtime, budget_bytes=1 << 40, process_bytes=0)
+    tokens = min(tokens, plan.pass_tokens)
+    takes = activation_bytes(config, quant, runtime, 1, tokens) * 5 // 4
+    if sparsity != "dense":
+        takes += sparse_activation_bytes(config, runtime, None, tokens)
+    assert takes <= plan.working_bytes(tokens) <= plan.activation_bytes
+    assert plan.working_bytes(plan.pass_tokens) == plan.activation_bytes
 
 
 def test_segments_are_lent_evenly() -> None:

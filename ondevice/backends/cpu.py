@@ -176,6 +176,11 @@ class CpuBackend:
         if self._embedding is not None:
             self._embedding.hold(resident)
 
+    def trim(self) -> None:
+        """Give working memory back; the next pass takes what it needs. No result of an op is valid after."""
+        self._buffers.clear()
+        self.engine.trim()
+
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         width = RowLayout(table.hidden_size, table.bits).padded_cols
         out = np.empty((len(tokens), width), dtype=np.float32)

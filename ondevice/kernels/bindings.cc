@@ -187,7 +187,8 @@ NB_MODULE(_native, m) {
       nb::arg("nbytes"));
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
-      .def_prop_ro("target", &Engine::target);
+      .def_prop_ro("target", &Engine::target)
+      .def("trim", &Engine::trim);
   bind_ops(m);
   bind_quantisation(m);
   bind_layers(m);

@@ -75,6 +75,12 @@ float* Engine::scratch(int64_t floats) {
   return scratch_.as<float>();
 }
 
+void Engine::trim() {
+  for (Buffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &scratch_, &h_, &y_,
+                         &lanes_, &tile_, &gathered_h_, &ordered_lanes_})
+    *buffer = Buffer();
+}
+
 void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
                      const StoredRows& source, uint8_t* tiles, int64_t tile_stride) {
   const int64_t words = kGroup * bits / 32, block = tile_group_bytes(bits);
