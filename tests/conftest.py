@@ -90,6 +90,15 @@ def reader(records: RecordFile, request: pytest.FixtureRequest) -> Iterator[Flas
 
 
 @pytest.fixture(scope="session")
+def io_uring(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Skips where the system has no io_uring, or refuses direct reads of the tests' files."""
+    records = write_records(tmp_path_factory.mktemp("ring") / "records.flash", 1)
+    with FlashReader([records.checked], threads=1, ring=True) as reader:
+        if not reader.has_ring:
+            pytest.skip("this system has no io_uring")
+
+
+@pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library that makes reads fail in a process that preloads it; see `tests/faults.py`."""
     return build_shim(tmp_path_factory.mktemp("shim"))

@@ -1,6 +1,7 @@
 """Generation after generation while reads go wrong; run under the shim by `test_fetch_faults.py`.
 
-Every round draws faults, generates, and demands the right tokens, a read error that was injected, or to be
+Reads go through io_uring where `FLASH_FAULT_RING` is set, else by threads, direct and buffered in turn. Every
+round draws faults, generates, and demands the right tokens, a read error that was injected, or to be
 cancelled; after the last two, with the faults off, the right tokens. Then every slot must be held, claimed or
 free, and threads and open files as many as before. A round's draws depend on its number and the seed alone;
 which read meets which fault does not, as threads come in any order.
@@ -20,7 +21,8 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +36,10 @@ from tests.bundles import EOS
 from tests.chat import PROMPT, squeeze
 
 KINDS = ("interrupt", "error", "end", "short", "stall", "long stall", "damage")
+WAYS = ("pread", "ring")
+"""How a read is made. What goes wrong in the ring is read again by pread, but not what arrives damaged."""
 HARMLESS, FATAL = ("interrupt", "short", "stall"), ("error", "end", "damage")
-LONG_STALLS = 0.04
+LONG_STALLS = 0.03
 """Of the rounds: each of theirs takes 1 to 3 seconds."""
 ROUNDS_PER_MODEL = 100
 TOKENS = 8
@@ -44,7 +48,11 @@ DEADLOCK_SECONDS = 180
 
 
 class Kind(ctypes.Structure):
-    _fields_ = [("every", ctypes.c_uint32), ("left", ctypes.c_int32), ("done", ctypes.c_uint32)]
+    _fields_ = [
+        ("every", ctypes.c_uint32),
+        ("left", ctypes.c_int32),
+        ("done", ctypes.c_uint32 * len(WAYS)),
+    ]
 
 
 class Table(ctypes.Structure):
@@ -55,7 +63,7 @@ class Table(ctypes.Structure):
         ("seed", ctypes.c_uint32),
         ("draws", ctypes.c_uint32),
         ("cancelled", ctypes.c_uint32),
-        ("late", ctypes.c_uint32),
+        ("late", ctypes.c_uint32 * len(WAYS)),
     ]
 
     @classmethod
@@ -71,19 +79,33 @@ class Table(ctypes.Structure):
         for kind in self.kinds:
             kind.every = kind.left = 0
 
-    def done(self, *names: str) -> int:
-        return sum(self.kinds[KINDS.index(name)].done for name in names)
+    def done(self, *names: str, ways: Sequence[str] = WAYS) -> int:
+        return sum(self.kinds[KINDS.index(name)].done[WAYS.index(way)] for name in names for way in ways)
+
+    def errors_due(self) -> int:
+        """Faults that a read may have ended in an error for."""
+        return self.done("error", "end", ways=["pread"]) + self.done("damage")
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Faults by way and kind, and by way the reads that came back late."""
+        faults = {way: {name: self.done(name, ways=[way]) for name in KINDS} for way in WAYS}
+        return {way: kinds | {"late": self.late[WAYS.index(way)]} for way, kinds in faults.items()}
 
 
 def tokens_of(events: Iterator[Event]) -> list[int]:
     return [event.token for event in events if event.token is not None]
 
 
-def threads_and_files() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+def threads_and_files() -> tuple[list[str], int]:
+    """Names of threads, less the workers that the system keeps for a ring, and how many files are open."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it may end meanwhile
+            names.append((task / "comm").read_text().strip())
+    return sorted(name for name in names if not name.startswith("iou-")), len(os.listdir("/proc/self/fd"))
 
 
-def assert_as_before(before: tuple[int, int]) -> None:
+def assert_as_before(before: tuple[list[str], int]) -> None:
     give_up = time.monotonic() + 10  # the system takes a moment to forget a thread that was joined
     while (now := threads_and_files()) != before and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -140,17 +162,20 @@ class Rounds:
         if self._rng.random() < 0.3:
             self._squeeze()
         way = self._rng.choice([self._stay, self._stay, self._resize, self._leave])
-        total, fatal = self._table.done(*KINDS), self._table.done(*FATAL)
+        total, due = self._table.done(*KINDS), self._table.errors_due()
+        failed_in_ring = self._table.done("error", "end", ways=["ring"])
         self._draw_faults()
         try:
             ended = way()
         except FlashReadError:
             ended = "errors"
-            assert self._table.done(*FATAL) > fatal, "an error where none was injected"
+            assert self._table.errors_due() > due, "an error where none was injected"
         finally:
             self._table.stop()
         self._tally["rounds with faults"] += self._table.done(*KINDS) > total
         self._tally[ended] += 1
+        read_again = self._table.done("error", "end", ways=["ring"]) > failed_in_ring
+        self._tally["right, some read again"] += ended == "right" and read_again
         if ended != "right":
             self._assert_right()
         assert_nothing_leaked(self._model)
@@ -171,11 +196,16 @@ class Rounds:
     def _draw_faults(self) -> None:
         names = self._rng.sample(HARMLESS, self._rng.randint(1, len(HARMLESS)))
         if self._rng.random() < 0.5:
-            names.append(self._rng.choice(FATAL))
+            names += self._rng.sample(FATAL, self._rng.randint(1, len(FATAL)))
         for name in names:
-            self._table.allow(name, self._rng.randint(1, 30), self._rng.randint(1, 6))
+            self._table.allow(name, self._every(), self._rng.randint(1, 6))
         if self._rng.random() < LONG_STALLS:
             self._table.allow("long stall", self._rng.randint(1, 30), self._rng.randint(1, 2))
+
+    def _every(self) -> int:
+        """How rare a kind of fault is: often not at all, as a read that fails in the ring must fail once more
+        to be an error."""
+        return round(30 ** self._rng.random())
 
     def _events(self, key: int | None) -> Iterator[Event]:
         return self._model.stream_ids(key, self._prompt, SAMPLING)
@@ -197,7 +227,7 @@ class Rounds:
 
     def _leave(self) -> str:
         """Cancel in the middle, with reads under way: those come back when nobody waits for them."""
-        self._table.allow("stall", 2, 30)
+        self._table.allow("stall", 2, 100)
         events = self._drawn_events()
         count = self._rng.randint(1, 4)
         assert [next(events).token for _ in range(count)] == self._expected[:count]
@@ -223,6 +253,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     table = Table.of(os.environ["FLASH_FAULT_TABLE"])
+    ring = "FLASH_FAULT_RING" in os.environ
     tally = Counter[str]()
     ahead = logging.Handler()
     ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]
@@ -240,8 +271,9 @@ def main() -> None:
     gc.collect()
     before = threads_and_files()  # after a first model: libraries keep some threads of their own
     for first in range(0, options.rounds, ROUNDS_PER_MODEL):
-        io = ("auto", "buffered")[first // ROUNDS_PER_MODEL % 2]
+        io = "auto" if ring else ("auto", "buffered")[first // ROUNDS_PER_MODEL % 2]
         model = load(options.bundle, sparsity=options.sparsity, io=io)
+        assert model._engine._reader.has_ring == ring
         rounds = Rounds(model, right, table, options.seed, tally)
         for number in range(first, min(first + ROUNDS_PER_MODEL, options.rounds)):
             try:
@@ -254,8 +286,7 @@ def main() -> None:
         gc.collect()
         assert_as_before(before)
     faulthandler.cancel_dump_traceback_later()
-    faults = {name: table.done(name) for name in KINDS}
-    print(json.dumps({"faults": faults, "late": table.late, **tally}))
+    print(json.dumps({"faults": table.counts(), **tally}))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def build_shim(folder: Path) -> Path:
     if sys.platform != "linux" or compiler is None:
         pytest.skip("needs Linux and a C++ compiler")
     library = folder / "flash_faults.so"
-    source = TESTS / "native" / "flash_faults.cc"
-    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"]
+    sources = [str(TESTS / "native" / name) for name in ("flash_faults.cc", "faulty_ring.cc")]
+    command = [compiler, "-std=c++17", "-O1", "-shared", "-fPIC", *sources, "-o", str(library), "-ldl"]
     subprocess.run(command, check=True)
     return library
 

@@ -1,4 +1,4 @@
-"""Storage that misbehaves: a preloaded shim makes pread fail, come short or stall (Linux, needs a compiler).
+"""Storage that misbehaves: a preloaded shim makes reads fail, come short or stall (Linux, needs a compiler).
 
 What each test asserts is a function of this file that runs in a process of its own under the shim.
 """
@@ -14,6 +14,8 @@ from tests.faults import assert_holds_under, output_of
 
 
 def every_byte_is_right(folder: Path) -> None:
+    import os
+
     import numpy as np
     from flash_files import HEADER_BYTES, PARTS, STRIDE, slot_bytes, write_plain, write_records
 
@@ -25,7 +27,8 @@ def every_byte_is_right(folder: Path) -> None:
     plain, data = write_plain(folder / "plain.flash", 2_500_001, 1 << 20)
     extents = [Extent(0, HEADER_BYTES + 250 * STRIDE * i, 250 * STRIDE) for i in range(12)]
     for io in ("direct", "buffered"):
-        with FlashReader([records.checked, plain], io=io, threads=3) as reader:
+        with FlashReader([records.checked, plain], io=io, threads=3, ring=True) as reader:
+            assert reader.has_ring == (io == "direct" and "FLASH_FAULT_RING" in os.environ)
             np.testing.assert_array_equal(reader.read(1, 0, data.size), data)
             rows = np.empty((200, STRIDE), np.uint8)
             ids = np.random.default_rng(0).integers(0, 3000, 200)
@@ -54,6 +57,87 @@ def test_short_and_interrupted_reads_go_on(
 ) -> None:
     settings = {"fault": fault, "fault_every": every, "fault_block": block}
     assert_holds_under(shim, tmp_path, every_byte_is_right, **settings)
+
+
+@pytest.mark.parametrize(
+    ("fault", "every"), [("short", 2), ("eintr", 2), ("eio", 3), ("end", 3), ("eio", 1), ("end", 1)]
+)
+def test_what_fails_in_the_ring_is_read_again(
+    shim: Path, tmp_path: Path, io_uring: None, fault: str, every: int
+) -> None:
+    settings = {"fault": fault, "fault_every": every, "fault_ring": "only"}
+    assert_holds_under(shim, tmp_path, every_byte_is_right, **settings)
+
+
+def test_short_and_interrupted_reads_go_on_in_the_ring_and_after_it(
+    shim: Path, tmp_path: Path, io_uring: None
+) -> None:
+    for fault in ("short", "eintr"):
+        settings = {"fault": fault, "fault_every": 2, "fault_ring": "also"}
+        assert_holds_under(shim, tmp_path, every_byte_is_right, **settings)
+
+
+def ring_errors_are_typed_and_pass(folder: Path) -> None:
+    import os
+
+    import numpy as np
+    import pytest
+    from flash_files import HEADER_BYTES, PARTS, STRIDE, slot_bytes, write_records
+
+    from ondevice.errors import FlashReadError
+    from ondevice.flash.prefetch import Extent, ExtentStream
+    from ondevice.flash.reader import FlashReader
+    from ondevice.kernels import _native
+
+    message = {
+        "eio": r"records\.flash: read at byte \d+ failed: Input/output error",
+        "end": r"records\.flash: read at byte \d+ failed: reads keep coming back short",
+        "damage": r"records\.flash: the bytes from \d+ don't match their checksum",
+    }[os.environ["FLASH_FAULT"]]
+    records = write_records(folder / "records.flash", 800)
+    extents = [Extent(0, HEADER_BYTES + 16 * STRIDE * i, 16 * STRIDE) for i in range(10)]
+    ids = np.arange(0, 800, 40, dtype=np.int32)
+    wanted = records.data[ids, PARTS[0] : sum(PARTS[:2])]
+    slots = np.zeros_like(wanted)
+    targets = slots.ctypes.data + np.arange(len(ids), dtype=np.uint64) * PARTS[1]
+    off = folder / "off"
+    off.touch()
+    with FlashReader([records.checked], io="direct", threads=4, ring=True) as reader:
+        assert reader.has_ring
+        batch = _native.RecordBatch(reader.native, urgent=True)
+        with ExtentStream(reader, extents, slot_bytes(extents), 3, True) as stream:
+
+            def read_all() -> None:
+                stream.rewind()
+                for extent in extents:
+                    expected = records.bytes_at(extent.offset, extent.nbytes)
+                    np.testing.assert_array_equal(stream.next(), expected)
+                    stream.release()
+
+            for _ in range(3):
+                off.unlink()
+                slots[:] = 0
+                batch.start(0, 1, 1, ids, targets, 0)
+                with pytest.raises(FlashReadError, match=message):
+                    batch.finish()
+                delivered = slots.any(axis=1)  # what is damaged beside the wanted bytes is none the worse
+                np.testing.assert_array_equal(slots[delivered], wanted[delivered])
+                assert not delivered.all()
+                with pytest.raises(FlashReadError, match=message):
+                    read_all()
+                off.touch()
+                batch.start(0, 1, 1, ids, targets, 0)
+                batch.finish()
+                np.testing.assert_array_equal(slots, wanted)
+                read_all()
+
+
+@pytest.mark.parametrize(("fault", "ring"), [("eio", "also"), ("end", "also"), ("damage", "only")])
+def test_errors_in_the_ring_and_after_it_are_typed_and_pass(
+    shim: Path, tmp_path: Path, io_uring: None, fault: str, ring: str
+) -> None:
+    settings = {"fault": fault, "fault_every": 1, "fault_ring": ring, "fault_off": tmp_path / "off"}
+    assert_holds_under(shim, tmp_path, ring_errors_are_typed_and_pass, **settings)
 
 
 def bytes_of_small_reads(folder: Path) -> None:
@@ -165,6 +249,7 @@ def test_io_errors_are_typed_in_order_and_pass(shim: Path, tmp_path: Path) -> No
 
 
 def closing_waits_for_one_read(folder: Path) -> None:
+    import os
     import threading
     import time
 
@@ -177,7 +262,8 @@ def closing_waits_for_one_read(folder: Path) -> None:
     records = write_records(folder / "records.flash", 4000)
     extents = [Extent(0, HEADER_BYTES + first * STRIDE, 2000 * STRIDE) for first in (0, 2000)]
     (folder / "off").touch()
-    reader = FlashReader([records.checked], threads=2)
+    reader = FlashReader([records.checked], threads=2, ring=True)
+    assert reader.has_ring == ("FLASH_FAULT_RING" in os.environ)
     (folder / "off").unlink()
     outcomes: list[str] = []
 
@@ -203,9 +289,14 @@ def closing_waits_for_one_read(folder: Path) -> None:
     assert outcomes == ["the stream is closed", "the stream's reader is closed"]
 
 
-def test_closing_waits_for_the_read_in_flight_only(shim: Path, tmp_path: Path) -> None:
+def test_closing_waits_for_the_reads_in_flight_only(shim: Path, tmp_path: Path) -> None:
     settings = {"fault": "stall", "fault_every": 1, "fault_stall_ms": 500, "fault_off": tmp_path / "off"}
     assert_holds_under(shim, tmp_path, closing_waits_for_one_read, **settings)
+
+
+def test_closing_waits_for_the_reads_in_the_ring_only(shim: Path, tmp_path: Path, io_uring: None) -> None:
+    settings = {"fault": "stall", "fault_every": 1, "fault_stall_ms": 500, "fault_off": tmp_path / "off"}
+    assert_holds_under(shim, tmp_path, closing_waits_for_one_read, **settings, fault_ring="only")
 
 
 def refused_direct_reads_are_noticed(folder: Path) -> None:

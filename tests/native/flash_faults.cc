@@ -1,15 +1,16 @@
 // Preloaded into a test's process, so that reads of files fail, come short, stall or bring other bytes
-// (Linux).
+// (Linux), by pread and through io_uring.
 //
 // FLASH_FAULT_FILES: the files it is about, *.flash if it isn't set. FLASH_FAULT_LOG: gains a byte per fault.
 // Faults of one kind all along:
-//   FLASH_FAULT: refuse_open, refuse_read (direct reads), eintr, eio, short, stall.
+//   FLASH_FAULT: refuse_open, refuse_read (direct reads), eintr, eio, end, short, stall, damage.
 //   FLASH_FAULT_EVERY: about one call in so many is hit. FLASH_FAULT_STALL_MS: how long a stall lasts.
 //   FLASH_FAULT_OFF: nothing happens while a file of this name exists.
 // Or, changing while the process runs:
 //   FLASH_FAULT_TABLE: a file of a Table, which the test maps too.
 // FLASH_FAULT_BLOCK: what direct reads must be aligned to, 4096 if it isn't set.
-#include <dlfcn.h>
+// FLASH_FAULT_RING: the system has io_uring, and its reads are hit `also`, or `only` they are. If this isn't
+// set, the system has none.
 #include <errno.h>
 #include <fcntl.h>
 #include <fnmatch.h>
@@ -26,27 +27,31 @@
 #include <algorithm>
 #include <atomic>
 
+#include "faults.h"
+#include "faulty_ring.h"
+
+using namespace faults;
+
 namespace {
 
 constexpr int kMaxFd = 4096;
 std::atomic<bool> marked[kMaxFd], direct[kMaxFd];
 std::atomic<uint32_t> calls;
 
-enum Kind { kInterrupt, kError, kEnd, kShort, kStall, kLongStall, kDamage, kKinds };
-const char* const kNames[kKinds] = {"eintr", "eio", "", "short", "stall", "", ""};
+const char* const kNames[kKinds] = {"eintr", "eio", "end", "short", "stall", "", "damage"};
 
 // fault_rounds.py has the same.
 struct Table {
   struct {
     std::atomic<uint32_t> every;  // about one call in so many is hit, none for 0,
     std::atomic<int32_t> left;    // as long as there are any left.
-    std::atomic<uint32_t> done;
+    std::atomic<uint32_t> done[kWays];
   } kinds[kKinds];
   std::atomic<uint32_t> seed, draws;
-  std::atomic<uint32_t> cancelled;  // raised by the test when it has lost interest in the reads under way
-  std::atomic<uint32_t> late;       // reads that came back after that
+  std::atomic<uint32_t> cancelled;    // raised by the test when it has lost interest in the reads under way
+  std::atomic<uint32_t> late[kWays];  // reads that came back after that
 };
-static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Table) == 4 * (3 * kKinds + 4));
+static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(Table) == 4 * (4 * kKinds + 5));
 
 const char* setting(const char* name) {
   const char* value = getenv(name);
@@ -92,36 +97,18 @@ bool fault_is(const char* name) {
   return strcmp(fault, name) == 0 && (*off == 0 || access(off, F_OK) != 0);
 }
 
-// Pseudo-random numbers, the same in every run; which call gets which depends on the threads.
-uint32_t draw() {
-  uint32_t x = table() ? table()->seed + 2654435761u * table()->draws.fetch_add(1)
-                       : 12345u + 2654435761u * calls.fetch_add(1);
-  x ^= x >> 15;
-  x *= 2246822519u;
-  return x ^ (x >> 13);
-}
-
-bool hit_by_table(Kind kind) {
+bool hit_by_table(Kind kind, Way way) {
   auto& fault = table()->kinds[kind];
   const uint32_t every = fault.every;
   if (every == 0 || fault.left <= 0 || draw() % every != 0 || fault.left.fetch_sub(1) <= 0) return false;
-  ++fault.done;
+  ++fault.done[way];
   log_fault();
   return true;
 }
 
-bool hit(Kind kind) {
-  if (table()) return hit_by_table(kind);
-  if (*kNames[kind] == 0 || !fault_is(kNames[kind])) return false;
-  static const uint32_t every = static_cast<uint32_t>(atoi(setting("FLASH_FAULT_EVERY")));
-  if (every == 0 || draw() % every != 0) return false;
-  log_fault();
-  return true;
-}
-
-template <class Function>
-Function real(const char* name) {
-  return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
+bool has_ring(const char* which = nullptr) {
+  static const char* const ring = setting("FLASH_FAULT_RING");
+  return *ring && (!which || strcmp(ring, which) == 0);
 }
 
 int open_with(const char* symbol, const char* path, int flags, mode_t mode) {
@@ -145,51 +132,89 @@ void pause_ms(long ms) {
   nanosleep(&pause, nullptr);
 }
 
-// A read that comes back, whole or short, late or with another bit.
-ssize_t spoiled(ssize_t (*next)(int, void*, size_t, off_t), int fd, void* out, size_t nbytes, off_t offset) {
-  static const long stall_ms = atol(setting("FLASH_FAULT_STALL_MS"));
-  if (hit(kStall)) pause_ms(table() ? 1 + draw() % 20 : stall_ms);
-  if (hit(kLongStall)) pause_ms(1000 + draw() % 2000);
-  // A direct read that comes short does so in device blocks, a buffered one anywhere.
-  const size_t block = direct[fd] ? 512 : 1;
-  if (nbytes > block && hit(kShort)) nbytes = block * (1 + draw() % ((nbytes - 1) / block));
-  const ssize_t got = next(fd, out, nbytes, offset);
-  if (got > 0 && hit(kDamage)) {
-    const uint32_t place = draw();
-    static_cast<uint8_t*>(out)[place % static_cast<size_t>(got)] ^= static_cast<uint8_t>(1 << place % 8);
-  }
-  return got;
-}
-
 ssize_t pread_with(const char* symbol, int fd, void* out, size_t nbytes, off_t offset) {
   auto next = real<ssize_t (*)(int, void*, size_t, off_t)>(symbol);
-  if (fd < 0 || fd >= kMaxFd || !marked[fd]) return next(fd, out, nbytes, offset);
+  if (!is_marked(fd)) return next(fd, out, nbytes, offset);
   if (direct[fd] && fault_is("refuse_read")) {
     log_fault();
     errno = EINVAL;
     return -1;
   }
-  const uint32_t block = block_bytes();
-  if (direct[fd] && (offset % block || nbytes % block || reinterpret_cast<uintptr_t>(out) % block)) {
+  if (is_misaligned(fd, out, nbytes, static_cast<uint64_t>(offset))) {
     errno = EINVAL;
     return -1;
   }
-  if (hit(kInterrupt)) {
+  if (hit(kInterrupt, kPread)) {
     errno = EINTR;
     return -1;
   }
-  if (hit(kError)) {
+  if (hit(kError, kPread)) {
     errno = EIO;
     return -1;
   }
-  if (hit(kEnd)) return 0;
-  const uint32_t cancelled = table() ? table()->cancelled.load() : 0;
-  const ssize_t got = spoiled(next, fd, out, nbytes, offset);
-  if (table() && table()->cancelled != cancelled) ++table()->late;
+  if (hit(kEnd, kPread)) return 0;
+  const uint32_t cancelled = times_cancelled();
+  if (const long ms = held_ms(kPread)) pause_ms(ms);
+  const size_t block = short_block(fd);
+  if (nbytes > block && hit(kShort, kPread)) nbytes = block * (1 + draw() % ((nbytes - 1) / block));
+  const ssize_t got = next(fd, out, nbytes, offset);
+  if (got > 0 && hit(kDamage, kPread)) damage(out, static_cast<size_t>(got));
+  count_late(kPread, cancelled);
   return got;
 }
 
 }  // namespace
+
+namespace faults {
+
+bool hit(Kind kind, Way way) {
+  if (way == kPread && has_ring("only")) return false;
+  if (table()) return hit_by_table(kind, way);
+  if (*kNames[kind] == 0 || !fault_is(kNames[kind])) return false;
+  static const uint32_t every = static_cast<uint32_t>(atoi(setting("FLASH_FAULT_EVERY")));
+  if (every == 0 || draw() % every != 0) return false;
+  log_fault();
+  return true;
+}
+
+uint32_t draw() {
+  uint32_t x = table() ? table()->seed + 2654435761u * table()->draws.fetch_add(1)
+                       : 12345u + 2654435761u * calls.fetch_add(1);
+  x ^= x >> 15;
+  x *= 2246822519u;
+  return x ^ (x >> 13);
+}
+
+long held_ms(Way way) {
+  static const long stall_ms = atol(setting("FLASH_FAULT_STALL_MS"));
+  long ms = 0;
+  if (hit(kStall, way)) ms += table() ? 1 + draw() % 20 : stall_ms;
+  if (hit(kLongStall, way)) ms += 1000 + draw() % 2000;
+  return ms;
+}
+
+// In device blocks, and anywhere.
+size_t short_block(int fd) { return direct[fd] ? 512 : 1; }
+
+void damage(void* bytes, size_t count) {
+  const uint32_t place = draw();
+  static_cast<uint8_t*>(bytes)[place % count] ^= static_cast<uint8_t>(1 << place % 8);
+}
+
+bool is_marked(int fd) { return fd >= 0 && fd < kMaxFd && marked[fd]; }
+
+bool is_misaligned(int fd, const void* out, uint64_t nbytes, uint64_t offset) {
+  const uint32_t block = block_bytes();
+  return direct[fd] && (offset % block || nbytes % block || reinterpret_cast<uintptr_t>(out) % block);
+}
+
+uint32_t times_cancelled() { return table() ? table()->cancelled.load() : 0; }
+
+void count_late(Way way, uint32_t times_cancelled_before) {
+  if (table() && table()->cancelled != times_cancelled_before) ++table()->late[way];
+}
+
+}  // namespace faults
 
 extern "C" {
 
@@ -230,7 +255,13 @@ int statx(int folder, const char* path, int flags, unsigned mask, struct statx* 
 }
 #endif
 
-// A system that has no io_uring: its reads couldn't be spoilt here.
+int close(int fd) {
+  FaultyRing::close(fd);
+  if (is_marked(fd)) marked[fd] = false;
+  static const auto next = real<int (*)(int)>("close");
+  return next(fd);
+}
+
 long syscall(long number, ...) {
   va_list rest;
   va_start(rest, number);
@@ -238,8 +269,17 @@ long syscall(long number, ...) {
   for (long& value : values) value = va_arg(rest, long);
   va_end(rest);
   if (number == SYS_io_uring_setup) {
+    if (has_ring())
+      return FaultyRing::setup(static_cast<unsigned>(values[0]), reinterpret_cast<void*>(values[1]));
     errno = ENOSYS;
     return -1;
+  }
+  if (number == SYS_io_uring_enter) {
+    FaultyRing* ring = FaultyRing::of(static_cast<int>(values[0]));
+    if (ring)
+      return ring->enter(static_cast<unsigned>(values[1]), static_cast<unsigned>(values[2]),
+                         static_cast<unsigned>(values[3]), reinterpret_cast<void*>(values[4]),
+                         static_cast<size_t>(values[5]));
   }
   using Call = long (*)(long, long, long, long, long, long, long);
   return real<Call>("syscall")(number, values[0], values[1], values[2], values[3], values[4], values[5]);
