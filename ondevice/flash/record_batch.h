@@ -21,8 +21,9 @@ class RecordBatch : public PieceSource {
 
   // Begins to read `parts` parts, from `first_part` on, of the records ids[0] < ids[1] < ... of a file, each
   // to its target: straight there where both lie on blocks of the device. Records with at most `gap_bytes`
-  // between what is wanted are one read, which is copied. The targets must stay until finish() or close(). Throws std::invalid_argument if the batch before isn't finished,
-  // std::out_of_range for a part or a record that the file hasn't.
+  // between what is wanted are one read, which is copied. The targets must stay until finish() or close().
+  // Throws std::invalid_argument if the batch before isn't finished, std::out_of_range for a part or a record
+  // that the file hasn't.
   void start(size_t file, size_t first_part, size_t parts, const int32_t* ids, size_t count,
              const uint64_t* targets, int64_t gap_bytes);
   // Whether finish() would wait for nothing.

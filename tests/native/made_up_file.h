@@ -17,8 +17,9 @@
 namespace ondevice {
 
 constexpr int64_t kHeader = 4096, kRecords = 2000;
-const std::vector<uint64_t> kUnits = {640, 1152};
-constexpr int64_t kStride = 640 + 1152;
+// Whole records lie on blocks of 512 bytes, their parts don't.
+const std::vector<uint64_t> kUnits = {640, 1408};
+constexpr int64_t kStride = 640 + 1408;
 
 inline void expect(bool condition, const char* what) {
   if (condition) return;
