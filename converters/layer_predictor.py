@@ -5,7 +5,6 @@ Legend: N samples (tokens), D model width, F neurons, R rank, B samples of a min
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,6 +21,7 @@ Fired: TypeAlias = NDArray[Any]
 Bools: TypeAlias = NDArray[np.bool_]
 Ids: TypeAlias = NDArray[np.int64]
 RECALLS = (0.90, 0.95, 0.97, 0.98, 0.99, 0.995)
+"""Ascending."""
 PIECE_SAMPLES = 512
 """Samples that are gone over together."""
 
@@ -34,12 +34,12 @@ class PredictorTraining:
     falls linearly to zero. trial_epochs: after so many the rank is chosen, and no other is trained on.
     balance: what fires weighs (inactive / active) ** balance, 0 for no weighting. weigh_magnitude: it also
     weighs as its gate's distance from zero, in means of what fires and at most 4 of them, since what is
-    missed near zero hardly counts. held_back: share of the samples (4,096 at most) that only calibrate.
-    recall: of what fires, the share that a score above zero shall find.
+    missed near zero hardly counts. held_back: share of the samples (4,096 at most) that don't train, but set
+    thresholds and judge ranks. recall: of what fires, the share that a score above zero shall find.
     """
 
     epochs: int = 10
-    trial_epochs: int = 2
+    trial_epochs: int = 1
     batch_samples: int = 256
     learning_rate: float = 0.03
     balance: float = 1.0
@@ -85,7 +85,8 @@ class OperatingPoint:
 class LayerPredictor:
     """down (R, D), up (F, R), bias (F,): float32. A neuron is selected where its score is above zero.
 
-    points: measured on samples held back; the threshold of the recall that it was calibrated for is 0.
+    points: measured on samples that neither trained it nor set thresholds; the threshold of the recall that
+    it was calibrated for is 0.
     """
 
     down: Float32
@@ -108,43 +109,6 @@ class LayerPredictor:
             if point.recall == recall:
                 return point
         raise UsageError(f"no operating point at recall {recall}; only {[p.recall for p in self.points]}")
-
-
-def operating_points(
-    scores: Float32, fired: Bools, recalls: Sequence[float] = RECALLS
-) -> tuple[OperatingPoint, ...]:
-    """For each recall target the highest threshold that meets it, and what it costs.
-
-    scores, fired: (M, F), of samples the predictor was not trained on.
-    Raises UsageError for shapes that differ, scores that are NaN, or recalls outside (0, 1].
-    """
-    if scores.shape != fired.shape or np.isnan(scores).any():
-        raise UsageError(f"scores {scores.shape} of what fired {fired.shape} differ in shape or hold NaN")
-    if not all(0 < recall <= 1 for recall in recalls):
-        raise UsageError(f"recall targets {list(recalls)} must lie in (0, 1]")
-    active = np.sort(scores[fired])[::-1]
-    points = []
-    for recall in recalls:
-        # A product such as 0.9 * 10 may come out above 9, and must not ask for a tenth neuron.
-        last = int(np.ceil(recall * len(active) * (1 - 1e-12))) - 1
-        threshold = float(np.nextafter(active[last], np.float32(-np.inf))) if len(active) else 0.0
-        points.append(measure(scores, fired, recall, threshold))
-    return tuple(points)
-
-
-def measure(scores: Float32, fired: Bools, recall: float, threshold: float) -> OperatingPoint:
-    """What selecting the scores above a threshold finds of what fired, both (M, F)."""
-    selected = scores > np.float32(threshold)
-    hits, chosen, active = (int(np.count_nonzero(each)) for each in (selected & fired, selected, fired))
-    return OperatingPoint(
-        recall=recall,
-        threshold=threshold,
-        false_negatives=(active - hits) / max(1, active),
-        false_positives=(chosen - hits) / max(1, fired.size - active),
-        precision=hits / chosen if chosen else 1.0,
-        selected=chosen / max(1, fired.size),
-        active=active / max(1, fired.size),
-    )
 
 
 def active_count(fired: Fired, ids: Ids, neurons: int) -> int:

@@ -34,19 +34,24 @@ from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar
 from ondevice.converters.hotness import firing_frequencies, write_hotness
 from ondevice.converters.layer_predictor import (
     RECALLS,
+    Fired,
     LayerPredictor,
     PredictorTraining,
-    operating_points,
+    Samples,
+    bits,
 )
 from ondevice.converters.layer_predictor import OperatingPoint as MeasuredPoint
+from ondevice.converters.operating_points import HeldBack, measure, thresholds
 from ondevice.converters.quantize import QuantizedRows, quantize
-from ondevice.converters.train_predictor import train_layer
+from ondevice.converters.train_predictor import split, train_layer
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
 SCORED_TOKENS = 256
-"""Tokens whose scores are computed together when thresholds are set."""
+"""Tokens whose scores are computed together."""
+MOST_OF_GATE = 0.5
+"""A predictor's bytes, of those of the gates that it stands for: a larger one saves too little."""
 
 OnProgress = Callable[[float, str], None]
 """Gets the share that is done, from 0 to 1, and what is being done."""
@@ -56,16 +61,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PredictorOptions:
-    """tokens: of the text, at most. measured_share: of them, which calibrate and measure and don't train.
+    """tokens: of the text, at most. measured_share: of them, which measure, and neither train nor calibrate.
 
-    ranks: what each layer's is chosen from, multiples of 64; larger ones than half of the gate's own are left
-    out, as a predictor that large saves nothing. bits: of the stored matrices; half the bits and twice the
-    rank select less at equal recall.
+    ranks: what each layer's is chosen from, multiples of 64; those that take more than MOST_OF_GATE are left
+    out. bits: of the stored matrices; half the bits and twice the rank select less at equal recall.
     """
 
     tokens: int = TRAIN_TOKENS
     measured_share: float = MEASURED_SHARE
-    ranks: tuple[int, ...] = (64, 128, 256, 512)
+    ranks: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
     bits: Literal[4, 8, 16] = 4
     seed: int = 0
     training: PredictorTraining = field(default_factory=PredictorTraining)
@@ -97,10 +101,10 @@ def train_predictors(
 ) -> Predictors:
     """Fit predictors to `bundle` on pieces of token ids and write them to its folder `output`, or a copy's.
 
-    The last pieces, of `measured_share` of all tokens, aren't trained on. How often each neuron fired on the
-    others is written as well. What predictors cost in quality is for the caller to add. Raises what `check`
-    raises, and OndeviceError where the disk has no room. What an earlier training left in `output` is
-    replaced.
+    The last pieces, of `measured_share` of all tokens, neither train nor calibrate: all rates are theirs. How
+    often each neuron fired on the others is written as well. What predictors cost in quality is for the
+    caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an earlier
+    training left in `output` is replaced.
 
     order: first put the neurons of the bundle in `output` in the order that the text suggests, unless an
     earlier text has. Raises what `order_neurons` raises too.
@@ -164,35 +168,61 @@ def fit_layer(
 ) -> StoredPredictor:
     """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices.
 
-    The first `trained` recorded tokens train it, the others measure it.
+    The first `trained` recorded tokens train it and, those that are held back from that, set its thresholds;
+    the others measure it.
     """
     gate = gate_rows(bundle, layer)
     inputs, fired = activations.inputs(layer), activations.fired(layer)
     rng = np.random.default_rng([options.seed, layer])
-    most = max(GROUP_SIZE, min(gate.shape) // 2)
-    ranks = [rank for rank in options.ranks if rank <= most] or [GROUP_SIZE]
-    ranks = [min(rank, *gate.shape) for rank in ranks]
+    ranks = rank_options(options, len(gate), gate.shape[1], bundle.quant.bits)
     chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng)
-    active = np.unpackbits(fired[trained:], axis=1, count=len(gate)).view(np.bool_)
-    return store_predictor(chosen, inputs[trained:], active, options.bits)
+    _, held = split(trained, options.training)
+    # What judged ranks is free to calibrate, since other samples measure from here on.
+    calibrating = np.union1d(held.calibrating, held.measuring)
+    held = HeldBack(calibrating, np.arange(trained, len(inputs)), held.block)
+    return store_predictor(chosen, inputs, fired, held, options.bits)
+
+
+def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: int) -> list[int]:
+    """The ranks to choose a layer's from: of those that leave enough of the gate's memory, all, or the least.
+
+    gate_bits: of the stored gate (neurons, width).
+    """
+    gate = neurons * width * _weight_bits(gate_bits)
+    per_rank = (neurons + width) * _weight_bits(options.bits)
+    ranks = [rank for rank in options.ranks if rank * per_rank <= MOST_OF_GATE * gate] or [GROUP_SIZE]
+    return sorted({min(rank, neurons, width) for rank in ranks})
+
+
+def _weight_bits(bits: int) -> float:
+    """Bits that a stored weight takes, with its share of its group's scale and bias (float16 each)."""
+    return bits if bits == 16 else bits + 32 / GROUP_SIZE
 
 
 def store_predictor(
-    predictor: LayerPredictor, inputs: NDArray[np.float16], active: NDArray[np.bool_], bits: Literal[4, 8, 16]
+    predictor: LayerPredictor, inputs: Samples, fired: Fired, held: HeldBack, stored_bits: Literal[4, 8, 16]
 ) -> StoredPredictor:
-    """A layer's predictor, quantised, and its operating points on inputs (M, D) that it wasn't trained on.
+    """A layer's predictor, quantised, its thresholds set on some of the samples and measured on others.
 
-    active: (M, F) what fired. Scores are those of the runtime's own kernels.
+    inputs (N, D), fired: see `Samples` and `Fired`; held: none of them trained it. Scores are those of the
+    runtime's own kernels.
     """
     engine = _native.Engine(usable_cores(), "auto")
     (neurons, _), width = predictor.up.shape, predictor.down.shape[1]
     rank = padded(predictor.rank, GROUP_SIZE)
     matrices = _padded(predictor.down, rank, width), _padded(predictor.up, neurons, rank)
-    down, up = (quantize(engine, matrix, bits, "a predictor") for matrix in matrices)
-    first, second = _matrix(engine, down, width, bits), _matrix(engine, up, rank, bits)
-    points = operating_points(_scores(engine, first, second, predictor.bias, inputs), active, RECALLS)
+    down, up = (quantize(engine, matrix, stored_bits, "a predictor") for matrix in matrices)
+    first, second = _matrix(engine, down, width, stored_bits), _matrix(engine, up, rank, stored_bits)
+
+    def scores(x: Samples) -> Float32:
+        return _scores(engine, first, second, predictor.bias, x)
+
+    ids = held.calibrating
+    found = thresholds(scores(inputs[ids]), bits(fired, ids, neurons), held.block)
+    wanted = list(zip(RECALLS, found, strict=True))
+    points = measure(scores, inputs, fired, held.measuring, neurons, wanted)
     log.info("rank %d: %s", rank, ", ".join(f"{100 * point.selected:.1f} %" for point in points))
-    return StoredPredictor(bits, down, up, predictor.bias, points)
+    return StoredPredictor(stored_bits, down, up, predictor.bias, points)
 
 
 def _scores(
@@ -200,7 +230,7 @@ def _scores(
     down: _native.Matrix,
     up: _native.Matrix,
     bias: Float32,
-    inputs: NDArray[np.float16],
+    inputs: Samples,
 ) -> Float32:
     """(T, F) as the runtime's kernels compute them."""
     scores = np.empty((len(inputs), up.rows), dtype=np.float32)

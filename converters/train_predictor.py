@@ -2,8 +2,8 @@
 
 "LLM in a flash" (arXiv 2312.11514), section 3.1 and appendix B: a layer's predictor sees what the gate sees,
 the normed output of the layer's attention, and gives every neuron a score, `up @ (down @ x) + bias`. Two
-plain linear maps; they begin as principal components, `fine_tune.py` moves them, and what is held back sets
-their thresholds.
+plain linear maps; they begin as principal components, `fine_tune.py` moves them, and of what is held back one
+part sets their thresholds and the other measures them.
 
 Legend as in `layer_predictor.py`.
 """
@@ -18,6 +18,7 @@ from numpy.random import Generator
 
 from ondevice.converters.fine_tune import FineTuning
 from ondevice.converters.layer_predictor import (
+    RECALLS,
     Fired,
     Float32,
     Ids,
@@ -27,17 +28,18 @@ from ondevice.converters.layer_predictor import (
     active_count,
     bits,
     in_pieces,
-    measure,
-    operating_points,
 )
+from ondevice.converters.operating_points import HeldBack, measure, thresholds
 from ondevice.errors import CheckpointError, UsageError
 
 OVERSAMPLE, POWER_ITERATIONS = 16, 4
 # The logistic function is nearest to the normal distribution's at this scale.
 LOGIT_OF_PROBIT = 1.702
 HELD_BACK_BLOCK = 128
+LEAST_BLOCKS = 16
+"""Held back at least: half of them have to show by how much blocks differ."""
 MOST_HELD_BACK = 4096
-"""Samples held back at most: their scores are all in memory while thresholds are set."""
+"""Samples held back at most: their scores may all be in memory while thresholds are set."""
 
 
 def train_layer(
@@ -53,25 +55,27 @@ def train_layer(
     All ranks are trained together for the epochs on trial, the chosen one goes on alone. inputs: (N, D);
     fired: (N, F), see `Samples` and `Fired`; gate: (F, D) the layer's gate projection. Holds float32 copies
     of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F) of a minibatch, and
-    while it calibrates of a few (4096, F), and a byte for every gate that fires; never of (N, D), (N, F) or
+    while it calibrates of a few (2048, F), and a byte for every gate that fires; never of (N, D), (N, F) or
     (F, F). Raises UsageError for shapes or ranks that don't fit, CheckpointError for inputs or gates that
     aren't finite.
     """
     neurons, width = gate.shape
     _check(inputs, fired, gate, ranks)
-    trained, _ = split(len(inputs), config)
+    trained, held = split(len(inputs), config)
     active = active_count(fired, trained, neurons)
     if active in (0, len(trained) * neurons):
         bias, rank = np.full(neurons, 1 if active else -1, dtype=np.float32), min(ranks)
         nothing = np.zeros((rank, width), np.float32), np.zeros((neurons, rank), np.float32)
-        return calibrate(LayerPredictor(*nothing, bias), inputs, fired, config)
+        return calibrate(LayerPredictor(*nothing, bias), inputs, fired, held, config.recall)
     predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng)
     tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng)
     del predictors  # those that are given up shall go
 
     def best() -> LayerPredictor:
-        candidates = [calibrate(predictor, inputs, fired, config) for predictor in tuning.predictors]
-        return choose_rank(candidates, config.recall)
+        candidates = (
+            calibrate(predictor, inputs, fired, held, config.recall) for predictor in tuning.predictors
+        )
+        return choose_rank(list(candidates), config.recall)
 
     for epoch in range(config.epochs):
         if epoch == config.trial_epochs and len(tuning.predictors) > 1:
@@ -80,17 +84,24 @@ def train_layer(
     return best()
 
 
-def split(samples: int, config: PredictorTraining) -> tuple[Ids, Ids]:
+def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
     """Ascending sample ids to train on, and those held back. Raises UsageError where there are too few.
 
-    Blocks, not single tokens, are held back: a token's neighbours are too much like it to be news.
+    Blocks, not single tokens, are held back: a token's neighbours are too much like it to be news. One of
+    every so many is drawn at random, so that no place in a text's pieces is preferred; they calibrate and
+    measure in turn.
     """
     every = max(round(1 / config.held_back), -(-samples // MOST_HELD_BACK))
-    if samples < 2 * every:
-        raise UsageError(f"{samples} samples are too few to fit a predictor; give it {2 * every} or more")
+    if samples < LEAST_BLOCKS * every:
+        least = LEAST_BLOCKS * every
+        raise UsageError(f"{samples} samples are too few to fit a predictor; give it {least} or more")
+    block = min(HELD_BACK_BLOCK, samples // (LEAST_BLOCKS * every))
     ids = np.arange(samples, dtype=np.int64)
-    held = ids // min(HELD_BACK_BLOCK, samples // every) % every == every - 1
-    return ids[~held], ids[held]
+    group, place = np.divmod(ids // block, every)
+    drawn = np.random.default_rng(0).integers(every, size=group[-1] + 1)
+    held = place == drawn[group]
+    calibrating, measuring = (ids[held & (group % 2 == turn)] for turn in (0, 1))
+    return ids[~held], HeldBack(calibrating, measuring, block)
 
 
 def principal_components(
@@ -124,39 +135,40 @@ def principal_components(
 
 
 def calibrate(
-    predictor: LayerPredictor, inputs: Samples, fired: Fired, config: PredictorTraining
+    predictor: LayerPredictor, inputs: Samples, fired: Fired, held: HeldBack, recall: float
 ) -> LayerPredictor:
-    """`predictor` with a bias that meets config.recall above zero, and its points, on the samples held back.
+    """`predictor` with a bias that finds `recall` of what fires above zero, and its operating points.
 
-    Apply it again to weights that were rounded: rounding moves scores.
+    Thresholds are set on held.calibrating as `thresholds` promises; the points' rates are of held.measuring.
+    recall: one of RECALLS. Rounding moves scores: whoever rounds the weights sets thresholds again, as
+    `predictors.store_predictor` does.
     """
-    _, ids = split(len(inputs), config)
-    y = bits(fired, ids, len(predictor.bias))
-    (point,) = operating_points(predictor.scores(inputs[ids]), y, [config.recall])
-    # Adding a shifted bias rounds otherwise than comparing with a threshold: leave a few units in the last
-    # place, so that what was just above is still above.
-    largest = max(abs(point.threshold), float(np.abs(predictor.bias).max()))
-    predictor = replace(predictor, bias=predictor.bias - np.float32(point.threshold - 1e-6 * largest))
-    scores = predictor.scores(inputs[ids])
-    at_zero = measure(scores, y, config.recall, 0.0)
-    points = (at_zero if p.recall == config.recall else p for p in operating_points(scores, y))
-    return replace(predictor, points=tuple(points))
+    neurons, ids = len(predictor.bias), held.calibrating
+    found = thresholds(predictor.scores(inputs[ids]), bits(fired, ids, neurons), held.block)
+    shift = np.float32(found[RECALLS.index(recall)])
+    predictor = replace(predictor, bias=predictor.bias - shift)
+    wanted = [(target, threshold - float(shift)) for target, threshold in zip(RECALLS, found, strict=True)]
+    points = measure(predictor.scores, inputs, fired, held.measuring, neurons, wanted)
+    return replace(predictor, points=points)
 
 
 def choose_rank(candidates: Sequence[LayerPredictor], recall: float, factor: float = 1.15) -> LayerPredictor:
     """The smallest candidate that selects at most `factor` times what the largest does, at equal recall.
 
-    It must also miss no more than it may. What is selected in vain is read from flash in vain; what rank is
-    too high is memory that the neuron cache loses. Raises UsageError if there is none to choose from.
+    Nor may it miss more than the target allows, or than the largest does, where that misses more. What is
+    selected in vain is read from flash in vain; what rank is too high is memory that the neuron cache loses.
+    Raises UsageError if there is none to choose from.
     """
     if not candidates:
         raise UsageError("no predictor to choose from; train at least one rank")
     ascending = sorted(candidates, key=lambda candidate: candidate.rank)
-    limit = factor * ascending[-1].point(recall).over_prediction
+    largest = ascending[-1].point(recall)
+    limit = factor * largest.over_prediction
+    # Not exactly 1 - recall: that difference is rounded.
+    allowed = max(1 - recall + 1e-9, largest.false_negatives)
     for candidate in ascending[:-1]:
         point = candidate.point(recall)
-        # Not exactly 1 - recall: that difference is rounded.
-        if point.false_negatives <= 1 - recall + 1e-9 and point.over_prediction <= limit:
+        if point.false_negatives <= allowed and point.over_prediction <= limit:
             return candidate
     return ascending[-1]
 

@@ -126,13 +126,14 @@ def predictor_table(found: Predictors) -> str:
     lines = [
         f"ranks by layer: {' '.join(map(str, found.ranks))}; {found.bits} bits; trained on "
         f"{found.trained_tokens} tokens, measured on {found.measured_tokens}",
-        "recall  missed  selected  perplexity  agrees with dense",
+        "recall  missed  most of a layer  selected  perplexity  agrees with dense",
     ]
     for point in found.points:
-        missed, selected = 100 * mean(point.false_negatives), 100 * mean(point.selected)
-        lines.append(f"{point.recall:<8g}{missed:4.1f} %  {selected:6.1f} %  {_quality(point)}")
+        missed, most = (100 * of(point.false_negatives) for of in (mean, max))
+        selected = f"{100 * mean(point.selected):6.1f} %"
+        lines.append(f"{point.recall:<8g}{missed:4.2f} %  {most:13.2f} %  {selected}  {_quality(point)}")
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
-    lines.append(f"dense      0 %   100.0 %  {dense}")
+    lines.append(f"dense      0 %              0 %   100.0 %  {dense}")
     return "\n".join(lines)
 
 

@@ -65,8 +65,8 @@ def predictors(
 ) -> None:
     """Train predictors of which neurons fire, for --sparsity predicted.
 
-    They are measured on the last tenth of the text, which they aren't trained on: what they miss, what they
-    select in vain, and what that costs in perplexity. Models with ReLU gates only.
+    They are measured on the last tenth of the text, which neither trains them nor sets their thresholds: what
+    they miss, what they select in vain, and what that costs in perplexity. Models with ReLU gates only.
     """
     from ondevice import report, training
 

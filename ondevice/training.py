@@ -24,7 +24,7 @@ from ondevice.scoring import Tally, windows
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
-"""Most tokens on which the quality of every operating point is measured."""
+"""Most tokens on which the quality of every operating point is measured, unless the caller says."""
 TRAINED_SHARE = 0.9
 """Of the progress: the rest is measuring."""
 
@@ -40,6 +40,7 @@ def train_predictors(
     pieces: Pieces | None = None,
     output: Name | None = None,
     tokens: int | None = None,
+    measured_tokens: int = MEASURED_TOKENS,
     order: bool = False,
     dram_budget: str | int = "auto",
     on_progress: OnProgress = lambda fraction, what: None,
@@ -49,6 +50,8 @@ def train_predictors(
     pieces: token ids instead of a text, each to be read from an empty context; the last ones measure.
     output: a new folder for a copy of the bundle that has them, whose files are links where they can be;
     without it they are added to the model's own. tokens: how much of the text to use at most.
+    measured_tokens: the most on which perplexity and agreement are measured, in pieces spread evenly over
+    those that neither train nor set thresholds.
     order: first order the neurons' records by what fires together, for fewer reads. That writes the bundle
     anew, in its place, unless a text has ordered it before; it stays the same function.
     dram_budget: of the runs that measure quality, one per recall target. on_progress gets the share done,
@@ -73,7 +76,7 @@ def train_predictors(
         folder,
         found.points,
         [{"sparsity": "predicted", "predictor_recall": point.recall} for point in found.points],
-        measured,
+        spread(measured, measured_tokens),
         dram_budget,
         on_progress,
     )
@@ -89,6 +92,7 @@ def train_thresholds(
     pieces: Pieces | None = None,
     output: Name | None = None,
     tokens: int | None = None,
+    measured_tokens: int = MEASURED_TOKENS,
     dram_budget: str | int = "auto",
     on_progress: OnProgress = lambda fraction, what: None,
 ) -> Thresholds:
@@ -115,7 +119,7 @@ def train_thresholds(
         folder,
         found.points,
         [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
-        measured,
+        spread(measured, measured_tokens),
         dram_budget,
         on_progress,
     )
@@ -133,6 +137,18 @@ def text_pieces(prepared: Prepared, text: str, tokens: int) -> list[list[int]]:
     settings = prepared.bundle.manifest.tokenizer
     context = min(PIECE_TOKENS, prepared.plan.max_context)
     return windows(ids, context, settings.bos_id if settings.add_bos else None) if len(ids) > 1 else []
+
+
+def spread(pieces: Pieces, tokens: int) -> Pieces:
+    """As many of `pieces` as have no more than `tokens` tokens, evenly spaced; at least one.
+
+    The first ones alone would be of one kind where a text has several.
+    """
+    for count in range(min(len(pieces), tokens), 1, -1):
+        chosen = [pieces[(2 * index + 1) * len(pieces) // (2 * count)] for index in range(count)]
+        if sum(len(piece) for piece in chosen) <= tokens:
+            return chosen
+    return [pieces[len(pieces) // 2]]
 
 
 def _pieces(prepared: Prepared, text: str | None, pieces: Pieces | None, tokens: int) -> Pieces:
@@ -181,8 +197,6 @@ def _measured(
 
     options: of a model that runs at each point.
     """
-    count = max(1, sum(1 for index in range(len(pieces)) if _length(pieces[: index + 1]) <= MEASURED_TOKENS))
-    pieces = pieces[:count]
     steps = 1 + len(points)
     on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
     perplexity, best = _run(folder, pieces, dram_budget, {})
@@ -211,7 +225,3 @@ def _run(
             likeliest.append(logits.argmax(axis=1))
     perplexity = tally.score().perplexity
     return perplexity if math.isfinite(perplexity) else None, np.concatenate(likeliest)
-
-
-def _length(pieces: Pieces) -> int:
-    return sum(len(piece) for piece in pieces)

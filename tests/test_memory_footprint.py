@@ -13,6 +13,7 @@ import pytest
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.calibrate import LayerThresholds, write_thresholds
 from ondevice.converters.layer_predictor import LayerPredictor
+from ondevice.converters.operating_points import HeldBack
 from ondevice.converters.predictors import store_predictor, write_predictors
 from tests.bundles import convert_bundle
 from tests.models import save_safetensors, tensor_shapes, tiny_config
@@ -88,8 +89,9 @@ def predicted_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     predictor = LayerPredictor(down, up, np.zeros(neurons, np.float32))
     inputs = random.standard_normal((64, hidden)).astype(np.float16)
     # Thresholds fall where scores of their own are above zero: half of all, and a little less at each recall.
-    stored = store_predictor(predictor, inputs, predictor.scores(inputs) > 0, 8)
-    write_predictors(Bundle.open(folder), [stored] * SHAPE["num_hidden_layers"], folder, 0, len(inputs))
+    held = HeldBack(np.arange(0, 64, 2), np.arange(1, 64, 2), block=1)
+    stored = store_predictor(predictor, inputs, predictor.scores(inputs) > 0, held, 8)
+    write_predictors(Bundle.open(folder), [stored] * SHAPE["num_hidden_layers"], folder, 0, 32)
     return folder
 
 

@@ -20,7 +20,7 @@ from ondevice.api import Model, inspect, load, verify
 from ondevice.bundle.layout import neuron_file_name
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST, Predictors
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.predictors import save_predictors
+from ondevice.converters.predictors import PredictorOptions, rank_options, save_predictors
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
@@ -89,7 +89,8 @@ def test_what_training_reports(bundle: Path, plain_bundle: Path) -> None:
     assert len(recalls) >= 5
     assert recalls == sorted(recalls)
     for point in found.points:
-        assert all(missed <= 1 - point.recall + 1e-3 for missed in point.false_negatives)
+        # Of one piece of 128 tokens that set nothing.
+        assert 0 < mean(point.false_negatives) < 1.5 * (1 - point.recall)
         assert point.perplexity is not None
         assert point.agreement is not None
     selected = [mean(point.selected) for point in found.points]
@@ -98,6 +99,37 @@ def test_what_training_reports(bundle: Path, plain_bundle: Path) -> None:
     assert (best.agreement or 0) >= (worst.agreement or 0) - 0.02
     assert found.perplexity is not None
     assert best.perplexity == pytest.approx(found.perplexity, rel=0.2)
+
+
+def test_the_text_that_measures_sets_no_threshold(bundle: Path, plain_bundle: Path, tmp_path: Path) -> None:
+    """Neither where it is like the other text nor where it is one token over and over."""
+    usual = found_in(bundle)
+    other = train_predictors(
+        plain_bundle, pieces=[*made_up_pieces()[:-1], [7] * 128], output=tmp_path / "other"
+    )
+    assert (other.ranks, other.sha256) == (usual.ranks, usual.sha256)
+    for one, another in zip(usual.points, other.points, strict=True):
+        assert one.offsets == another.offsets
+        assert one.false_negatives != another.false_negatives
+        assert one.perplexity != another.perplexity
+
+
+def test_ranks_to_choose_from_leave_half_of_the_gates_memory() -> None:
+    options = PredictorOptions()
+    assert rank_options(options, 11008, 4096, 4) == list(options.ranks)
+    assert rank_options(options, 1024, 256, 8) == [64, 128, 192]
+    assert rank_options(options, 1024, 256, 4) == [64]
+    assert rank_options(replace(options, bits=8), 1024, 256, 8) == [64]
+    assert rank_options(options, 128, 48, 8) == [48]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(1, [6]), (19, [6]), (20, [3, 9]), (45, [1, 4, 7, 10]), (120, list(range(12)))],
+)
+def test_quality_is_measured_all_over_the_text(tokens: int, expected: list[int]) -> None:
+    pieces = [[index] * 10 for index in range(12)]
+    assert [piece[0] for piece in training.spread(pieces, tokens)] == expected
 
 
 def test_predictors_that_select_everything_give_the_dense_bits(copied: Path) -> None:

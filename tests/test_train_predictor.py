@@ -14,9 +14,9 @@ from ondevice.converters.fine_tune import FineTuning, gradients
 from ondevice.converters.layer_predictor import (
     RECALLS,
     LayerPredictor,
+    OperatingPoint,
     PredictorTraining,
     active_count,
-    operating_points,
 )
 from ondevice.converters.train_predictor import (
     calibrate,
@@ -153,60 +153,58 @@ def test_weighing_magnitudes_misses_less_of_what_counts(noisy: Planted) -> None:
     assert missed[1] < missed[0]
 
 
-def test_the_recall_target_is_met_on_what_it_is_calibrated_on(noisy: Planted) -> None:
+def missed(predictor: LayerPredictor, data: Planted, ids: np.ndarray, threshold: float = 0.0) -> float:
+    """Of what fires for the samples `ids`, the share with a score that isn't above the threshold."""
+    return float((predictor.scores(data.inputs[ids]) <= threshold)[data.fired[ids]].mean())
+
+
+def test_the_recall_target_is_met_with_a_margin_and_measured_elsewhere(noisy: Planted) -> None:
     for recall in RECALLS:
         config = replace(CONFIG, epochs=1, recall=recall)
         predictor = noisy.train(4, config)
         _, held = split(SAMPLES, config)
-        scores, fired = predictor.scores(noisy.inputs[held]), noisy.fired[held]
         assert predictor.point(recall).threshold == 0.0
-        assert 0 <= (scores > 0)[fired].mean() - recall < 2e-3
         assert [point.recall for point in predictor.points] == list(RECALLS)
         for point in predictor.points:
-            assert (scores > point.threshold)[fired].mean() >= point.recall
-            assert point.false_negatives <= 1 - point.recall + 1e-9
+            measured = missed(predictor, noisy, held.measuring, point.threshold)
+            assert point.false_negatives == pytest.approx(measured, abs=1e-9)
+            assert missed(predictor, noisy, held.calibrating, point.threshold) < 1 - point.recall
         thresholds = [point.threshold for point in predictor.points]
         assert thresholds == sorted(thresholds, reverse=True)
+        # Eight small blocks are few for the promise of `thresholds`; this is near it.
+        assert (predictor.scores(noisy.fresh) <= 0)[noisy.fresh_fired].mean() < 1.5 * (1 - recall)
+
+
+def test_what_measures_sets_no_threshold(noisy: Planted) -> None:
+    """Where it is harder than what calibrates, rates say so."""
+    predictor = noisy.train(4, replace(CONFIG, epochs=0))
+    _, held = split(SAMPLES, CONFIG)
+    shuffled = noisy.inputs.copy()
+    shuffled[held.measuring] = np.random.default_rng(2).permutation(shuffled[held.measuring])
+    usual, harder = (
+        calibrate(predictor, inputs, noisy.fired, held, 0.95) for inputs in (noisy.inputs, shuffled)
+    )
+    assert harder.bias.tobytes() == usual.bias.tobytes()
+    for one, other in zip(usual.points, harder.points, strict=True):
+        assert one.threshold == other.threshold
+        assert one.false_negatives < 0.11
+        assert other.false_negatives > 2 * (1 - other.recall)
+    shuffled = noisy.inputs.copy()
+    shuffled[held.calibrating] = np.random.default_rng(2).permutation(shuffled[held.calibrating])
+    warned = calibrate(predictor, shuffled, noisy.fired, held, 0.95)
+    assert warned.point(0.95).false_negatives < 0.5 * usual.point(0.95).false_negatives
 
 
 def test_rounded_weights_can_be_calibrated_again(noisy: Planted) -> None:
     config = replace(CONFIG, epochs=1)
+    _, held = split(SAMPLES, config)
     predictor = noisy.train(4, config)
     rough = replace(predictor, up=np.round(predictor.up, 0), bias=predictor.bias + 3)
-    again = calibrate(rough, noisy.inputs, noisy.fired, config)
-    assert 0 <= 0.03 - again.point(0.97).false_negatives < 2e-3
+    again = calibrate(rough, noisy.inputs, noisy.fired, held, 0.97)
+    assert missed(rough, noisy, held.calibrating) < 0.002
+    assert 0.01 < missed(again, noisy, held.calibrating) < 0.03
+    assert again.point(0.97).false_negatives == pytest.approx(missed(again, noisy, held.measuring), abs=1e-9)
     assert again.point(0.97).precision < predictor.point(0.97).precision
-
-
-def test_operating_points_are_those_of_brute_force() -> None:
-    rng = np.random.default_rng(5)
-    fired = rng.random((40, 30)) < 0.2
-    # Few values, so that many scores are equal.
-    scores = np.round(rng.standard_normal(fired.shape) + 2 * fired, 1).astype(np.float32)
-    for point in operating_points(scores, fired, (0.5, *RECALLS, 1.0)):
-        meeting = [t for t in np.unique(scores) if (scores >= t)[fired].mean() >= point.recall - 1e-12]
-        selected = scores >= max(meeting)
-        assert np.array_equal(scores > np.float32(point.threshold), selected)
-        assert point.false_negatives == pytest.approx(1 - selected[fired].mean())
-        assert point.false_positives == pytest.approx(selected[~fired].mean())
-        assert point.precision == pytest.approx(fired[selected].mean())
-        assert point.selected == pytest.approx(selected.mean())
-        assert point.over_prediction == pytest.approx(selected.sum() / fired.sum())
-
-
-def test_a_recall_that_comes_out_even_takes_no_neuron_more() -> None:
-    scores = np.arange(10, dtype=np.float32)[None]
-    (point,) = operating_points(scores, np.ones((1, 10), dtype=bool), [0.9])
-    assert (scores > point.threshold).sum() == 9
-
-
-@pytest.mark.parametrize("bad", ["shape", "nan", "recall"])
-def test_operating_points_refuse_what_has_none(bad: str) -> None:
-    scores, fired = np.zeros((2, 3), dtype=np.float32), np.ones((2, 3), dtype=bool)
-    if bad == "nan":
-        scores[0, 0] = np.nan
-    with pytest.raises(UsageError, match="NaN" if bad != "recall" else "must lie in"):
-        operating_points(scores, fired[:1] if bad == "shape" else fired, [0.0 if bad == "recall" else 0.9])
 
 
 def test_equal_seeds_give_equal_predictors(planted: Planted) -> None:
@@ -294,12 +292,24 @@ def test_packed_bits_and_mapped_files_are_the_same_samples(planted: Planted, tmp
     assert active_count(fired, ids, NEURONS) == planted.fired[:10].sum()
 
 
-@pytest.mark.parametrize("samples", [20, 999, 3000, 90_000])
+@pytest.mark.parametrize("samples", [160, 999, 3000, 90_000])
 def test_held_back_samples_are_a_bounded_share_and_not_trained_on(samples: int) -> None:
     trained, held = split(samples, CONFIG)
-    assert sorted([*trained, *held]) == list(range(samples))
-    assert 0 < len(held) <= min(4096 + 128, 0.15 * samples)
-    assert len(held) >= 0.04 * samples
+    assert sorted([*trained, *held.calibrating, *held.measuring]) == list(range(samples))
+    count = len(held.calibrating) + len(held.measuring)
+    assert 0 < count <= min(4096 + 128, 0.15 * samples)
+    assert count >= 0.04 * samples
+    assert 0.3 < len(held.calibrating) / count < 0.7
+
+
+def test_blocks_are_held_back_whole_and_from_every_place_of_a_piece() -> None:
+    """One in exactly ten would be, of pieces of four, always the second or the fourth."""
+    _, held = split(40_000, CONFIG)
+    for ids in (held.calibrating, held.measuring):
+        starts = ids[:: held.block]
+        assert (ids == np.add.outer(starts, np.arange(held.block)).reshape(-1)).all()
+        assert (np.diff(starts) > held.block).all()
+        assert set(starts // held.block % 4) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("fires", [False, True])
@@ -315,19 +325,21 @@ def test_inputs_without_variance_and_what_the_gate_does_not_explain(planted: Pla
     fired = np.random.default_rng(0).random(planted.fired.shape) < 0.1
     for inputs in (np.zeros_like(planted.inputs), np.ones_like(planted.inputs), -planted.inputs):
         predictor = train_layer(inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
+        ids = split(SAMPLES, CONFIG)[1].calibrating
         assert np.isfinite(predictor.scores(inputs)).all()
-        assert predictor.point(0.97).false_negatives <= 0.03 + 1e-9
+        assert (predictor.scores(inputs[ids]) > 0)[fired[ids]].mean() >= 0.97
 
 
 @pytest.mark.parametrize("where", ["trained", "held back", "gate"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_is_refused(planted: Planted, where: str, bad: float) -> None:
     trained, held = split(SAMPLES, CONFIG)
+    ids = trained if where == "trained" else held.measuring
     inputs, gate = planted.inputs.copy(), planted.gate.copy()
     if where == "gate":
         gate[3, 4] = bad
     else:
-        inputs[(trained if where == "trained" else held)[-1], 5] = bad
+        inputs[ids[-1], 5] = bad
     with pytest.raises(CheckpointError, match="NaN or infinity"):
         train_layer(inputs, planted.fired, gate, [4], CONFIG, np.random.default_rng(0))
 
@@ -343,7 +355,7 @@ def test_what_does_not_fit_is_refused(planted: Planted) -> None:
         (x, y, [], r"ranks \[\]"),
         (x, y, [4, 0], r"ranks \[4, 0\]"),
         (x, y, [WIDTH + 1, 4], r"ranks \[25, 4\]"),
-        (x[:19], y[:19], [4], "give it 20"),
+        (x[:159], y[:159], [4], "give it 160"),
     ):
         with pytest.raises(UsageError, match=message):
             train_layer(inputs, fired, gate, ranks, CONFIG, rng)
@@ -367,8 +379,7 @@ def test_settings_out_of_range_are_refused(options: dict[str, float]) -> None:
 
 
 def candidate(rank: int, selected: float, missed: float = 0.03) -> LayerPredictor:
-    (point,) = operating_points(np.ones((1, 4), np.float32), np.array([[True, False, False, False]]), [0.97])
-    point = replace(point, selected=selected, active=0.1, false_negatives=missed)
+    point = OperatingPoint(0.97, 0.0, missed, 0.1, 0.5, selected, active=0.1)
     return replace(random_predictor(rank), points=(point,))
 
 
@@ -378,6 +389,9 @@ def test_the_smallest_rank_that_selects_little_more_is_chosen() -> None:
     assert choose_rank(candidates, 0.97, factor=1.0).rank == 192
     assert choose_rank(candidates, 0.97, factor=2.0).rank == 64
     assert choose_rank([candidate(64, 0.1, missed=0.2), candidate(128, 0.3)], 0.97).rank == 128
+    # Samples on which even the largest misses too much say nothing against the others.
+    hard = [candidate(64, 0.1, missed=0.031), candidate(128, 0.1, missed=0.032)]
+    assert choose_rank(hard, 0.97).rank == 64
     with pytest.raises(UsageError, match="no operating point"):
         choose_rank(candidates, 0.9)
     with pytest.raises(UsageError, match="at least one"):

@@ -39,7 +39,7 @@ PREDICTORS_SIDECAR = Sidecar(
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """What one recall target takes and costs, measured on text that the predictors weren't trained on.
+    """What one recall target takes and costs, measured on text that neither trained nor set thresholds.
 
     recall: share of the neurons that fire which is found, as asked. offsets: added to every score of a
     layer. false_negatives: of the neurons that fire; false_positives: of those that don't; selected: of all.

@@ -38,6 +38,7 @@ from ondevice.bundle.predictors import PREDICTORS_MANIFEST
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import record_activations
 from ondevice.converters.layer_predictor import LayerPredictor
+from ondevice.converters.operating_points import HeldBack
 from ondevice.converters.predictors import store_predictor, write_predictors
 
 Float32 = npt.NDArray[np.float32]
@@ -52,7 +53,9 @@ ROTARY_PAIRS = range(18, 25)
 SCORE = 8.0
 """Sum of the products of queries and keys at distance 0, scaled by 1 / sqrt(head_dim)."""
 PIECE_VALUES = 1 << 22
-CALIBRATED_PROMPTS, CALIBRATED_TOKENS = 3, 128
+PROMPTS, PROMPT_TOKENS = 3, 128
+BLOCK_TOKENS = 16
+"""Tokens are random: what lasts, the slow channels, lasts for about ten of them."""
 QUIET = np.float32(0.05)
 """What later layers add to the stream, of what is there."""
 
@@ -196,21 +199,22 @@ def synthetic_bundle(shape: Shape, plant: Plant, workdir: Path) -> Path:
 def planted_predictors(shape: Shape, plant: Plant, folder: Path) -> None:
     """Add predictors to the bundle in `folder`: the planted matrices, calibrated on what really fires."""
     bundle, model = Bundle.open(folder), PlantedModel(shape, plant)
-    prompts = [random_tokens(CALIBRATED_TOKENS, shape.vocab_size, seed) for seed in range(CALIBRATED_PROMPTS)]
+    prompts = [random_tokens(PROMPT_TOKENS, shape.vocab_size, seed) for seed in range(PROMPTS)]
+    tokens = np.arange(PROMPTS * PROMPT_TOKENS)
+    calibrating, measuring = np.split(tokens, [len(tokens) - PROMPT_TOKENS])
+    held = HeldBack(calibrating, measuring, BLOCK_TOKENS)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         seen = record_activations(bundle, prompts, Path(scratch))
         stored = []
         for layer in range(shape.num_layers):
-            fired = np.unpackbits(seen.fired(layer), axis=1, count=shape.intermediate_size).view(np.bool_)
             predictor = LayerPredictor(*model.predictor(layer))
-            stored.append(store_predictor(predictor, seen.inputs(layer), fired, 4))
+            stored.append(store_predictor(predictor, seen.inputs(layer), seen.fired(layer), held, 4))
             point = stored[-1].points[1]
-            precision = point.recall * fired.mean() / point.selected
             print(
-                f"layer {layer}: {fired.mean():.1%} fire, {point.selected:.1%} selected at a recall of "
-                f"{point.recall:g}: precision {precision:.2f}",
+                f"layer {layer}: {point.active:.1%} fire, {point.selected:.1%} selected at a recall of "
+                f"{point.recall:g}: {point.false_negatives:.1%} missed, precision {point.precision:.2f}",
                 file=sys.stderr,
             )
-    write_predictors(bundle, stored, folder, 0, sum(len(prompt) for prompt in prompts))
+    write_predictors(bundle, stored, folder, len(calibrating), len(measuring))
     # Freshly written files must not lie in the page cache of what is measured next.
     os.sync()

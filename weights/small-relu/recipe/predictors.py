@@ -1,6 +1,6 @@
 """Predictors of which neurons fire, for the bundle, and how often each does, from training text.
 
-They are measured on held-out text.
+Training text sets their thresholds too, in blocks that they aren't fitted to; held-out text measures them.
 
     python -m recipe.predictors
 
@@ -15,21 +15,29 @@ from pathlib import Path
 
 import numpy as np
 
+from ondevice.converters.additions import MEASURED_SHARE
 from ondevice.report import predictor_table
 from ondevice.training import train_predictors
 from recipe.config import BUILD, CONTEXT, MIXTURE, MODEL_FOLDER
 from recipe.pack import Batches, held_out_windows, read_stream
 
-TRAINED_WINDOWS, MEASURED_WINDOWS, SEED = 108, 12, 23
+MEASURED_WINDOWS, SEED = 24, 23
+Windows = list[list[int]]
 
 
-def pieces(build: Path) -> list[list[int]]:
-    """Windows of token ids in the proportions of the mixture; the last MEASURED_WINDOWS are held out."""
-    streams = {domain: read_stream(build, domain, "train") for domain in MIXTURE}
-    trained = Batches(streams, MIXTURE, CONTEXT, SEED).draw(TRAINED_WINDOWS)[:, :CONTEXT]
+def held_out(build: Path) -> Windows:
+    """About MEASURED_WINDOWS windows in the proportions of the mixture, at least one of every domain."""
     counts = {domain: max(1, round(share * MEASURED_WINDOWS)) for domain, share in MIXTURE.items()}
-    held_out = [held_out_windows(build, domain, CONTEXT, count) for domain, count in counts.items()]
-    found: list[list[int]] = np.concatenate([trained, *held_out]).tolist()
+    windows = [held_out_windows(build, domain, CONTEXT, count) for domain, count in counts.items()]
+    found: Windows = np.concatenate(windows).tolist()
+    return found
+
+
+def trained(build: Path, measured: int) -> Windows:
+    """Windows of training text, in the same proportions, as many as are wanted beside `measured` others."""
+    streams = {domain: read_stream(build, domain, "train") for domain in MIXTURE}
+    count = round(measured / MEASURED_SHARE) - measured
+    found: Windows = Batches(streams, MIXTURE, CONTEXT, SEED).draw(count)[:, :CONTEXT].tolist()
     return found
 
 
@@ -38,7 +46,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="the bundle's folder")
     parser.add_argument("--build", type=Path, default=BUILD, help="where the token streams are")
     arguments = parser.parse_args()
-    found = train_predictors(arguments.model, pieces=pieces(arguments.build))
+    measured = held_out(arguments.build)
+    pieces = trained(arguments.build, len(measured)) + measured
+    found = train_predictors(arguments.model, pieces=pieces, measured_tokens=CONTEXT * len(measured))
     print(predictor_table(found))
 
 
