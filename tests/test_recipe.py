@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
 from functools import partial
@@ -28,9 +27,7 @@ from recipe import (  # noqa: E402
     evaluate,
     export,
     model,
-    optimizer,
     pack,
-    precision,
     samples,
     sparsity,
     sql,
@@ -38,7 +35,6 @@ from recipe import (  # noqa: E402
     train,
 )
 from recipe.config import MIXTURE, SIZES, Training  # noqa: E402
-from recipe.schedule import Penalty, Schedule  # noqa: E402
 
 TINY = Training(
     shape=SIZES["tiny"],
@@ -257,12 +253,6 @@ def test_figures_are_taken_alike_from_every_framework(
     assert 0 < evaluate.differences(shipped)["shipped"] < 0.005
 
 
-def test_matrices_are_multiplied_in_what_the_processor_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has, expected in (({"amx_bf16": True}, torch.bfloat16), ({"bf16": False}, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has)
-        assert precision.product_type() == expected
-
-
 def test_sparsity_counts_what_is_active(build: Path, trained: tuple[train.Run, list[float]]) -> None:
     found = sparsity.measure(trained[0].model, build, limit=2)
     for values in found.values():
@@ -289,44 +279,6 @@ def test_batches_keep_to_the_mixture_and_go_on_where_they_stopped() -> None:
     assert (pack.Batches(streams, shares, 16, seed=5).draw(80) != drawn).any()
     starts = drawn[:, 0]
     assert len(set(starts[:30].tolist())) > 25
-
-
-def test_updates_of_matrices_are_orthogonal_and_momentum_is_saved() -> None:
-    stack = torch.randn(3, 16, 40, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(optimizer.orthogonal(stack))
-    assert 0.5 < values.min() <= values.max() < 1.4
-    layer = torch.nn.Linear(8, 20, bias=False)
-    muon = optimizer.Muon([layer.weight], weight_decay=0.5)
-    before = layer.weight.detach().clone()
-    layer.weight.grad = torch.randn(20, 8, generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        muon.step(0.1)
-    change = layer.weight.detach() - before * (1 - 0.1 * 0.5)
-    assert change.square().mean().sqrt() == pytest.approx(0.1 * optimizer.UPDATE_RMS, rel=0.2)
-    assert (change * layer.weight.grad).sum() < 0
-
-
-def test_the_learning_rate_warms_up_holds_and_falls_even_when_called_early() -> None:
-    training = dataclasses.replace(TINY, tokens=100 * TINY.batch_tokens, warmup_steps=10)
-    schedule = Schedule.of(training)
-    rates = [schedule.learning_rate(step) / training.learning_rate for step in range(schedule.steps)]
-    assert schedule.steps == 100
-    assert rates[0] == 0.1
-    assert rates[9:80] == [1.0] * 71
-    assert rates[-1] == pytest.approx(1 / 20)
-    schedule.decay_now(40)
-    assert (schedule.decay_from, schedule.steps) == (40, 50)
-    assert schedule.learning_rate(45) == pytest.approx(training.learning_rate / 2)
-
-
-def test_the_penalty_grows_while_zeros_lack_and_shrinks_when_there_are_enough() -> None:
-    few, many = Penalty(TINY), Penalty(TINY)
-    for step in range(100, 200):
-        few.observe(0.6, step, 100)
-        many.observe(0.99, step, 100)
-    assert many.weight < 1e-2 < few.weight
-    assert few.target(0, 100) == 0.5
-    assert few.target(100, 100) == TINY.target_zeros
 
 
 def test_sql_is_written_for_sqlite() -> None:
