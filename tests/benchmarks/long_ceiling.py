@@ -31,7 +31,8 @@ from synthetic import synthetic_bundle
 MODES = ("exact", "predicted")
 BUDGETS = 3
 TOPICS, TOPIC_WORDS = 2, 64
-PROMPT_TOKENS = 160
+PROMPT_TOKENS = 256
+"""As many as go through a model together."""
 TIMEOUT_SECONDS = 7200.0
 
 
