@@ -56,7 +56,7 @@ LOADING_PREDICTORS_BYTES = 16 << 20
 """Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
 LENT_MARGIN_BYTES = 12 << 20
 """Of the wide passes' working memory, what is never lent: they leave the heap larger than they found it, by
-up to 7 MB in runs of `long_ceiling.py`."""
+up to 7 MB in `long_ceiling.py`."""
 AUTO_RESERVE_BYTES = 256 << 20
 
 
@@ -148,7 +148,7 @@ class Plan:
         return max(0, min(self.segment.total, left // self.segment.nbytes))
 
     def working_bytes(self, tokens: int) -> int:
-        """What is kept for passes of so many tokens: between narrow and widest in proportion, and a margin."""
+        """What is kept for passes of so many tokens: in proportion from narrow to widest, and a margin."""
         more = max(0, tokens - NARROW_TOKENS)
         span = max(1, self.pass_tokens - NARROW_TOKENS)
         idle = self.activation_bytes - self.narrow_activation_bytes
