@@ -324,11 +324,13 @@ class Engine:
         """Before a pass: a wide one takes memory from neurons, the next narrow one gives it back."""
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
+            room = self._room(self._kv_bytes)
+            if room < self._segments:
+                self._lend(room)
         elif tokens <= NARROW_TOKENS < self._pass_tokens and self._cpu is not None and self.plan.streams:
             self._cpu.trim()
             trim_heap()
             self._pass_tokens = NARROW_TOKENS
-        if self._room(self._kv_bytes) != self._segments:
             self._lend(self._room(self._kv_bytes))
 
     def _room(self, kv_bytes: int) -> int:

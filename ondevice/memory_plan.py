@@ -183,7 +183,10 @@ class Plan:
         )
 
     def to_json(self) -> dict[str, int | str | bool]:
-        """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`."""
+        """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
+
+        They are those of the widest pass; the counts of segments are those that are lent while decoding.
+        """
         return {
             "budget_bytes": self.budget_bytes,
             "total_bytes": self.total_bytes,
