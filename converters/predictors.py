@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.bundle.layout import padded
+from ondevice.bundle.layout import RowLayout, padded
 from ondevice.bundle.predictors import (
     PREDICTORS_SIDECAR,
     OperatingPoint,
@@ -188,15 +188,12 @@ def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits:
 
     gate_bits: of the stored gate (neurons, width).
     """
-    gate = neurons * width * _weight_bits(gate_bits)
-    per_rank = (neurons + width) * _weight_bits(options.bits)
-    ranks = [rank for rank in options.ranks if rank * per_rank <= MOST_OF_GATE * gate] or [GROUP_SIZE]
-    return sorted({min(rank, neurons, width) for rank in ranks})
-
-
-def _weight_bits(bits: int) -> float:
-    """Bits that a stored weight takes, with its share of its group's scale and bias (float16 each)."""
-    return bits if bits == 16 else bits + 32 / GROUP_SIZE
+    most = MOST_OF_GATE * neurons * RowLayout(width, gate_bits).nbytes
+    down = RowLayout(width, options.bits).nbytes
+    ranks = [
+        rank for rank in options.ranks if rank * down + neurons * RowLayout(rank, options.bits).nbytes <= most
+    ]
+    return sorted({min(rank, neurons, width) for rank in ranks or [GROUP_SIZE]})
 
 
 def store_predictor(
