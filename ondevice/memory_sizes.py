@@ -160,7 +160,11 @@ def fetch_neurons(config: ModelConfig) -> int:
 
 
 def guess_neurons(config: ModelConfig) -> int:
-    """Most neurons of a layer that are read from a guess: what flash reads while a layer is computed."""
+    """Most neurons of a layer that are read from a guess.
+
+    More than most flash reads while a layer is computed: what hasn't begun when the layer's turn comes is
+    given up, so that a device sets its own depth, which no measurement ahead of it knows as well.
+    """
     return fetch_neurons(config) // 2
 
 

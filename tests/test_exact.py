@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,34 @@ def test_only_what_fires_is_read(relu_bundle: Path, monkeypatch: pytest.MonkeyPa
         stride = Bundle.open(relu_bundle).neuron_layout.stride
     assert 0 < missed < cache.lookups - lookups
     assert read < missed * (stride + 2 * 4096)
+
+
+def test_decoding_takes_no_memory(relu_bundle: Path) -> None:
+    """Neurons come and go in slots that exist; what bookkeeping takes for a token, it gives back."""
+    ours = [tracemalloc.Filter(True, f"*/ondevice/{folder}/*") for folder in ("sparsity", "flash", "kernels")]
+
+    def held() -> int:
+        return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(ours).traces)
+
+    with load(relu_bundle, sparsity="exact") as model:
+        hold(model, 1)
+        text(model)
+        cache = fetcher(model)._cache
+        tracemalloc.start()
+        try:
+            for index, _ in enumerate(model.stream(PROMPT, max_tokens=TOKENS, logit_bias={EOS: -math.inf})):
+                if index == 10:
+                    missed, slots = cache.lookups - cache.hits, cache._address
+                    before = held()
+                elif index == 40:
+                    missed, same = cache.lookups - cache.hits - missed, cache._address is slots
+                    grown = held() - before
+        finally:
+            tracemalloc.stop()
+    assert missed > TOKENS
+    assert same
+    # Lists of what is being read are longer at one time than at another; 30 rows of scores are 360,000 bytes.
+    assert grown < 40_000
 
 
 def test_auto_is_exact_where_it_fits_and_dense_below(relu_bundle: Path, chat_bundle: Path) -> None:

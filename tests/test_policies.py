@@ -12,7 +12,6 @@ from ondevice.sparsity.policies import (
     GATE_WEIGHT,
     POLICIES,
     SLOW_DECAY,
-    WINDOW_TOKENS,
     PolicyName,
     fires,
     make_policy,
@@ -46,13 +45,23 @@ def test_least_recently_used() -> None:
     assert [last[n] for n in order] == sorted(last)
 
 
-def test_the_window_lets_go_what_its_tokens_did_not_use() -> None:
-    gates, policy = gates_of(60), make_policy("window", 1, NEURONS)
-    policy.observe(0, gates)
-    used = (gates[-WINDOW_TOKENS:] > 0).any(axis=0)
-    assert used.any()
-    assert not used.all()
-    np.testing.assert_array_equal(np.isfinite(policy.scores(0)), used)
+@pytest.mark.parametrize("slots", [1, 40, 61, 75, 97, 98, 99, 100, 101])
+def test_the_window_is_the_longest_that_fits(slots: int) -> None:
+    gates, policy = [gates_of(60), gates_of(60, seed=1)], make_policy("window", 2, NEURONS)
+    policy.fit(slots)
+    for layer in range(2):
+        policy.observe(layer, gates[layer])
+        # Before it is fitted, there is no window.
+        ever = (gates[layer] > 0).any(axis=0)
+        np.testing.assert_array_equal(np.isfinite(policy.scores(layer)), ever)
+    policy.fit(slots)
+
+    def used(tokens: int) -> list[np.ndarray]:
+        return [(of[60 - tokens :] > 0).any(axis=0) for of in gates]
+
+    longest = max(k for k in range(61) if k <= 1 or np.sum(used(k)) <= slots)
+    for layer in range(2):
+        np.testing.assert_array_equal(np.isfinite(policy.scores(layer)), used(longest)[layer])
 
 
 def test_a_decayed_count() -> None:

@@ -52,6 +52,8 @@ ReadStats ReadMeter::snapshot() const {
 }
 
 ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring) : ring_(std::move(ring)) {
+  // A buffer for every read and for who waits: giving one back must not need memory.
+  staging_.reserve(depth + kEnded + 1);
   try {
     if (ring_) {
       ring_reads_.resize(depth + kEnded);
@@ -289,10 +291,9 @@ size_t ReadPool::staging_bytes() {
 }
 
 void ReadPool::trim() {
-  std::vector<Buffer> unused;
   std::lock_guard<std::mutex> lock(mutex_);
   for (const Buffer& buffer : staging_) staging_bytes_ -= buffer.size();
-  unused.swap(staging_);
+  staging_.clear();
 }
 
 }  // namespace ondevice

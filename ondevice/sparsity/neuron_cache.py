@@ -236,6 +236,7 @@ class NeuronCache:
         if self.holds_all:
             self._shares = [neurons] * layers
             return
+        self._policy.fit(self._room)
         scores = np.concatenate([self._policy.scores(layer) for layer in range(layers)])
         rest = scores.size - self._room
         best = np.argpartition(scores, min(rest, scores.size - 1))[rest:]

@@ -19,8 +19,6 @@ PolicyName = Literal["gate", "frequency", "lru", "window"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "gate"
 
-WINDOW_TOKENS = 16
-"""The longest window that the `window` policy keeps."""
 FREQUENCY_DECAY = 0.9
 # On the shipped model's held-out text (tests/benchmarks/cache_hit_rates.py); a slow mean of 0.98 or 0.995, or
 # half or double the weight, changes hit rates by at most half a point.
@@ -40,19 +38,18 @@ class Policy(Protocol):
         """(F,) the higher the likelier to fire again; -inf: the first to go."""
         ...
 
+    def fit(self, slots: int) -> None:
+        """Neurons of the whole model that may stay from now on; told from time to time."""
+        ...
+
 
 class Recency:
-    """Least recently used goes first; with `window`, all that its last tokens didn't use is worth the same.
+    """Least recently used goes first."""
 
-    window=k is the rule of "LLM in a flash" (arXiv 2312.11514, section 3.1): what the last k tokens used
-    stays. Where that is more than fits, the oldest go: k shrinks under pressure. What else has a slot keeps
-    it while nobody needs the room, where the paper drops it.
-    """
-
-    def __init__(self, layers: int, neurons: int, window: int = 0) -> None:
+    def __init__(self, layers: int, neurons: int) -> None:
         self._used = np.full((layers, neurons), -np.inf, dtype=np.float32)
+        """The last token that used each, counted from 1."""
         self._tokens = [0] * layers
-        self._window = window
 
     def observe(self, layer: int, gates: Float32) -> None:
         used = self._used[layer]
@@ -62,9 +59,34 @@ class Recency:
 
     def scores(self, layer: int) -> Float32:
         used: Float32 = self._used[layer]
-        if not self._window:
-            return used
+        return used
+
+    def fit(self, slots: int) -> None:
+        """Recency doesn't depend on it."""
+
+
+class Window(Recency):
+    """What the last k tokens used stays, the rule of "LLM in a flash" (arXiv 2312.11514, section 3.1).
+
+    k is the largest for which that fits, or 1: it shrinks under pressure. What flash costs has no say in it:
+    a token that leaves the window saves no read, and may bring some. What else has a slot keeps it while
+    nobody needs the room, where the paper drops it; it goes first, all alike.
+    """
+
+    def __init__(self, layers: int, neurons: int) -> None:
+        super().__init__(layers, neurons)
+        self._window = np.float32(np.inf)
+        """k, in tokens."""
+
+    def scores(self, layer: int) -> Float32:
+        used = super().scores(layer)
         return np.where(used > self._tokens[layer] - self._window, used, np.float32(-np.inf))
+
+    def fit(self, slots: int) -> None:
+        ages = (np.array(self._tokens, dtype=np.float32)[:, None] - self._used).ravel()
+        # Tokens since the most recent use that doesn't fit: 0 for what the newest used.
+        longest = np.partition(ages, slots)[slots] if slots < ages.size else np.float32(np.inf)
+        self._window = max(longest, np.float32(1))
 
 
 class Frequency:
@@ -80,6 +102,9 @@ class Frequency:
     def scores(self, layer: int) -> Float32:
         scores: Float32 = self._fired[layer]
         return scores
+
+    def fit(self, slots: int) -> None:
+        """Counts don't depend on it."""
 
 
 class GateScore:
@@ -106,6 +131,9 @@ class GateScore:
         scores: Float32 = self._fired[layer] + np.float32(GATE_WEIGHT) * self._near[layer]
         return scores
 
+    def fit(self, slots: int) -> None:
+        """Scores don't depend on it."""
+
 
 def make_policy(name: PolicyName, layers: int, neurons: int, frequencies: Float32 | None = None) -> Policy:
     """The policy called `name`, before it has seen a token.
@@ -116,7 +144,7 @@ def make_policy(name: PolicyName, layers: int, neurons: int, frequencies: Float3
     if name == "lru":
         return Recency(layers, neurons)
     if name == "window":
-        return Recency(layers, neurons, window=WINDOW_TOKENS)
+        return Window(layers, neurons)
     if name == "frequency":
         return Frequency(layers, neurons, FREQUENCY_DECAY, frequencies)
     return GateScore(layers, neurons, frequencies)

@@ -53,7 +53,8 @@ ROTARY_PAIRS = range(18, 25)
 SCORE = 8.0
 """Sum of the products of queries and keys at distance 0, scaled by 1 / sqrt(head_dim)."""
 PIECE_VALUES = 1 << 22
-PROMPTS, PROMPT_TOKENS = 3, 128
+PROMPTS, PROMPT_TOKENS = 16, 128
+"""For predictors: enough that thresholds' margins of two standard errors stay below one point of recall."""
 BLOCK_TOKENS = 16
 """Tokens are random: what lasts, the slow channels, lasts for about ten of them."""
 QUIET = np.float32(0.05)
@@ -183,16 +184,19 @@ def planted_checkpoint(shape: Shape, plant: Plant, folder: Path) -> None:
 
 
 def synthetic_bundle(shape: Shape, plant: Plant, workdir: Path) -> Path:
-    """q4 bundle of a planted model with its predictors, made on the first call."""
+    """q4 bundle of a planted model with its predictors, made where none of this plant is there."""
     output = workdir / f"{shape.name}-synthetic-{plant.density:.0%}-q4".replace("%", "")
-    if (output / PREDICTORS_MANIFEST).is_file():
+    label = output.with_suffix(".plant")
+    if (output / PREDICTORS_MANIFEST).is_file() and label.is_file() and label.read_text() == repr(plant):
         return output
+    label.unlink(missing_ok=True)
     source = workdir / f"{output.name}.hf"
     shutil.rmtree(source, ignore_errors=True)
     planted_checkpoint(shape, plant, source)
     subprocess.run(convert_command(source, output, "--force"), check=True, stdout=sys.stderr)
     shutil.rmtree(source)
     planted_predictors(shape, plant, output)
+    label.write_text(repr(plant))
     return output
 
 

@@ -1,5 +1,5 @@
-// Kernels allocate nothing once their scratch has its size: every op runs twice, the second time without
-// heap.
+// Kernels and reads of records allocate nothing once their scratch has its size: every op runs twice, the
+// second time without heap.
 //
 // Exits 1 with the op's name at the first allocation. Scratch comes from mmap, which isn't watched.
 #include <atomic>
@@ -7,10 +7,15 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <new>
+#include <string>
 #include <vector>
 
+#include "../../ondevice/flash/flash_reader.h"
+#include "../../ondevice/flash/record_batch.h"
 #include "kernels/layers.h"
+#include "made_up_file.h"
 
 namespace {
 
@@ -104,12 +109,37 @@ void attention(Engine& engine, int bits) {
         [&] { engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data()}, kTokens); });
 }
 
+// Records on their own and in runs, to slots on the device's blocks and to others.
+void records(const ondevice::FileSpec& spec, const char* name, ondevice::IoMode io, bool ring) {
+  constexpr size_t kWanted = 300, kDepth = 32, kSlot = ondevice::kStride + 512;
+  auto reader =
+      std::make_shared<ondevice::FlashReader>(std::vector<ondevice::FileSpec>{spec}, io, kDepth, ring);
+  ondevice::RecordBatch batch(reader, true);
+  ondevice::Buffer slots(kWanted * kSlot);
+  std::vector<int32_t> ids;
+  std::vector<uint64_t> targets;
+  for (size_t i = 0; i < kWanted; ++i) {
+    ids.push_back(static_cast<int32_t>(i < kWanted / 2 ? i : 5 * i));
+    targets.push_back(reinterpret_cast<uint64_t>(slots.data()) + i * kSlot + 8 * (i % 2));
+  }
+  twice(name, 8, [&] {
+    batch.start(0, 0, ondevice::kUnits.size(), ids.data(), kWanted, targets.data(), 0);
+    batch.finish();
+  });
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   Engine engine(2, "auto");
   for (const int bits : {4, 8, 16}) run(engine, bits);
   for (const int bits : {8, 16}) attention(engine, bits);
+  const std::string path = std::string(argc > 1 ? argv[1] : ".") + "/allocations.bin";
+  const ondevice::FileSpec spec = ondevice::make_up_file(path, {}).spec;
+  records(spec, "records through io_uring", ondevice::IoMode::kDirect, true);
+  records(spec, "records on threads", ondevice::IoMode::kDirect, false);
+  records(spec, "records from the page cache", ondevice::IoMode::kBuffered, false);
+  unlink(path.c_str());
   if (failures) return 1;
   std::printf("allocations: none\n");
   return 0;
