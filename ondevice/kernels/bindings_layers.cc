@@ -83,6 +83,16 @@ void bind_layers(nb::module_& m) {
           },
           nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"));
 
+  m.def(
+      "select",
+      [](const CArray<const float, 2>& scores, const CArray<int32_t, 1>& ids) {
+        const int64_t tokens = scores.shape(0), neurons = scores.shape(1);
+        require(static_cast<int64_t>(ids.shape(0)) >= neurons, "ids has room for every column");
+        nb::gil_scoped_release release;
+        return select(scores.data(), tokens, neurons, ids.data());
+      },
+      nb::arg("scores"), nb::arg("ids"));
+
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
       .def("__init__",
            [](Segment* self, int64_t nbytes) {

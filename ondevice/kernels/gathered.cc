@@ -1,6 +1,7 @@
 // The feed-forward of selected neurons, from their records where they lie; kernels in linear.cc and
 // feed_forward.cc. What isn't selected is zero and changes no bit of any sum, so where all that fire are
 // selected the outputs are the dense ones.
+#include <algorithm>
 #include <cstring>
 
 #include "interleave.h"
@@ -49,6 +50,26 @@ void rows_of_tile(const Gathered& neurons, int64_t offset, int64_t i, const uint
 int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
 
 }  // namespace
+
+int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* ids) {
+  int64_t count = 0;
+  for (int64_t first = 0; first < neurons; first += kGroup) {
+    const int64_t width = std::min(neurons - first, kGroup);
+    uint8_t any[kGroup] = {0};
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float* row = scores + t * neurons + first;
+      if (width == kGroup)
+        for (int64_t i = 0; i < kGroup; ++i) any[i] |= !(row[i] <= 0.0f);
+      else
+        for (int64_t i = 0; i < width; ++i) any[i] |= !(row[i] <= 0.0f);
+    }
+    for (int64_t i = 0; i < width; ++i) {
+      ids[count] = static_cast<int32_t>(first + i);
+      count += any[i];
+    }
+  }
+  return count;
+}
 
 void FeedForward::add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens,
                                Activation activation) const {

@@ -141,6 +141,10 @@ class FeedForward {
   int64_t row_bytes_;
 };
 
+// Writes the ascending ids of the columns of scores (tokens, neurons) that are above zero, or no numbers, in
+// any row, and returns how many there are; `ids` has room for all.
+int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* ids);
+
 enum class SourceType { kFloat, kHalf, kBfloat };
 
 // A checkpoint's matrix in place, perhaps transposed; strides in elements.

@@ -30,6 +30,8 @@ from ondevice.stats import PassTimes
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
 """The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
 BATCHES = 2
+WHOLE_TOKENS = 4
+"""Passes of more multiply a layer in batches even where it is whole: working memory grows with both."""
 WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
 """What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
 READ_WEIGHT = 0.1
@@ -173,6 +175,9 @@ class NeuronFetcher:
         cache.observe(index, scores)
         ids = selected(scores)
         guessed = self._guessing.adopt(index)
+        if len(scores) <= WHOLE_TOKENS and cache.holds_layer(index) and not len(guessed):
+            yield from self._whole(index, ids)
+            return
         waiting, done = deque(self._cut(ids)), 0
         under_way: deque[_Batch] = deque()
         try:
@@ -201,6 +206,16 @@ class NeuronFetcher:
                 self._give_up(index, batch)
             cache.settle(index)
             self._managed += self._lap()
+
+    def _whole(self, index: int, ids: Int32) -> Iterator[tuple[Int32, Addresses]]:
+        """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
+        self._guessing.arrived()
+        placement = self._cache.place(index, ids)
+        self._managed += self._lap()
+        yield ids, placement.addresses
+        self._since = time.perf_counter()
+        self._cache.settle(index)
+        self._managed += self._lap()
 
     def _lap(self) -> float:
         """Seconds since the last lap."""

@@ -25,6 +25,7 @@ Addresses = NDArray[np.uint64]
 ROWS_AT_ONCE = 16
 DIVIDE_TOKENS = 16
 """Tokens between two divisions of the slots among layers: 0.1 points of hit rate below every token's."""
+_NONE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class NeuronCache:
         """
         slots = self._slot_of[layer]
         own = slots[ids]
-        missing = np.flatnonzero(own < 0)
+        missing = _NONE if self.holds_layer(layer) else np.flatnonzero(own < 0)
         self.lookups += len(ids)
         self.hits += len(ids) - len(missing)
         if len(missing):

@@ -14,6 +14,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
+from ondevice.kernels import _native
 
 PolicyName = Literal["gate", "frequency", "lru", "window"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -157,10 +158,8 @@ def fires(gates: Float32) -> np.ndarray:
 
 def selected(scores: Float32) -> Int32:
     """Ascending ids of the neurons that any token of scores (T, F) selects."""
-    any_token = np.zeros(scores.shape[1], dtype=bool)
-    for row in scores:
-        any_token |= fires(row)
-    return np.flatnonzero(any_token).astype(np.int32)
+    ids = np.empty(scores.shape[1], dtype=np.int32)
+    return ids[: _native.select(scores, ids)]
 
 
 def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
