@@ -144,7 +144,7 @@ def test_decoding_takes_no_memory(relu_bundle: Path) -> None:
     assert missed > TOKENS
     assert same
     # Lists of what is being read are longer at one time than at another; 30 rows of scores are 360,000 bytes.
-    assert grown < 40_000
+    assert grown < 150_000
 
 
 def test_auto_is_exact_where_it_fits_and_dense_below(relu_bundle: Path, chat_bundle: Path) -> None:
