@@ -15,6 +15,7 @@ from ondevice.sparsity.policies import (
     PolicyName,
     fires,
     make_policy,
+    selected,
 )
 
 NEURONS = 50
@@ -43,6 +44,20 @@ def test_least_recently_used() -> None:
     last = [max((t for t in range(30) if gates[t, n] > 0), default=-1) for n in range(NEURONS)]
     order = np.argsort(policy.scores(0), kind="stable")
     assert [last[n] for n in order] == sorted(last)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("neurons", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+def test_what_any_token_wants_is_selected(tokens: int, neurons: int, density: float) -> None:
+    random = np.random.default_rng(neurons)
+    scores = random.random((tokens, neurons), dtype=np.float32) + np.float32(1e-6)
+    scores[random.random(scores.shape) >= density] *= -1
+    scores[0, neurons // 2] = np.nan
+    scores[-1, 0] = 0
+    ids = selected(scores)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, np.flatnonzero((~(scores <= 0)).any(axis=0)))
 
 
 @pytest.mark.parametrize("slots", [1, 40, 61, 75, 97, 98, 99, 100, 101])
