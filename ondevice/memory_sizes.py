@@ -28,6 +28,8 @@ NEURON_TABLE_BYTES = 52
 ones; and what dividing the slots among layers computes in between."""
 FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
+WHOLE_TOKENS = 4
+"""Passes of so many tokens or fewer multiply a layer that is in memory at once."""
 FETCH_DEPTH = 48
 """Reads at once where records are read one by one, at most: small reads need company."""
 FETCH_ENDED = 16
@@ -163,7 +165,7 @@ def guess_neurons(config: ModelConfig) -> int:
     """Most neurons of a layer that are read from a guess.
 
     More than most flash reads while a layer is computed: what hasn't begun when the layer's turn comes is
-    given up, so that a device sets its own depth, which no measurement ahead of it knows as well.
+    given up, so that a device sets its own depth.
     """
     return fetch_neurons(config) // 2
 
@@ -250,12 +252,14 @@ def sparse_activation_bytes(
 ) -> int:
     """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out.
 
+    Those are a batch's for every token, or a whole layer's for WHOLE_TOKENS: both are counted, for convexity.
     With thresholds, gates as well; with predictors, if any, what lies between their two matrices.
     """
     neurons = padded(config.intermediate_size, GROUP_SIZE)
     arrays = 3 if runtime.sparsity == "threshold" else 2
     rank = max(predictors.ranks) if predictors is not None else 0
-    return 4 * tokens * (arrays * neurons + rank + 2 * fetch_neurons(config)) + 64 * neurons
+    spread = 2 * (tokens * fetch_neurons(config) + WHOLE_TOKENS * neurons)
+    return 4 * (tokens * (arrays * neurons + rank) + spread) + 64 * neurons
 
 
 def matrix_elements(config: ModelConfig) -> int:

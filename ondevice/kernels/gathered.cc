@@ -1,5 +1,5 @@
 // The feed-forward of selected neurons, from their records where they lie; kernels in linear.cc and
-// feed_forward.cc. What isn't selected is zero and changes no bit of any sum, so where all that fire are
+// down_gathered.cc. What isn't selected is zero and changes no bit of any sum, so where all that fire are
 // selected the outputs are the dense ones.
 #include <algorithm>
 #include <cstring>

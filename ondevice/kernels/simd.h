@@ -24,6 +24,22 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
+// 16 bytes of each of four rows as they lie: a byte of each of the four side by side.
+static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&out)[1]) {
+  Bytes16 quads[4];
+  interleave_bytes(load_vector<Bytes16>(rows[0] + at), load_vector<Bytes16>(rows[1] + at),
+                   load_vector<Bytes16>(rows[2] + at), load_vector<Bytes16>(rows[3] + at), quads);
+  out[0] = join_quarters(quads);
+}
+static inline void order_pieces(I (&)[1]) {}
+
+#if !defined(ONDEVICE_WIDE_ROWS)
+// Pieces of 16 bytes that are taken of each row at once.
+constexpr int kRowPieces = 1;
+typedef const int8_t* Quads;
+static inline Quads two_quads(const int8_t* first, const int8_t*) { return first; }
+#endif
+
 // First n (0 to 16) floats, zeros behind them.
 static inline F load_partial(const float* p, int64_t n) {
   if (n >= 16) return load(p);

@@ -78,6 +78,42 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
   return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(quad)))};
 }
 static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
+
+// 64 bytes of each of four rows: a byte of each side by side, for the first four bytes of every 16, and so on.
+#define ONDEVICE_WIDE_ROWS
+constexpr int kRowPieces = 4;
+static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&out)[kRowPieces]) {
+  const __m512i a = _mm512_loadu_si512(rows[0] + at), b = _mm512_loadu_si512(rows[1] + at);
+  const __m512i c = _mm512_loadu_si512(rows[2] + at), d = _mm512_loadu_si512(rows[3] + at);
+  const __m512i ab_low = _mm512_unpacklo_epi8(a, b), ab_high = _mm512_unpackhi_epi8(a, b);
+  const __m512i cd_low = _mm512_unpacklo_epi8(c, d), cd_high = _mm512_unpackhi_epi8(c, d);
+  out[0].v = _mm512_unpacklo_epi16(ab_low, cd_low);
+  out[1].v = _mm512_unpackhi_epi16(ab_low, cd_low);
+  out[2].v = _mm512_unpacklo_epi16(ab_high, cd_high);
+  out[3].v = _mm512_unpackhi_epi16(ab_high, cd_high);
+}
+// What products with the bytes of interleave_rows summed up to -> 16 lanes for each 16 bytes of the rows.
+static inline void order_pieces(I (&sums)[kRowPieces]) {
+  const __m512i low01 = _mm512_shuffle_i32x4(sums[0].v, sums[1].v, 0x44);
+  const __m512i high01 = _mm512_shuffle_i32x4(sums[0].v, sums[1].v, 0xee);
+  const __m512i low23 = _mm512_shuffle_i32x4(sums[2].v, sums[3].v, 0x44);
+  const __m512i high23 = _mm512_shuffle_i32x4(sums[2].v, sums[3].v, 0xee);
+  sums[0].v = _mm512_shuffle_i32x4(low01, low23, 0x88);
+  sums[1].v = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+  sums[2].v = _mm512_shuffle_i32x4(high01, high23, 0x88);
+  sums[3].v = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+}
+// Four activations for the lower eight lanes, and four for the upper.
+struct Quads {
+  __m512i v;
+};
+static inline Quads two_quads(const int8_t* first, const int8_t* second) {
+  return {_mm512_inserti64x4(_mm512_set1_epi32(*reinterpret_cast<const int32_t*>(first)),
+                             _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(second)), 1)};
+}
+static inline I dot_q4(I acc, B codes, Quads x) { return {_mm512_dpbusd_epi32(acc.v, codes.v, x.v)}; }
+static inline I dot_q8(I acc, B codes, Quads x) { return dot_q4(acc, codes, x); }
+
 // Where codes had to be re-centred to fit signed bytes, adds 128 times the activations' sum back.
 static inline I finish_q8(I acc, int32_t) { return acc; }
 // Lanes i and i + 8, then 4, 2, 1.

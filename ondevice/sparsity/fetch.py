@@ -30,8 +30,6 @@ from ondevice.stats import PassTimes
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
 """The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
 BATCHES = 2
-WHOLE_TOKENS = 4
-"""Passes of more multiply a layer in batches even where it is whole: working memory grows with both."""
 WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
 """What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
 READ_WEIGHT = 0.1
@@ -68,7 +66,8 @@ DEFAULT_FETCH = FetchOptions()
 class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
-    part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
+    whole_tokens: passes of more multiply a layer in batches even where it is whole, as working memory grows
+    with both. part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
     guess, at most. costs: of reads with the threads that `reader` has.
     """
 
@@ -80,6 +79,7 @@ class NeuronFetcher:
         *,
         part_bytes: Sequence[int],
         batch: int,
+        whole_tokens: int,
         guesses: int,
         costs: CostModel,
         options: FetchOptions,
@@ -87,6 +87,7 @@ class NeuronFetcher:
         self._layers = layers
         self._cache = cache
         self._batch = batch
+        self._whole_tokens = whole_tokens
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
         first = WHOLE_RECORD if predicted else UP_AND_DOWN
         wanted = Parts(first, len(part_bytes) - first)
@@ -175,7 +176,7 @@ class NeuronFetcher:
         cache.observe(index, scores)
         ids = selected(scores)
         guessed = self._guessing.adopt(index)
-        if len(scores) <= WHOLE_TOKENS and cache.holds_layer(index) and not len(guessed):
+        if len(scores) <= self._whole_tokens and cache.holds_layer(index) and not len(guessed):
             yield from self._whole(index, ids)
             return
         waiting, done = deque(self._cut(ids)), 0

@@ -35,6 +35,12 @@ ABOVE_LRU, OF_BELADY = (0.05, 0.05, 0.03), (0.0, 0.73, 0.83)
 """At least, by share: hit rate above LRU's, and share of Belady's, all with the same division of slots."""
 
 
+def held_out_windows(data: Path, domain: str, tokens: int) -> list[list[int]]:
+    """The first `tokens` tokens of a domain's held-out text, in whole windows."""
+    text = np.fromfile(data / f"{domain}.held_out.bin", dtype=np.uint16)[:tokens].tolist()
+    return [text[start : start + WINDOW] for start in range(0, len(text) - WINDOW + 1, WINDOW)]
+
+
 def calibrated(gates: Float32, others: Float32, slots: Sequence[int]) -> list[float]:
     """The default policy's hit rates in gates (L, T, F) for each of `slots`, by the curves of `others`.
 
@@ -101,8 +107,7 @@ def main() -> int:
     bundle = Bundle.open(args.model)
     rows: dict[str, list[list[float]]] = {}
     for domain in DOMAINS:
-        text = np.fromfile(args.data / f"{domain}.held_out.bin", dtype=np.uint16)[: 2 * args.tokens].tolist()
-        windows = [text[start : start + WINDOW] for start in range(0, len(text) - WINDOW + 1, WINDOW)]
+        windows = held_out_windows(args.data, domain, 2 * args.tokens)
         count = args.tokens // WINDOW
         for name, rates in measure(bundle, windows[:count], windows[count:]).items():
             rows.setdefault(name, []).append(rates)

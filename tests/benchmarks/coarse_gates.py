@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from cache_hit_rates import DOMAINS, ROOT, WINDOW
+from cache_hit_rates import DOMAINS, ROOT, held_out_windows
 from random_model import LLAMA_7B
 
 from ondevice.backends.base import Float32
+from ondevice.bundle.layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import GROUP_SIZE
 from ondevice.converters.activations import Activations, gate_rows, record_activations
@@ -32,7 +33,6 @@ from ondevice.converters.train_predictor import split, train_layer
 RECALL = 0.95
 BITS, RANKS = (1, 2, 3, 4), (64, 128, 192)
 RANK_BITS: Final = 4
-GROUP_BYTES = 4
 CLIPS = np.linspace(0.4, 1.0, 13)
 TRAINING = PredictorTraining(recall=RECALL)
 
@@ -52,17 +52,12 @@ def rounded(gate: Float32, importance: Float32, width: int) -> Float32:
     return best.reshape(gate.shape).astype(np.float32)
 
 
-def matrix_bytes(rows: int, cols: int, width: int) -> int:
-    """Of a matrix in groups of 64 columns."""
-    return rows * (-(-cols // GROUP_SIZE) * (GROUP_SIZE * width // 8 + GROUP_BYTES))
-
-
 def gate_bytes(hidden: int, neurons: int, width: int) -> int:
-    return matrix_bytes(neurons, hidden, width)
+    return neurons * RowLayout(hidden, width).nbytes
 
 
 def rank_bytes(hidden: int, neurons: int, rank: int) -> int:
-    return matrix_bytes(rank, hidden, RANK_BITS) + matrix_bytes(neurons, rank, RANK_BITS)
+    return rank * RowLayout(hidden, RANK_BITS).nbytes + neurons * RowLayout(rank, RANK_BITS).nbytes
 
 
 def points(bundle: Bundle, seen: Activations, layer: int) -> Iterator[tuple[str, int, OperatingPoint]]:
@@ -91,10 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of each domain, at most")
     args = parser.parse_args()
     bundle = Bundle.open(args.model)
-    pieces: list[list[int]] = []
-    for domain in DOMAINS:
-        text = np.fromfile(args.data / f"{domain}.held_out.bin", dtype=np.uint16)[: args.tokens].tolist()
-        pieces += [text[start : start + WINDOW] for start in range(0, len(text) - WINDOW + 1, WINDOW)]
+    pieces = [window for domain in DOMAINS for window in held_out_windows(args.data, domain, args.tokens)]
     found: dict[tuple[str, int], list[OperatingPoint]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         seen = record_activations(bundle, pieces, Path(scratch))

@@ -54,7 +54,7 @@ SCORE = 8.0
 """Sum of the products of queries and keys at distance 0, scaled by 1 / sqrt(head_dim)."""
 PIECE_VALUES = 1 << 22
 PROMPTS, PROMPT_TOKENS = 16, 128
-"""For predictors: enough that thresholds' margins of two standard errors stay below one point of recall."""
+"""For predictors: enough that thresholds' margins of two standard errors stay about one point of recall."""
 BLOCK_TOKENS = 16
 """Tokens are random: what lasts, the slow channels, lasts for about ten of them."""
 QUIET = np.float32(0.05)
