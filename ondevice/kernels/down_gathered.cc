@@ -82,8 +82,8 @@ void scale_gathered(const GatheredBlock& block, int64_t groups, int64_t g0, int6
   store(out->sum, sum);
 }
 
-// W pieces of 16 bytes of every row, from number `piece` on: at 4 bits each has 32 outputs, of which a byte has
-// two, so `low` and `high` are outputs of the same 16 bytes.
+// W pieces of 16 bytes of every row, from number `piece` on. At 4 bits a byte has two outputs, so `low` and
+// `high` are outputs of the same 16 bytes.
 template <int BITS, int TT, int W>
 void add_pieces(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_t g0,
                 const GatheredScales* scaled, float* y, int64_t y_stride) {

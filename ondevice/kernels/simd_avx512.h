@@ -79,7 +79,7 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
 }
 static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
 
-// 64 bytes of each of four rows: a byte of each side by side, for the first four bytes of every 16, and so on.
+// 64 bytes of each of four rows: a byte of each side by side, of the first four bytes of every 16, and so on.
 #define ONDEVICE_WIDE_ROWS
 constexpr int kRowPieces = 4;
 static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&out)[kRowPieces]) {

@@ -67,8 +67,8 @@ class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
     whole_tokens: passes of more multiply a layer in batches even where it is whole, as working memory grows
-    with both. part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
-    guess, at most. costs: of reads with the threads that `reader` has.
+    with both. part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read
+    from a guess, at most. costs: of reads with the threads that `reader` has.
     """
 
     def __init__(
