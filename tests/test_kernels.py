@@ -193,7 +193,7 @@ def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) 
         out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
         for first, last in ((0, 1), (1, 70), (70, 150)):
             part = slice(first, last)
-            _native.attention(engine, q[part], blocks, 0, bits, kv_heads, first, window, out[part])
+            _native.attention(engine, q[part], blocks, 0, bits, kv_heads, first, window, None, out[part])
         return out
 
     stored = []

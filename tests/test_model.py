@@ -75,13 +75,13 @@ def test_rms_norm_of_a_constant_row_is_its_sign_times_the_weight() -> None:
 def test_rope_rotates_pairs_half_a_head_apart_and_keeps_relative_angles() -> None:
     config = tiny_config(head_dim=4)
     rope = Rope(config)
-    turned = BACKEND.rope(np.array([[[1, 0, 0, 0]]], np.float32), *rope.tables(1, 1))
+    turned = BACKEND.rope(np.array([[[1, 0, 0, 0]]], np.float32), *rope.tables(np.arange(1, 2)))
     np.testing.assert_allclose(turned[0, 0], [math.cos(1), 0, math.sin(1), 0], rtol=1e-6)
     q, k = normal(1, 1, 4), normal(1, 1, 4, seed=1)
 
     def score(at: int, back: int) -> float:
-        turned_q = BACKEND.rope(q, *rope.tables(at, 1))
-        turned_k = BACKEND.rope(k, *rope.tables(at - back, 1))
+        turned_q = BACKEND.rope(q, *rope.tables(np.arange(at, at + 1)))
+        turned_k = BACKEND.rope(k, *rope.tables(np.arange(at - back, at - back + 1)))
         return float((turned_q * turned_k).sum())
 
     assert score(100, 7) == pytest.approx(score(12, 7), abs=1e-5)
@@ -141,7 +141,7 @@ def simple_forward(weights: RandomWeights, tokens: list[int]) -> np.ndarray:
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weights.vectors[name]
 
-    cos, sin = Rope(config).tables(0, len(tokens))
+    cos, sin = Rope(config).tables(np.arange(len(tokens)))
     turn = (cos + 1j * sin)[:, None]
 
     def rotate(x: np.ndarray) -> np.ndarray:

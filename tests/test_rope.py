@@ -27,16 +27,16 @@ def test_cos_sin_match_the_library_to_the_last_bits() -> None:
 
 def test_tables_do_not_depend_on_how_positions_are_split() -> None:
     rope = Rope(config())
-    cos, sin = rope.tables(0, 300)
+    cos, sin = rope.tables(np.arange(300))
     for position in (0, 1, 63, 64, 299):
-        one_cos, one_sin = rope.tables(position, 1)
+        one_cos, one_sin = rope.tables(np.arange(position, position + 1))
         assert one_cos.tobytes() == cos[position].tobytes()
         assert one_sin.tobytes() == sin[position].tobytes()
-    assert rope.tables(7, 13)[0].tobytes() == cos[7:20].tobytes()
+    assert rope.tables(np.arange(7, 20))[0].tobytes() == cos[7:20].tobytes()
 
 
 def test_position_zero_rotates_nothing() -> None:
-    cos, sin = Rope(config()).tables(0, 1)
+    cos, sin = Rope(config()).tables(np.arange(1))
     assert (cos == 1).all()
     assert (sin == 0).all()
 
@@ -70,7 +70,7 @@ def test_tables_match_transformers(name: str, theta: float) -> None:
         )
     )
     expected_cos, expected_sin = theirs(torch.zeros(1), torch.arange(200)[None])
-    cos, sin = Rope(config(rope_theta=theta, rope_scaling=scaling)).tables(0, 200)
+    cos, sin = Rope(config(rope_theta=theta, rope_scaling=scaling)).tables(np.arange(200))
     # One unit in a frequency's last place moves the angle at position 199 by 2e-5.
     np.testing.assert_allclose(cos, expected_cos[0, :, :16].numpy(), rtol=0, atol=3e-5)
     np.testing.assert_allclose(sin, expected_sin[0, :, :16].numpy(), rtol=0, atol=3e-5)

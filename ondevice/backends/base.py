@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import Activation, ModelConfig
 
@@ -259,14 +260,22 @@ class Backend(Protocol):
         ...
 
     def kv_write(self, kv: KVStore, layer: int, k: Array, v: Array, position: int) -> None:
-        """Quantise and store k, v (T, KVH, Dh) at logical positions position .. position + T - 1."""
+        """Quantise and store k, v (T, KVH, Dh) in places position .. position + T - 1."""
         ...
 
-    def attention(self, q: Array, kv: KVStore, layer: int, position: int, window: int) -> Array:
+    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
+        """What is stored in place `source`, of every layer, is stored in place `target` too."""
+        ...
+
+    def attention(
+        self, q: Array, kv: KVStore, layer: int, position: int, window: int, tree: TokenTree | None = None
+    ) -> Array:
         """Causal attention over stored keys and values, scores scaled by 1 / sqrt(Dh).
 
         q: (T, H, Dh), the first at logical `position`; query t sees positions 0 .. position + t, or with
-        window > 0 only the last `window` of them. Its own chunk is already written. Returns (T, H * Dh).
+        window > 0 only the last `window` of them. Its own chunk is already written, token t in place
+        position + t. With a tree of T nodes, query t sees what `tree.visible` says, and its result has the
+        bits that it has where its path is a text. Returns (T, H * Dh).
         """
         ...
 

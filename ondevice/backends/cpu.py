@@ -25,6 +25,7 @@ from ondevice.backends.base import (
     LinearSource,
     Selector,
 )
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import ACTIVATIONS, GROUP_SIZE, Activation
 from ondevice.errors import BackendUnavailableError, OndeviceError
@@ -206,16 +207,46 @@ class CpuBackend:
 
     def kv_write(self, kv: KVStore, layer: int, k: Float32, v: Float32, position: int) -> None:
         if layer == 0 or len(self._blocks) != len(kv.blocks):
-            addresses = [block.__array_interface__["data"][0] for block in kv.blocks]
-            self._blocks = np.array(addresses, dtype=np.uint64)
+            self._blocks = _addresses(kv)
         _native.kv_write(self.engine, self._blocks, layer, kv.layout.kv_bits, position, k, v)
 
-    def attention(self, q: Float32, kv: KVStore, layer: int, position: int, window: int) -> Float32:
+    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
+        layout, config = kv.layout, kv.layout.config
+        blocks = _addresses(kv)
+        _native.kv_move(
+            self.engine,
+            blocks,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            layout.kv_bits,
+            source,
+            target,
+        )
+
+    def attention(
+        self,
+        q: Float32,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        window: int,
+        tree: TokenTree | None = None,
+    ) -> Float32:
         tokens, heads, width = q.shape
         out = self._buffer("attention", (tokens, heads * width))
         kv_heads = kv.layout.config.num_kv_heads
         _native.attention(
-            self.engine, q, self._blocks, layer, kv.layout.kv_bits, kv_heads, position, window, out
+            self.engine,
+            q,
+            self._blocks,
+            layer,
+            kv.layout.kv_bits,
+            kv_heads,
+            position,
+            window,
+            None if tree is None else (tree.parents, tree.depths),
+            out,
         )
         return out
 
@@ -294,6 +325,11 @@ class CpuBackend:
         if op not in self._buffers or self._buffers[op].size < size:
             self._buffers[op] = np.empty(size, dtype=np.float32)
         return self._buffers[op][:size].reshape(shape)
+
+
+def _addresses(kv: KVStore) -> NDArray[np.uint64]:
+    """Where every block lies."""
+    return np.array([block.__array_interface__["data"][0] for block in kv.blocks], dtype=np.uint64)
 
 
 class _Embedding:

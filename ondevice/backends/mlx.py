@@ -28,6 +28,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.reference import ReferenceBackend, read_rows
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import Activation
 from ondevice.errors import BackendUnavailableError
@@ -121,7 +122,26 @@ class MlxBackend:
                 mx.slice_update(values, v[chunk].astype(values.dtype), slot, [0]),
             )
 
-    def attention(self, q: mx.array, kv: KVStore, layer: int, position: int, window: int) -> mx.array:
+    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
+        (source_block, source_slot), (block, slot) = (
+            divmod(place, BLOCK_TOKENS) for place in (source, target)
+        )
+        for layer in range(kv.layout.config.num_layers):
+            stored = (side[source_slot : source_slot + 1] for side in kv.blocks[source_block][layer])
+            kv.blocks[block][layer] = tuple(
+                mx.slice_update(side, value, mx.array([slot]), [0])
+                for side, value in zip(kv.blocks[block][layer], stored, strict=True)
+            )
+
+    def attention(
+        self,
+        q: mx.array,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        window: int,
+        tree: TokenTree | None = None,
+    ) -> mx.array:
         tokens, heads, width = q.shape
         length = position + tokens
         blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]
@@ -131,7 +151,9 @@ class MlxBackend:
         context = mx.fast.scaled_dot_product_attention(
             *(x.swapaxes(0, 1)[None] for x in (q, *stored)),
             scale=1.0 / math.sqrt(width),
-            mask=_visible(position, tokens, window),
+            mask=_visible(position, tokens, window)
+            if tree is None
+            else mx.array(tree.visible(position, window)),
         )
         return context[0].swapaxes(0, 1).reshape(tokens, heads * width)
 

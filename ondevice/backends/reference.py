@@ -25,6 +25,7 @@ from ondevice.backends.base import (
     LinearSource,
     Selector,
 )
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
 
@@ -112,11 +113,29 @@ class ReferenceBackend:
                 keys.write(slot, k[token, head])
                 values.write(slot, v[token, head])
 
-    def attention(self, q: Float32, kv: KVStore, layer: int, position: int, window: int) -> Float32:
+    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
+        for layer in range(kv.layout.config.num_layers):
+            for head in range(kv.layout.config.num_kv_heads):
+                for stored, copy in zip(
+                    _head_views(kv, source // BLOCK_TOKENS, layer, head),
+                    _head_views(kv, target // BLOCK_TOKENS, layer, head),
+                    strict=True,
+                ):
+                    copy.copy_from(target % BLOCK_TOKENS, stored, source % BLOCK_TOKENS)
+
+    def attention(
+        self,
+        q: Float32,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        window: int,
+        tree: TokenTree | None = None,
+    ) -> Float32:
         tokens, heads, width = q.shape
         keys, values = _stored(kv, layer, position + tokens)
         queries_per_head = heads // len(keys)
-        visible = _visible(position, tokens, window)
+        visible = _visible(position, tokens, window) if tree is None else tree.visible(position, window)
         out = np.empty_like(q)
         for head in range(heads):
             k, v = keys[head // queries_per_head], values[head // queries_per_head]
@@ -191,6 +210,11 @@ class _HeadView:
         largest = np.abs(x).max()
         self.scales[slot] = largest / np.float32(127)
         self.codes[divmod(slot, KEY_LANES)] = np.rint(x * (np.float32(127) / largest)) if largest > 0 else 0
+
+    def copy_from(self, slot: int, other: _HeadView, source: int) -> None:
+        self.codes[divmod(slot, KEY_LANES)] = other.codes[divmod(source, KEY_LANES)]
+        if self.scales is not None and other.scales is not None:
+            self.scales[slot] = other.scales[source]
 
     def read(self) -> Float32:
         values = self.codes.astype(np.float32).reshape(BLOCK_TOKENS, -1)

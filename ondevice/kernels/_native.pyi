@@ -67,7 +67,18 @@ def attention(
     kv_heads: int,
     position: int,
     window: int,
+    tree: tuple[NDArray[np.int32], NDArray[np.int32]] | None,
     out: Float32,
+) -> None: ...
+def kv_move(
+    engine: Engine,
+    blocks: NDArray[np.uint64],
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    bits: int,
+    source: int,
+    target: int,
 ) -> None: ...
 def activate(engine: Engine, activation: int, gate: Float32, up: Float32, out: Float32) -> None: ...
 def quantize_rows(

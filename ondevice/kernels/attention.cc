@@ -26,14 +26,67 @@ int64_t key_index(int64_t slot, int64_t head_dim) {
   return slot / kLanes * kLanes * head_dim + slot % kLanes;
 }
 
-Head head_at(const KvView& kv, int64_t block, int64_t head) {
-  uint8_t* base = kv.blocks[block] + kv.layer_offset + head * kv.head_bytes;
+Head head_in(const KvView& kv, uint8_t* base) {
   const int64_t codes = kKvBlock * kv.head_dim * kv.bits / 8;
   if (kv.bits == 16) return {base, nullptr, base + codes, nullptr};
   float* key_scales = reinterpret_cast<float*>(base + codes);
   uint8_t* values = base + codes + kKvBlock * 4;
   return {base, key_scales, values, reinterpret_cast<float*>(values + codes)};
 }
+
+Head head_at(const KvView& kv, int64_t block, int64_t head) {
+  return head_in(kv, kv.blocks[block] + kv.layer_offset + head * kv.head_bytes);
+}
+
+// One position's key and value, as they are stored.
+void copy_position(const KvView& kv, const Head& from, int64_t from_slot, const Head& to, int64_t to_slot) {
+  const int64_t bytes = kv.bits / 8, row = kv.head_dim * bytes;
+  const uint8_t* key = from.keys + key_index(from_slot, kv.head_dim) * bytes;
+  uint8_t* copy = to.keys + key_index(to_slot, kv.head_dim) * bytes;
+  for (int64_t d = 0; d < kv.head_dim; ++d)
+    memcpy(copy + d * kLanes * bytes, key + d * kLanes * bytes, static_cast<size_t>(bytes));
+  memcpy(to.values + to_slot * row, from.values + from_slot * row, static_cast<size_t>(row));
+  if (!from.key_scales) return;
+  to.key_scales[to_slot] = from.key_scales[from_slot];
+  to.value_scales[to_slot] = from.value_scales[from_slot];
+}
+
+// The last blocks of one head as a node of a token tree sees them: what came before the tree, and behind it
+// the node's ancestors and itself, each where it lies in plain decoding.
+class Path {
+ public:
+  // memory: of kPathBlocks head blocks.
+  Path(const AttentionArgs& args, int64_t head, uint8_t* memory)
+      : args_(args), head_(head), memory_(memory), first_(args.position / kKvBlock) {
+    memset(memory, 0, static_cast<size_t>(kPathBlocks * args.kv.head_bytes));
+    if (args.position % kKvBlock)
+      memcpy(memory, args.kv.blocks[first_] + args.kv.layer_offset + head * args.kv.head_bytes,
+             static_cast<size_t>(args.kv.head_bytes));
+    for (int64_t& node : held_) node = -1;
+  }
+
+  void show(int64_t node) {
+    for (; node >= 0; node = args_.tree.parents[node]) {
+      const int64_t depth = args_.tree.depths[node];
+      if (held_[depth] == node) continue;
+      held_[depth] = node;
+      const int64_t stored = args_.position + node, shown = args_.position + depth;
+      copy_position(args_.kv, head_at(args_.kv, stored / kKvBlock, head_), stored % kKvBlock, at(shown),
+                    shown % kKvBlock);
+    }
+  }
+
+  Head at(int64_t position) const {
+    return head_in(args_.kv, memory_ + (position / kKvBlock - first_) * args_.kv.head_bytes);
+  }
+
+ private:
+  const AttentionArgs& args_;
+  int64_t head_;
+  uint8_t* memory_;
+  int64_t first_;
+  int64_t held_[kKvBlock];  // the node shown at each depth, or -1
+};
 
 F load_codes(const uint8_t* base, int bits, int64_t index) {
   return bits == 16 ? load_half(reinterpret_cast<const uint16_t*>(base) + index)
@@ -186,39 +239,51 @@ void kv_write(const KvView& kv, int64_t position, const float* k, const float* v
   }
 }
 
+void kv_move(const KvView& kv, int64_t from, int64_t to) {
+  for (int64_t head = 0; head < kv.heads; ++head)
+    copy_position(kv, head_at(kv, from / kKvBlock, head), from % kKvBlock, head_at(kv, to / kKvBlock, head),
+                  to % kKvBlock);
+}
+
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch) {
   const KvView& kv = args.kv;
+  const bool tree = args.tree.parents != nullptr;
   const int64_t shared = args.heads / kv.heads, dim = kv.head_dim, width = pad16(dim);
   const int64_t rows = (q_end - q_begin) * shared;
-  const int64_t last = args.position + q_end - 1;
-  const int64_t first = args.window ? max_of(0, args.position + q_begin - args.window + 1) : 0;
+  const auto position_of = [&](int64_t query) {
+    return args.position + (tree ? args.tree.depths[query] : query);
+  };
+  const auto lowest_of = [&](int64_t query) {
+    return args.window ? max_of(0, position_of(query) - args.window + 1) : 0;
+  };
+  int64_t last = position_of(q_begin), first = lowest_of(q_begin);
+  for (int64_t query = q_begin + 1; query < q_end; ++query) {
+    last = max_of(last, position_of(query));
+    first = min_of(first, lowest_of(query));
+  }
   const int64_t base = first / kKvBlock * kKvBlock, end = (last / kKvBlock + 1) * kKvBlock, span = end - base;
+  // From here on, what a query sees of a block depends on its path.
+  const int64_t fork = tree ? max_of(base, args.position / kKvBlock * kKvBlock) : end;
   float* q = scratch;                 // (rows, dim)
   float* scores = q + rows * dim;     // (rows, span)
   float* acc = scores + rows * span;  // (rows, width)
   float* block = acc + rows * width;  // (64, width)
   float* sums = block + kKvBlock * width;
+  uint8_t* path_memory = reinterpret_cast<uint8_t*>(sums + rows);
   for (int64_t r = 0; r < rows; ++r)
     memcpy(q + r * dim, args.q + (q_begin + r / shared) * args.q_stride + (head * shared + r % shared) * dim,
            static_cast<size_t>(dim) * sizeof(float));
   const float scale = 1.0f / sqrtf(static_cast<float>(dim));
-  for (int64_t p = base; p < end; p += kKvBlock)
-    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), scale,
-                scores + p - base, span);
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t high = args.position + q_begin + r / shared;
-    const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;
-    sums[r] = softmax_row(scores + r * span, base, end, low, high);
-  }
-  for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
-  for (int64_t p = base; p < end; p += kKvBlock) {
-    const Head at = head_at(kv, p / kKvBlock, head);
-    // Several queries share the conversion to float; one goes without.
-    const bool convert = rows > 1 || width != dim;
+  const auto score = [&](const Head& at, int64_t p, int64_t row, int64_t count, int64_t highest) {
+    score_block(at, kv, q + row * dim, count, min_of((highest - p) / kLanes + 1, 4), scale,
+                scores + row * span + p - base, span);
+  };
+  // Several queries share the conversion to float; one goes without.
+  const auto weigh = [&](const Head& at, int64_t p, int64_t row, int64_t count) {
+    const bool convert = count > 1 || width != dim;
     if (convert) load_values(at, kv, width, block);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t high = args.position + q_begin + r / shared;
-      const int64_t low = args.window ? max_of(0, high - args.window + 1) : 0;
+    for (int64_t r = row; r < row + count; ++r) {
+      const int64_t high = position_of(q_begin + r / shared), low = lowest_of(q_begin + r / shared);
       float* weights = scores + r * span + p - base;
       if (at.value_scales)
         for (int64_t i = 0; i < kKvBlock; i += 16)
@@ -231,6 +296,29 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
       else
         weigh_values([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * dim + d); }, width,
                      weights, begin, last_seen, sum);
+    }
+  };
+  for (int64_t p = base; p < fork; p += kKvBlock) score(head_at(kv, p / kKvBlock, head), p, 0, rows, last);
+  if (tree) {
+    Path path(args, head, path_memory);
+    for (int64_t query = q_begin; query < q_end; ++query) {
+      path.show(query);
+      for (int64_t p = fork; p <= position_of(query); p += kKvBlock)
+        score(path.at(p), p, (query - q_begin) * shared, shared, position_of(query));
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query = q_begin + r / shared;
+    sums[r] = softmax_row(scores + r * span, base, end, lowest_of(query), position_of(query));
+  }
+  for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
+  for (int64_t p = base; p < fork; p += kKvBlock) weigh(head_at(kv, p / kKvBlock, head), p, 0, rows);
+  if (tree) {
+    Path path(args, head, path_memory);
+    for (int64_t query = q_begin; query < q_end; ++query) {
+      path.show(query);
+      for (int64_t p = fork; p <= position_of(query); p += kKvBlock)
+        weigh(path.at(p), p, (query - q_begin) * shared, shared);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {

@@ -1,9 +1,14 @@
 #include "bindings.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
+#include <optional>
+#include <utility>
 
 #include "dispatch.h"
 #include "layers.h"
@@ -26,6 +31,21 @@ KvView kv_view(const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blo
           kv_heads,
           head_dim,
           bits};
+}
+
+using Tree = std::pair<CArray<const int32_t, 1>, CArray<const int32_t, 1>>;  // parents and depths, (T,) both
+
+TreeView tree_view(const Tree& tree, int64_t tokens) {
+  const auto& [parents, depths] = tree;
+  require(static_cast<int64_t>(parents.shape(0)) == tokens && static_cast<int64_t>(depths.shape(0)) == tokens,
+          "parents and depths are (T,)");
+  for (int32_t i = 0; i < tokens; ++i) {
+    const int32_t parent = parents.data()[i];
+    require(parent >= -1 && parent < i, "a parent comes before its children");
+    require(depths.data()[i] == (parent < 0 ? 0 : depths.data()[parent] + 1), "depths don't follow parents");
+    require(depths.data()[i] < kKvBlock, "a path is at most a block long");
+  }
+  return {parents.data(), depths.data()};
 }
 
 void check_heads(const FloatRows& x) {
@@ -88,10 +108,16 @@ void bind_ops(nb::module_& m) {
         engine.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
     });
   });
+  m.def("kv_move", [](const Engine& engine, const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks,
+                      int64_t layers, int64_t kv_heads, int64_t dim, int bits, int64_t from, int64_t to) {
+    require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
+    for (int64_t layer = 0; layer < layers; ++layer)
+      engine.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
+  });
   m.def("attention", [](Engine& engine, const FloatRows& q,
                         const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks, int64_t layer,
                         int bits, int64_t kv_heads, int64_t position, int64_t window,
-                        const CArray<float, 2>& out) {
+                        const std::optional<Tree>& tree, const CArray<float, 2>& out) {
     check_heads(q);
     const int64_t tokens = q.shape(0), heads = q.shape(1), dim = q.shape(2);
     require(kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
@@ -99,8 +125,10 @@ void bind_ops(nb::module_& m) {
             "out is (T, heads * head_dim)");
     require(position >= 0 && window >= 0, "position and window must not be negative");
     const AttentionArgs args{
-        q.data(), q.stride(0), heads,     kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
-        position, window,      out.data()};
+        q.data(),   q.stride(0),
+        heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+        position,   window,
+        out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
     nb::gil_scoped_release release;
     engine.attention(args, tokens);
   });

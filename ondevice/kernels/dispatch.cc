@@ -69,9 +69,11 @@ const KernelTable* find_target(const std::string& name, std::string* resolved) {
   return nullptr;
 }
 
-int64_t attention_scratch_floats(int64_t end, int64_t query_rows, int64_t head_dim) {
-  const int64_t width = (head_dim + 15) / 16 * 16, span = (end + kKvBlock - 1) / kKvBlock * kKvBlock;
-  return query_rows * (head_dim + span + width + 1) + kKvBlock * width + 64;
+int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows) {
+  const int64_t head_dim = args.kv.head_dim, width = (head_dim + 15) / 16 * 16;
+  const int64_t span = (end + kKvBlock - 1) / kKvBlock * kKvBlock;
+  const int64_t path = args.tree.parents ? kPathBlocks * args.kv.head_bytes / 4 : 0;
+  return query_rows * (head_dim + span + width + 1) + kKvBlock * width + path + 64;
 }
 
 }  // namespace ondevice

@@ -32,6 +32,15 @@ struct KvView {
   int bits;  // 8 or 16
 };
 
+// Blocks in which a path through a token tree, at most a block long, can lie.
+constexpr int64_t kPathBlocks = 2;
+
+// Query i's token follows token parents[i] < i, or what came before them all where that is -1; depths[i] is how
+// many tokens of the tree lie before it on its path. Null: each follows the one before it.
+struct TreeView {
+  const int32_t *parents, *depths;
+};
+
 struct AttentionArgs {
   const float* q;  // (T, heads, head_dim) with q_stride floats between tokens
   int64_t q_stride, heads;
@@ -39,6 +48,7 @@ struct AttentionArgs {
   int64_t position;  // of the first query
   int64_t window;    // positions that a query sees, itself included; 0: all
   float* out;        // (T, heads * head_dim)
+  TreeView tree;     // keys and values of token i are stored at position + i
 };
 
 // Bytes of one 16-row, 64-column block: codes, 16 scales, 16 biases.
@@ -89,6 +99,8 @@ struct KernelTable {
   // Rotate-half rotary embedding of one head in place: cos and sin have head_dim / 2 values.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);
   void (*kv_write)(const KvView& kv, int64_t position, const float* k, const float* v);
+  // One layer's key and value at position `from`, as they are stored, -> position `to`.
+  void (*kv_move)(const KvView& kv, int64_t from, int64_t to);
   // Queries [q_begin, q_end) of the query heads that read kv head `head`.
   void (*attention)(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
   // Row-major codes, scales, biases -> floats.
@@ -101,7 +113,7 @@ struct KernelTable {
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);
 };
 
-// Scratch floats that one attention task needs, for a last position `end` (exclusive) and query rows at once.
-int64_t attention_scratch_floats(int64_t end, int64_t query_rows, int64_t head_dim);
+// Scratch floats that one attention task needs, for positions below `end` and query rows at once.
+int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows);
 
 }  // namespace ondevice

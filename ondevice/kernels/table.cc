@@ -20,6 +20,7 @@ const KernelTable kTable = {
     rms_norm,
     rope,
     kv_write,
+    kv_move,
     attention,
     dequantize_row,
     quantize_row,

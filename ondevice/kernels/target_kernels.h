@@ -31,6 +31,7 @@ void add_bias_lanes(const float* y, const float* lanes, float* out, int64_t n);
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
 void rope(float* x, const float* cos, const float* sin, int64_t head_dim);
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v);
+void kv_move(const KvView& kv, int64_t from, int64_t to);
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
 void dequantize_row(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
                     int64_t groups, float* out);

@@ -6,6 +6,7 @@ Grouped-query attention (arXiv 2305.13245) with optional query and key norms and
 from __future__ import annotations
 
 from ondevice.backends.base import Array, Backend, Float32
+from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.weights import LayerWeights
@@ -21,10 +22,11 @@ def attention(
     position: int,
     cos: Float32,
     sin: Float32,
+    tree: TokenTree | None = None,
 ) -> Array:
-    """x: (T, D) at logical positions from `position`; cos, sin: (T, Dh / 2). Returns x + attention, (T, D).
+    """x: (T, D) behind `position` stored tokens; cos, sin: (T, Dh / 2). Returns x + attention, (T, D).
 
-    Writes this layer's keys and values of the T tokens into kv, which has room reserved.
+    tree: how the T tokens follow each other, if they don't just follow. Writes this layer's keys and values of the T tokens into kv, which has room reserved.
     """
     tokens = x.shape[0]
     normed = backend.rms_norm(x, weights.attention_norm, config.rms_norm_eps)
@@ -40,5 +42,5 @@ def attention(
     q = backend.rope(q, cos, sin)
     k = backend.rope(k, cos, sin)
     backend.kv_write(kv, layer, k, v, position)
-    context = backend.attention(q, kv, layer, position, config.layer_windows[layer])
+    context = backend.attention(q, kv, layer, position, config.layer_windows[layer], tree)
     return backend.add(x, backend.linear(context, weights.out))

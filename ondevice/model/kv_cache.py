@@ -83,6 +83,17 @@ class KVCache:
         del self.tokens[n_tokens:]
         self._shrink(self.layout.blocks(n_tokens))
 
+    def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
+        """Of the tokens from place `start` on, the nodes of a tree, keep those of `path`, in its order.
+
+        path: ascending nodes. move(source, target) copies what one place holds to another.
+        """
+        for target, node in enumerate(path, start):
+            if start + node != target:
+                move(start + node, target)
+                self.tokens[target] = self.tokens[start + node]
+        self.truncate(start + len(path))
+
     def fork(self) -> KVCache:
         """An independent copy, in blocks of its own."""
         copy = KVCache(self.layout, self._allocate, self._release)

@@ -34,10 +34,9 @@ class Rope:
             frequencies = [_scaled(frequency, config.rope_scaling) for frequency in frequencies]
         self.inverse_frequencies = np.array(frequencies, dtype=np.float32)
 
-    def tables(self, position: int, count: int) -> tuple[Float32, Float32]:
-        """Cosine and sine, each (count, Dh / 2), for positions position .. position + count - 1."""
-        positions = np.arange(position, position + count, dtype=np.float32)
-        angles = positions[:, None] * self.inverse_frequencies
+    def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
+        """Cosine and sine, each (T, Dh / 2), for logical positions (T,)."""
+        angles = positions.astype(np.float32)[:, None] * self.inverse_frequencies
         cos, sin = cos_sin(angles.astype(np.float64))
         return cos.astype(np.float32), sin.astype(np.float32)
 

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 
 from ondevice.backends.base import Array, Backend, Float32
+from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.model.attention import attention
@@ -60,7 +61,7 @@ class Transformer:
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
             x = self._layers(tokens, kv, "last", cancelled)
-            result = None if logits == "none" else self._head(x)
+            result = None if logits == "none" else self.checked_logits(x)
             undo.pop_all()
         return result
 
@@ -77,7 +78,7 @@ class Transformer:
         """
         hidden = self.hidden_states(tokens, kv, cancelled)
         for start in range(0, len(tokens), rows):
-            yield self._head(hidden[start : start + rows])
+            yield self.checked_logits(hidden[start : start + rows])
 
     def embedding(self, tokens: Sequence[int]) -> Array:
         """What enters the first layer, (T, D). Raises UsageError for an id outside the vocabulary."""
@@ -89,16 +90,18 @@ class Transformer:
         kv: KVCache,
         cancelled: Callable[[], bool] | None = None,
         x: Array | None = None,
+        tree: TokenTree | None = None,
     ) -> Array:
         """Like `forward`, but returns what leaves the last layer for every token, (T, D), for `logits`.
 
-        x: (T, D) enters the first layer in place of `embedding(tokens)`, and may be overwritten; UsageError
+        tree: how the T tokens follow each other, if they don't just follow. kv then holds all of them until
+        `KVCache.keep` says which path stays. x: (T, D) enters the first layer in place of `embedding(tokens)`, and may be overwritten; UsageError
         for another shape. Over `mlx` the result is differentiable by x, by the weights, and through the keys
         and values that earlier passes left in kv.
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            hidden = self._layers(tokens, kv, "all", cancelled, x)
+            hidden = self._layers(tokens, kv, "all", cancelled, x, tree)
             undo.pop_all()
         return hidden
 
@@ -114,12 +117,18 @@ class Transformer:
         wanted: Literal["last", "all"],
         cancelled: Callable[[], bool] | None,
         x: Array | None = None,
+        tree: TokenTree | None = None,
     ) -> Array:
         """Hidden states after the last layer, (T, D) or only the last token's (1, D). Extends kv."""
         backend, config, position = self.backend, self.config, kv.length
         ids = self._checked(tokens)
         kv.reserve(position + len(ids))
-        cos, sin = self._rope.tables(position, len(ids))
+        if tree is not None and tree.is_chain:
+            tree = None
+        if tree is not None and len(tree) != len(ids):
+            raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
+        ahead = np.arange(len(ids)) if tree is None else tree.depths
+        cos, sin = self._rope.tables(position + ahead)
         if x is None:
             x = backend.embedding(self.weights.embedding, ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
@@ -127,7 +136,7 @@ class Transformer:
         for layer, weights in enumerate(self.weights.layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
-            x = attention(backend, config, weights, x, kv, layer, position, cos, sin)
+            x = attention(backend, config, weights, x, kv, layer, position, cos, sin, tree)
             if layer == config.num_layers - 1 and wanted == "last":
                 x = x[-1:]
             if layer + 1 < config.num_layers:
@@ -136,8 +145,9 @@ class Transformer:
         kv.extend(ids.tolist())
         return x
 
-    def _head(self, x: Array) -> Float32:
-        logits = self.backend.to_numpy(self.logits(x))
+    def checked_logits(self, hidden: Array) -> Float32:
+        """hidden: (n, D) from `hidden_states`. Returns (n, V). Raises BundleError if they aren't finite."""
+        logits = self.backend.to_numpy(self.logits(hidden))
         if not np.isfinite(logits).all():
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "

@@ -106,7 +106,13 @@ void attention(Engine& engine, int bits) {
   std::vector<float> y(q.size());
   const ondevice::KvView kv{blocks, 0, head_bytes, kHeads, kDim, bits};
   twice("attention", bits,
-        [&] { engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data()}, kTokens); });
+        [&] {
+          engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
+        });
+  const int32_t parents[kTokens] = {-1, 0, 0, 1, 3}, depths[kTokens] = {0, 1, 1, 2, 3};
+  twice("attention in a tree", bits, [&] {
+    engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {parents, depths}}, kTokens);
+  });
 }
 
 // Records on their own and in runs, to slots on the device's blocks and to others.

@@ -163,8 +163,20 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
                                 v.data() + t * kv_heads * dim);
     const Floats q = random.values(tokens * heads * dim);
     Floats y(static_cast<size_t>(tokens * heads * dim));
-    engine.attention({q.data(), heads * dim, heads, kv, position, window, y.data()}, tokens);
+    engine.attention({q.data(), heads * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
+                     tokens);
     keep(out, name + " position=" + std::to_string(position), y);
+    // The same tokens as a tree: most follow the one before them, each fifth one two tokens earlier.
+    std::vector<int32_t> parents, depths;
+    for (int32_t t = 0; t < tokens; ++t) {
+      parents.push_back(t % 5 == 4 ? t - 3 : t - 1);
+      depths.push_back(t == 0 ? 0 : depths[static_cast<size_t>(parents.back())] + 1);
+    }
+    engine.attention(
+        {q.data(), heads * dim, heads, kv, position, window, y.data(), {parents.data(), depths.data()}},
+        tokens);
+    keep(out, name + " tree position=" + std::to_string(position), y);
+    if (tokens > 2) engine.kernels().kv_move(kv, position + 2, position + 1);
     position += tokens;
   }
   Bytes cache;

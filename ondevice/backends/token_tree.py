@@ -1,0 +1,68 @@
+"""Tokens that go through a model together without all following each other: the nodes of a tree.
+
+Legend: n nodes, flattened so that a parent comes before its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+
+MAX_DEPTH = 63
+"""Of a node: a path from a root is at most 64 tokens long, a block of keys."""
+
+
+class TokenTree:
+    """Node i's token follows that of node parents[i] < i, or what came before the tree where that is -1."""
+
+    def __init__(self, parents: Sequence[int]) -> None:
+        """Raises ValueError for a parent that doesn't come first, and for a path that is too long."""
+        depths: list[int] = []
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                raise ValueError(f"node {node} can't follow node {parent}")
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            if depths[-1] > MAX_DEPTH:
+                raise ValueError(f"a path of more than {MAX_DEPTH + 1} tokens ends in node {node}")
+        self.parents: Int32 = np.array(parents, dtype=np.int32)
+        self.depths: Int32 = np.array(depths, dtype=np.int32)
+        """(n,) tokens of the tree before each node on its path."""
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every token follows the one before it, as in a text."""
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from a root to `node`, both included."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = int(self.parents[node])
+        return found[::-1]
+
+    def visible(self, position: int, window: int) -> NDArray[np.bool_]:
+        """(n, position + n) True where node i may look at what is stored in place p.
+
+        The tree's tokens are stored from place `position` on, and lie behind each other along each path. A
+        node sees what came before the tree, its ancestors and itself, and of those with window > 0 only the
+        last `window`.
+        """
+        own = np.zeros((len(self), len(self)), dtype=bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                own[node] = own[parent]
+            own[node, node] = True
+        seen = np.concatenate([np.ones((len(self), position), dtype=bool), own], axis=1)
+        if window:
+            lies_at = np.concatenate([np.arange(position), position + self.depths])
+            seen &= lies_at[None, :] > position + self.depths[:, None] - window
+        return seen
