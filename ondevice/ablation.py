@@ -24,9 +24,9 @@ from ondevice.engine import Engine
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
-from ondevice.generate import Counters
 from ondevice.kernels import _native
 from ondevice.memory_sizes import STREAM_SLOT_BYTES, STREAM_SLOTS
+from ondevice.meter import Counters
 from ondevice.preparation import Prepared, prepare
 from ondevice.profiling import read_doubts
 from ondevice.scoring import benchmark_prompt, machine

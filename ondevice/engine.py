@@ -19,7 +19,7 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
-from ondevice.generate import Counters, Event, Generator, common_prefix
+from ondevice.generate import Event, Generator, common_prefix
 from ondevice.kernels import _native
 from ondevice.memory_sizes import (
     FETCH_DEPTH,
@@ -27,11 +27,13 @@ from ondevice.memory_sizes import (
     WHOLE_TOKENS,
     SegmentShape,
     SlotShape,
+    draft_nodes,
     fetch_neurons,
     guess_neurons,
     logits_rows,
     segment_shape,
 )
+from ondevice.meter import Counters
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer
@@ -42,6 +44,7 @@ from ondevice.sparsity.guessing import GuessQuality
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
+from ondevice.speculation.drafting import DRAFTERS, Drafting
 from ondevice.stats import GenerationStats, PassTimes
 from ondevice.tokenizer import Tokenizer
 from ondevice.units import format_bytes, process_memory, trim_heap
@@ -233,11 +236,21 @@ class Engine:
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
-            before_pass=self._make_room,
+            before_pass=self._before_pass,
+            accepted=self._accepted,
+            drafting=self._drafting(),
             labels=GenerationStats(
-                backend=backend.name, sparsity=runtime.sparsity, speculation="off", io=self._reader.io
+                backend=backend.name,
+                sparsity=runtime.sparsity,
+                speculation=runtime.speculation,
+                io=self._reader.io,
             ),
         )
+
+    def _drafting(self) -> Drafting | None:
+        if self._runtime.speculation not in DRAFTERS:
+            return None
+        return Drafting(self._runtime.speculation, self._bundle.config.vocab_size, draft_nodes(self._runtime))
 
     def _neuron_memory(self, layers: Sequence[CpuFeedForward]) -> SegmentPool | NeuronFetcher:
         config, segment, stream = self._bundle.config, self.plan.segment, self.plan.stream
@@ -321,6 +334,15 @@ class Engine:
         target = self._room(self._kv_bytes + grown * self._layout.block_bytes)
         if target > self._segments:
             self._lend(target)
+
+    def _before_pass(self, tokens: int, guesses: int) -> None:
+        if isinstance(self._neurons, NeuronFetcher):
+            self._neurons.hold_back(guesses)
+        self._make_room(tokens)
+
+    def _accepted(self, nodes: Sequence[int]) -> None:
+        if isinstance(self._neurons, NeuronFetcher):
+            self._neurons.accept(nodes)
 
     def _make_room(self, tokens: int) -> None:
         """Before a pass: a wide one takes memory from neurons, the next narrow one gives it back."""

@@ -1,23 +1,29 @@
 """From prompt tokens to text: the only decode loop.
 
-A prompt runs in fixed chunks, after the part of it that the cache already holds; then one token at a time
-is sampled, turned into text and fed back. It knows nothing of files, budgets, threads or chat.
+A prompt runs in fixed chunks, after the part of it that the cache already holds; then tokens are sampled,
+turned into text and fed back, one at a time or with guesses at what follows, which a pass verifies. It knows
+nothing of files, budgets, threads or chat.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from ondevice.backends.base import Float32
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, UsageError
+from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.sampling import StopMatcher, sample
-from ondevice.stats import GenerationStats, per_second
+from ondevice.speculation.drafting import Drafting
+from ondevice.speculation.tree import plain
+from ondevice.speculation.verify import verify
+from ondevice.stats import GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -38,28 +44,12 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Counters:
-    """Running totals of an engine. A generation reports how much they rose, and the peak as it stands."""
-
-    flash_bytes_read: int = 0
-    flash_read_seconds: float = 0.0
-    flash_cpu_seconds: float = 0.0
-    neuron_cache_hits: int = 0
-    neuron_cache_lookups: int = 0
-    guesses_used: int = 0
-    guess_wasted_bytes: int = 0
-    peak_memory_bytes: int = 0
-    flash_reads: int = 0
-    waited_seconds: float = 0.0
-    managed_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class Generator:
     """A model with what turns its logits into text.
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
-    `before_pass` is told how many tokens are about to go through the model together. `labels` is a
+    `before_pass` is told how many tokens are about to go through the model together, and how many of them
+    are guesses; `accepted`, after a pass with guesses, which of its tokens the text has. `labels` is a
     GenerationStats whose words (backend, sparsity, ...) every result repeats.
     """
 
@@ -69,7 +59,9 @@ class Generator:
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
-    before_pass: Callable[[int], None] = lambda tokens: None
+    before_pass: Callable[[int, int], None] = lambda tokens, guesses: None
+    accepted: Callable[[Sequence[int]], None] = lambda nodes: None
+    drafting: Drafting | None = None
     labels: GenerationStats = field(default_factory=GenerationStats)
 
     def stream(
@@ -105,7 +97,7 @@ class Generator:
         check_context(kv.length + len(tokens), self.max_context)
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
-            self.before_pass(len(chunk))
+            self.before_pass(len(chunk), 0)
             yield from self.transformer.every_logits(chunk, kv, rows, cancelled)
 
     def _run(
@@ -115,36 +107,71 @@ class Generator:
         sampling: SamplingConfig,
         cancelled: Callable[[], bool] | None,
     ) -> Iterator[Event]:
-        meter = _Meter(self.counters())
-        text = _Text(self.tokenizer, sampling.stop, history)
+        meter = Meter(self.counters())
         prompt_tokens = len(history)
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
-        reason: FinishReason = "length"
+        text = _Text(self.tokenizer, sampling.stop, history)
+        written = _Continuation(history, room, text, sampling, self.eos_ids)
         try:
             logits = self._prefill(history, kv, meter, cancelled)
-            for index in range(room):
-                if index:
-                    logits = self._next_logits(history[-1:], kv, meter, cancelled)
-                token = sample(logits[0], sampling, len(history), history)
-                meter.sampled += 1
-                if token in self.eos_ids:
-                    reason = "stop"
-                    break
-                history.append(token)
-                piece, stopped = text.add(token)
+            if room:
+                self._draw(written, logits[0], meter)
+            while True:
                 meter.pause()
-                yield Event(piece, token)
+                yield from written.events()
                 meter.resume()
-                if stopped:
-                    reason = "stop"
+                if written.ended:
                     break
+                self._decode(written, kv, meter, cancelled)
         except Cancelled:
-            reason = "cancelled"
+            written.reason = "cancelled"
         stats = meter.stats(self.labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
-        yield Event(text.finish(), None, reason, stats)
+        yield Event(text.finish(), None, written.reason, stats)
+
+    def _decode(
+        self,
+        written: _Continuation,
+        kv: KVCache,
+        meter: Meter,
+        cancelled: Callable[[], bool] | None,
+    ) -> None:
+        """One pass over the newest token and guesses at what follows it; what it says is written.
+
+        kv then holds the text but for its newest token, whatever is raised.
+        """
+        started, start = time.perf_counter(), kv.length
+        draft = plain(written.history[-1])
+        if self.drafting is not None:
+            draft = self.drafting.draft(written.history, self.max_context - start, written.room)
+        self.before_pass(len(draft), len(draft) - 1)
+        hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=draft.tree)
+        meter.passes += 1
+        path: list[int] = []
+        try:
+            path = verify(
+                draft,
+                lambda node: self._draw(
+                    written, self.transformer.checked_logits(hidden[node : node + 1])[0], meter
+                ),
+            )
+        finally:
+            kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
+        if len(draft) > 1:
+            self.accepted(path)
+        if self.drafting is not None:
+            self.drafting.passed(draft, time.perf_counter() - started)
+
+    def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
+        """The text's next token, written, or None where it ends here."""
+        token = sample(logits, written.sampling, len(written.history), written.history)
+        meter.sampled += 1
+        if self.drafting is not None:
+            self.drafting.drew(written.history, token, logits)
+        written.add(token)
+        return None if written.ended else token
 
     def _prefill(
-        self, prompt: list[int], kv: KVCache, meter: _Meter, cancelled: Callable[[], bool] | None
+        self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: Callable[[], bool] | None
     ) -> Float32:
         """Bring kv to hold exactly the prompt, and return the last token's logits (1, V).
 
@@ -154,21 +181,14 @@ class Generator:
         kv.truncate(kept)
         last_chunk = kept + (len(prompt) - 1 - kept) // self.prefill_chunk * self.prefill_chunk
         for start in range(kept, last_chunk, self.prefill_chunk):
-            self.before_pass(self.prefill_chunk)
+            self.before_pass(self.prefill_chunk, 0)
             self.transformer.forward(prompt[start : start + self.prefill_chunk], kv, "none", cancelled)
             meter.passes += 1
-        logits = self._next_logits(prompt[last_chunk:], kv, meter, cancelled)
-        meter.prefilled(len(prompt) - kept)
-        return logits
-
-    def _next_logits(
-        self, tokens: list[int], kv: KVCache, meter: _Meter, cancelled: Callable[[], bool] | None
-    ) -> Float32:
-        """One pass over tokens; the logits (1, V) of what follows the last."""
-        self.before_pass(len(tokens))
-        logits = self.transformer.forward(tokens, kv, "last", cancelled)
+        self.before_pass(len(prompt) - last_chunk, 0)
+        logits = self.transformer.forward(prompt[last_chunk:], kv, "last", cancelled)
         assert logits is not None
         meter.passes += 1
+        meter.prefilled(len(prompt) - kept)
         return logits
 
 
@@ -231,56 +251,41 @@ class _Text:
         return self._matcher.add(self._detokenizer.finish()) + self._matcher.finish()
 
 
-class _Meter:
-    """Counts and times one generation; time that its consumer takes between events isn't counted."""
+class _Continuation:
+    """A text that grows: its tokens, what became printable with each, and whether it has ended."""
 
-    def __init__(self, counters: Counters) -> None:
-        self.passes = 0
-        self.sampled = 0
-        self._before = counters
-        self._started = self._paused = time.perf_counter()
-        self._prefill_seconds = 0.0
-        self._prefill_tokens = 0
-        self._prefill_passes = 0
+    def __init__(
+        self,
+        history: list[int],
+        room: int,
+        text: _Text,
+        sampling: SamplingConfig,
+        eos_ids: frozenset[int],
+    ) -> None:
+        """history: the prompt, which grows. room: tokens that may still be written."""
+        self.history = history
+        self.room = room
+        self.sampling = sampling
+        self.reason: FinishReason = "length"
+        self.ended = room == 0
+        self._text = text
+        self._eos_ids = eos_ids
+        self._events: list[Event] = []
 
-    def elapsed(self) -> float:
-        """Seconds of work so far."""
-        return time.perf_counter() - self._started
+    def add(self, token: int) -> None:
+        """`token` was drawn: it is the text's next, or ends it."""
+        if token in self._eos_ids:
+            self.reason, self.ended = "stop", True
+            return
+        self.history.append(token)
+        self.room -= 1
+        piece, stopped = self._text.add(token)
+        self._events.append(Event(piece, token))
+        if stopped:
+            self.reason = "stop"
+        self.ended = stopped or self.room == 0
 
-    def pause(self) -> None:
-        """The consumer has the event now."""
-        self._paused = time.perf_counter()
-
-    def resume(self) -> None:
-        self._started += time.perf_counter() - self._paused
-
-    def prefilled(self, tokens: int) -> None:
-        """The prompt is done; `tokens` of it had to be computed."""
-        self._prefill_seconds, self._prefill_tokens = self.elapsed(), tokens
-        self._prefill_passes = self.passes
-
-    def stats(
-        self, labels: GenerationStats, after: Counters, prompt_tokens: int, generated_tokens: int
-    ) -> GenerationStats:
-        decode_passes = self.passes - self._prefill_passes if self.sampled else 0
-        later = max(0, self.sampled - 1)
-        lookups = after.neuron_cache_lookups - self._before.neuron_cache_lookups
-        hits = after.neuron_cache_hits - self._before.neuron_cache_hits
-        guessed = after.guesses_used - self._before.guesses_used
-        return replace(
-            labels,
-            prompt_tokens=prompt_tokens,
-            generated_tokens=generated_tokens,
-            prefill_tokens_per_second=per_second(self._prefill_tokens, self._prefill_seconds),
-            decode_tokens_per_second=per_second(later, self.elapsed() - self._prefill_seconds),
-            time_to_first_token_seconds=self._prefill_seconds,
-            peak_memory_bytes=after.peak_memory_bytes,
-            flash_bytes_read=after.flash_bytes_read - self._before.flash_bytes_read,
-            flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
-            flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,
-            neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
-            guess_recall=guessed / (lookups - hits) if lookups > hits else 0.0,
-            guess_wasted_bytes=after.guess_wasted_bytes - self._before.guess_wasted_bytes,
-            forward_passes=self.passes,
-            accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
-        )
+    def events(self) -> Iterator[Event]:
+        """Those since the last time."""
+        events, self._events = self._events, []
+        yield from events

@@ -28,6 +28,7 @@ from ondevice.memory_sizes import (
     StreamShape,
     activation_bytes,
     context_tokens,
+    draft_bytes,
     fetch_shape,
     gates_bytes,
     matrix_elements,
@@ -168,6 +169,7 @@ class Plan:
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
             "buffers and working memory": self.stream.nbytes
             + self.activation_bytes
+            + self.draft_bytes
             + self.segment.least * self.segment.nbytes,
             "the process itself": self.process_bytes,
             "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
@@ -281,9 +283,9 @@ def plan_memory(
         narrow_activation_bytes=narrow,
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
+        draft_bytes=draft_bytes(config, runtime, threads),
     )
-    if runtime.sparsity != "predicted":
-        predictors = None
+    predictors = predictors if runtime.sparsity == "predicted" else None
     predicted = predictors is not None
     if runtime.sparsity in ("exact", "threshold") or predicted:
         slots = slot_shape(config, quant, whole=predicted)

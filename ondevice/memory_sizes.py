@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ondevice.backends.base import KVLayout
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
+from ondevice.speculation.drafting import drafter_bytes
 from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
@@ -260,6 +262,21 @@ def sparse_activation_bytes(
     rank = max(predictors.ranks) if predictors is not None else 0
     spread = 2 * (tokens * fetch_neurons(config) + WHOLE_TOKENS * neurons)
     return 4 * (tokens * (arrays * neurons + rank) + spread) + 64 * neurons
+
+
+def draft_nodes(runtime: RuntimeConfig) -> int:
+    """Most tokens of a draft, its root included: those of a narrow pass."""
+    return min(NARROW_TOKENS, runtime.prefill_chunk)
+
+
+def draft_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int) -> int:
+    """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention."""
+    drafter = drafter_bytes(runtime.speculation, config.vocab_size, context_tokens(config, runtime))
+    if not drafter:
+        return 0
+    held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
+    paths = threads * 2 * KVLayout(config, runtime.kv_bits).head_bytes
+    return drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
 
 
 def matrix_elements(config: ModelConfig) -> int:

@@ -23,6 +23,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.speculation.drafting import DRAFTERS
 
 MANIFEST = "bundle.json"
 RESIDENT = "resident.safetensors"
@@ -268,10 +269,10 @@ def check_runtime(
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
-    if runtime.speculation not in ("auto", "off"):
+    if runtime.speculation not in ("auto", "off", *DRAFTERS):
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle holds no "
-            "drafter that this version can run. It can have: auto, off"
+            f"drafter that this version can run. It can have: {', '.join(('auto', 'off', *DRAFTERS))}"
         )
     if runtime.backend == "mlx":
         raise BackendUnavailableError("--backend mlx isn't part of this version; use cpu or reference")

@@ -35,7 +35,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
-        speculation="off",
+        speculation="off" if runtime.speculation == "auto" else runtime.speculation,
         threads=runtime.threads or usable_cores(),
     )
     tokenizer = open_tokenizer(bundle)

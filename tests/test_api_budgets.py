@@ -194,8 +194,8 @@ def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decode
     with load(bundle, sparsity=sparsity, dram_budget=budget) as model:
         engine, plan, lent = model._engine, model.plan, []
 
-        def note(tokens: int) -> None:
-            engine._make_room(tokens)
+        def note(tokens: int, guesses: int) -> None:
+            engine._before_pass(tokens, guesses)
             lent.append((tokens, engine._segments))
 
         engine._generator = dataclasses.replace(engine._generator, before_pass=note)

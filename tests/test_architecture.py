@@ -29,7 +29,7 @@ LAYERS = (
     ("model",),
     ("sampling", "speculation"),
     ("memory_sizes", "memory_plan"),
-    ("generate",),
+    ("meter", "generate"),
     (
         "settings",
         "models",

@@ -12,7 +12,8 @@ import pytest
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError, ContextOverflowError, UsageError
-from ondevice.generate import Counters, Event, Generator, common_prefix
+from ondevice.generate import Event, Generator, common_prefix
+from ondevice.meter import Counters
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.transformer import Transformer
 from ondevice.stats import GenerationStats
@@ -74,12 +75,18 @@ class CountingTransformer:
 
     def __init__(self, inner: Transformer) -> None:
         self.config = inner.config
+        self.backend = inner.backend
+        self.checked_logits = inner.checked_logits
         self.lengths: list[int] = []
         self._inner = inner
 
     def forward(self, tokens: Sequence[int], *rest: Any) -> Any:
         self.lengths.append(len(tokens))
         return self._inner.forward(tokens, *rest)
+
+    def hidden_states(self, tokens: Sequence[int], *rest: Any, **more: Any) -> Any:
+        self.lengths.append(len(tokens))
+        return self._inner.hidden_states(tokens, *rest, **more)
 
     def every_logits(self, tokens: Sequence[int], *rest: Any) -> Any:
         self.lengths.append(len(tokens))

@@ -213,7 +213,7 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
     config_for: Callable[[str], ModelConfig],
 ) -> None:
     config = config_for("silu")
-    for speculation in ("streams", "resident", "recycling", "lookup", "model"):
+    for speculation in ("streams", "resident", "model"):
         with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation}"):
             models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
     with pytest.raises(BackendUnavailableError, match="mlx"):

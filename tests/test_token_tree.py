@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,9 @@ def drawn(count: int, seed: int, vocab_size: int = 50) -> list[int]:
 
 def test_what_a_node_sees() -> None:
     tree = TokenTree([-1, 0, 0, 1])
-    assert tree.depths.tolist() == [0, 1, 1, 2] and tree.path(3) == [0, 1, 3] and not tree.is_chain
+    assert tree.depths.tolist() == [0, 1, 1, 2]
+    assert tree.path(3) == [0, 1, 3]
+    assert not tree.is_chain
     assert tree.visible(1, 0).astype(int).tolist() == [
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -62,7 +65,8 @@ def test_what_a_node_sees() -> None:
         [0, 1, 0, 1, 0],
         [0, 0, 1, 0, 1],
     ]
-    assert TokenTree([-1, 0, 1]).is_chain and not TokenTree([-1, -1]).is_chain
+    assert TokenTree([-1, 0, 1]).is_chain
+    assert not TokenTree([-1, -1]).is_chain
 
 
 @pytest.mark.parametrize("parents", [[0], [-1, 1], [-1, 5], [-2], list(range(-1, MAX_DEPTH + 1))])
@@ -117,10 +121,12 @@ def test_the_path_that_stays_is_what_plain_decoding_leaves(
         model.forward(prompt + [tokens[ancestor] for ancestor in path], plain, "none")
         model.forward(prompt, kept, "none")
         model.hidden_states(tokens, kept, tree=tree)
-        kept.keep(len(prompt), path, lambda source, target, kv=kept: model.backend.kv_move(kv, source, target))
-        assert kept.tokens == plain.tokens and len(kept.blocks) == len(plain.blocks)
+        kept.keep(len(prompt), path, partial(model.backend.kv_move, kept))
+        assert kept.tokens == plain.tokens
+        assert len(kept.blocks) == len(plain.blocks)
         expected, found = model.forward([7, 8], plain), model.forward([7, 8], kept)
-        assert expected is not None and found is not None
+        assert expected is not None
+        assert found is not None
         if backend == "cpu":
             assert found.tobytes() == expected.tobytes()
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -26,7 +26,8 @@ def attention(
 ) -> Array:
     """x: (T, D) behind `position` stored tokens; cos, sin: (T, Dh / 2). Returns x + attention, (T, D).
 
-    tree: how the T tokens follow each other, if they don't just follow. Writes this layer's keys and values of the T tokens into kv, which has room reserved.
+    tree: how the T tokens follow each other, if they don't just follow. Writes this layer's keys and values
+    of the T tokens into kv, which has room reserved.
     """
     tokens = x.shape[0]
     normed = backend.rms_norm(x, weights.attention_norm, config.rms_norm_eps)

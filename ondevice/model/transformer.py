@@ -95,9 +95,9 @@ class Transformer:
         """Like `forward`, but returns what leaves the last layer for every token, (T, D), for `logits`.
 
         tree: how the T tokens follow each other, if they don't just follow. kv then holds all of them until
-        `KVCache.keep` says which path stays. x: (T, D) enters the first layer in place of `embedding(tokens)`, and may be overwritten; UsageError
-        for another shape. Over `mlx` the result is differentiable by x, by the weights, and through the keys
-        and values that earlier passes left in kv.
+        `KVCache.keep` says which path stays. x: (T, D) enters the first layer in place of
+        `embedding(tokens)`, and may be overwritten; UsageError for another shape. Over `mlx` the result is
+        differentiable by x, by the weights, and through the keys and values that earlier passes left in kv.
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.cpu import BLOCK_NEURONS, CpuFeedForward
@@ -101,6 +102,10 @@ class NeuronFetcher:
         self._guessing = Guessing(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
         self._fill_ahead = options.keep and options.fill_ahead
         self._guessed_hits = 0
+        self._guesses = 0
+        """Of the next pass's last tokens, how many may turn out to be no part of the text."""
+        self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
+        """(layers, guesses, F) what the last pass scored for them."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
@@ -140,6 +145,20 @@ class NeuronFetcher:
         self._warming.stop()
         self._cache.resize(sum(lent))
 
+    def hold_back(self, guesses: int) -> None:
+        """The next passes' last `guesses` tokens say nothing of the text until `accept`."""
+        self._guesses = guesses
+        if guesses > self._held_back.shape[1]:
+            neurons = self._layers[0].source.num_neurons
+            self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
+        rows = [token - 1 for token in tokens if token > 0]
+        if rows and not self._cache.holds_all:
+            for index in range(len(self._layers)):
+                self._cache.observe(index, self._held_back[index, rows].astype(np.float32))
+
     def fill(self) -> bool:
         """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
         return self._fill_ahead and self._warming.fill()
@@ -173,7 +192,11 @@ class NeuronFetcher:
             cache.divide(len(scores), keep=self._warming.under_way)
             if self._fill_ahead and not alone:
                 self._warming.begin()
-        cache.observe(index, scores)
+        certain = len(scores) - self._guesses
+        cache.observe(index, scores[:certain])
+        if self._guesses and not cache.holds_all:
+            with np.errstate(over="ignore"):
+                self._held_back[index, : self._guesses] = scores[certain:]
         ids = selected(scores)
         guessed = self._guessing.adopt(index)
         if len(scores) <= self._whole_tokens and cache.holds_layer(index) and not len(guessed):

@@ -1,0 +1,80 @@
+"""What one generation cost: an engine's running totals before and after, and the time between."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from ondevice.stats import GenerationStats, per_second
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Running totals of an engine. A generation reports how much they rose, and the peak as it stands."""
+
+    flash_bytes_read: int = 0
+    flash_read_seconds: float = 0.0
+    flash_cpu_seconds: float = 0.0
+    neuron_cache_hits: int = 0
+    neuron_cache_lookups: int = 0
+    guesses_used: int = 0
+    guess_wasted_bytes: int = 0
+    peak_memory_bytes: int = 0
+    flash_reads: int = 0
+    waited_seconds: float = 0.0
+    managed_seconds: float = 0.0
+
+
+class Meter:
+    """Counts and times one generation; time that its consumer takes between events isn't counted."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.passes = 0
+        self.sampled = 0
+        self._before = counters
+        self._started = self._paused = time.perf_counter()
+        self._prefill_seconds = 0.0
+        self._prefill_tokens = 0
+        self._prefill_passes = 0
+
+    def elapsed(self) -> float:
+        """Seconds of work so far."""
+        return time.perf_counter() - self._started
+
+    def pause(self) -> None:
+        """The consumer has the event now."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        self._started += time.perf_counter() - self._paused
+
+    def prefilled(self, tokens: int) -> None:
+        """The prompt is done; `tokens` of it had to be computed."""
+        self._prefill_seconds, self._prefill_tokens = self.elapsed(), tokens
+        self._prefill_passes = self.passes
+
+    def stats(
+        self, labels: GenerationStats, after: Counters, prompt_tokens: int, generated_tokens: int
+    ) -> GenerationStats:
+        decode_passes = self.passes - self._prefill_passes if self.sampled else 0
+        later = max(0, self.sampled - 1)
+        lookups = after.neuron_cache_lookups - self._before.neuron_cache_lookups
+        hits = after.neuron_cache_hits - self._before.neuron_cache_hits
+        guessed = after.guesses_used - self._before.guesses_used
+        return replace(
+            labels,
+            prompt_tokens=prompt_tokens,
+            generated_tokens=generated_tokens,
+            prefill_tokens_per_second=per_second(self._prefill_tokens, self._prefill_seconds),
+            decode_tokens_per_second=per_second(later, self.elapsed() - self._prefill_seconds),
+            time_to_first_token_seconds=self._prefill_seconds,
+            peak_memory_bytes=after.peak_memory_bytes,
+            flash_bytes_read=after.flash_bytes_read - self._before.flash_bytes_read,
+            flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
+            flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,
+            neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
+            guess_recall=guessed / (lookups - hits) if lookups > hits else 0.0,
+            guess_wasted_bytes=after.guess_wasted_bytes - self._before.guess_wasted_bytes,
+            forward_passes=self.passes,
+            accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
+        )

@@ -1,0 +1,1 @@
+"""What guesses the next tokens: a file for each way."""

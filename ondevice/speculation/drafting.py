@@ -1,0 +1,54 @@
+"""A drafter and a policy at work on one text after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ondevice.backends.base import Float32
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafters.lookup import Lookup, index_bytes
+from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
+from ondevice.speculation.policy import TreePolicy
+from ondevice.speculation.tree import Draft, grow
+
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "lookup": lambda vocab_size: Lookup(),
+    "recycling": Recycling,
+}
+"""By the name of `--speculation`, from the vocabulary's size."""
+
+
+def drafter_bytes(name: str, vocab_size: int, max_context: int) -> int:
+    """Memory that the drafter `name` may come to hold; 0 for what is none."""
+    if name not in DRAFTERS:
+        return 0
+    return index_bytes(max_context) if name == "lookup" else matrix_bytes(vocab_size)
+
+
+class Drafting:
+    """Drafts for one model; who has another text continued says so, and nothing else need be forgotten."""
+
+    def __init__(self, name: str, vocab_size: int, most_nodes: int) -> None:
+        """name: one of DRAFTERS. most_nodes: of a draft, its root included, whatever the policy says."""
+        self._drafter = DRAFTERS[name](vocab_size)
+        self._policy = TreePolicy()
+        self._most_nodes = most_nodes
+
+    def draft(self, text: Sequence[int], most_nodes: int, most_tokens: int) -> Draft:
+        """Guesses behind `text`, whose last token is the draft's root and has not been through the model.
+
+        most_nodes: that there is room for; most_tokens: that may still be drawn.
+        """
+        self._drafter.follow(text)
+        nodes = min(self._policy.begin(), self._most_nodes, most_nodes)
+        return grow(text[-1], self._drafter.propose, self._policy.worth, nodes, most_tokens - 1)
+
+    def drew(self, text: Sequence[int], token: int, logits: Float32) -> None:
+        """`token` was drawn from logits (V,) and comes behind `text`."""
+        self._drafter.follow(text)
+        self._drafter.judge(token)
+        self._drafter.learn(text[-1], logits)
+
+    def passed(self, draft: Draft, seconds: float) -> None:
+        """A pass over `draft`, and drawing from it, took so long."""
+        self._policy.record(len(draft), seconds)

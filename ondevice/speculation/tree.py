@@ -1,0 +1,80 @@
+"""Draft trees: what a pass verifies, grown where acceptance is likeliest.
+
+Whatever the tree, what is verified is exact ("SpecExec", arXiv 2406.02532, grows trees the same way): a draft
+decides how many tokens a pass gives, never which.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
+
+Proposals = Iterable[tuple[int, float]]
+"""Token ids, each once, with the chance from 0 to 1 that it is the one that follows."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """n tokens as a tree. The first is decided and has no parent; the others are guesses at what follows."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        return TokenTree(self.parents)
+
+    @cached_property
+    def _children(self) -> dict[tuple[int, int], int]:
+        nodes = zip(self.parents, self.tokens, strict=True)
+        return {place: node for node, place in enumerate(nodes) if node}
+
+    def child(self, node: int, token: int) -> int | None:
+        """The node that guesses `token` behind `node`, if one does."""
+        return self._children.get((node, token))
+
+
+def plain(token: int) -> Draft:
+    """No guesses: a pass of plain decoding."""
+    return Draft((token,), (-1,))
+
+
+def grow(
+    root: int,
+    propose: Callable[[Sequence[int]], Proposals],
+    worth: Callable[[int, float], bool],
+    nodes: int,
+    depth: int,
+) -> Draft:
+    """A tree behind the decided token `root`, its likeliest nodes first, of at most `nodes`, root included.
+
+    propose(path): what may follow `root` and the guesses `path` behind it. worth(n, chance): whether a tree
+    of n nodes should get another that is reached with that chance; the first that isn't worth it ends it.
+    depth: guesses in a row, at most.
+    """
+    tokens, parents = [root], [-1]
+    paths: list[tuple[int, ...]] = [()]
+    waiting: list[tuple[float, int, int, int]] = []
+
+    def offer(node: int, chance: float) -> None:
+        if len(paths[node]) < min(depth, MAX_DEPTH):
+            for order, (token, likely) in enumerate(propose(paths[node])):
+                heapq.heappush(waiting, (-chance * likely, node, order, token))
+
+    offer(0, 1.0)
+    while waiting and len(tokens) < nodes:
+        missed, parent, _, token = heapq.heappop(waiting)
+        if not worth(len(tokens), -missed):
+            break
+        tokens.append(token)
+        parents.append(parent)
+        paths.append((*paths[parent], token))
+        offer(len(tokens) - 1, -missed)
+    return Draft(tuple(tokens), tuple(parents))

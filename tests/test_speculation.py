@@ -1,0 +1,294 @@
+"""Guesses change how many passes a text takes, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ondevice
+from ondevice.api import Model, load
+from ondevice.backends.base import Float32
+from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.speculation.drafters.lookup import Lookup
+from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
+from ondevice.speculation.drafting import DRAFTERS
+from ondevice.speculation.policy import FIRST_DRAFTS, FIRST_PLAIN, MOST_NODES, TRIAL_PASSES, TreePolicy
+from ondevice.speculation.tree import Draft, grow
+from ondevice.speculation.verify import verify
+from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.chat import PROMPT, squeeze
+
+SHIPPED = Path(__file__).resolve().parents[1] / "weights/small-relu"
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(3)),
+    {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
+]
+QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
+
+
+class Scripted:
+    """Drafts that are right for a while and wrong beside it: trees of all shapes, from a text known ahead."""
+
+    def __init__(self, text: Sequence[int], vocab_size: int, seed: int) -> None:
+        self._text = list(text)
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(seed)
+        self.sizes: list[int] = []
+
+    def draft(self, text: Sequence[int], most_nodes: int, most_tokens: int) -> Draft:
+        rng, known = self._random, self._text[len(text) :]
+        tokens, parents, depths = [text[-1]], [-1], [0]
+        for _ in range(int(rng.integers(0, min(MOST_NODES, most_nodes)))):
+            parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
+            depth = depths[parent] + 1
+            right = depth <= len(known) and rng.random() < 0.6
+            token = known[depth - 1] if right else int(rng.integers(self._vocab_size))
+            taken = [tokens[i] for i, its_parent in enumerate(parents) if its_parent == parent]
+            if depth < most_tokens and token not in taken:
+                tokens.append(token)
+                parents.append(parent)
+                depths.append(depth)
+        self.sizes.append(len(tokens))
+        return Draft(tuple(tokens), tuple(parents))
+
+    def drew(self, text: Sequence[int], token: int, logits: Float32) -> None:
+        pass
+
+    def passed(self, draft: Draft, seconds: float) -> None:
+        pass
+
+
+def draft_by(model: Model, text: Sequence[int], seed: int) -> Scripted:
+    """Make the model draft from what it is known to write."""
+    engine = model._engine
+    scripted: Any = Scripted(text, engine._bundle.config.vocab_size, seed)
+    engine._generator = dataclasses.replace(engine._generator, drafting=scripted)
+    return scripted  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relu")
+    shape = {"num_hidden_layers": 4, "intermediate_size": 1500, "hidden_act": "relu"}
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "relu")
+
+
+@pytest.fixture(scope="module")
+def plain_texts(relu_bundle: Path) -> Iterator[list[tuple[int, ...]]]:
+    with load(relu_bundle, sparsity="dense", speculation="off") as model:
+        yield [write(model, **sampling) for sampling in SAMPLINGS]
+
+
+def write(model: Model, count: int = 60, **options: Any) -> tuple[int, ...]:
+    return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_any_tree_leaves_every_token_as_it_is(
+    relu_bundle: Path, plain_texts: list[tuple[int, ...]], sparsity: str, resident: bool
+) -> None:
+    with load(relu_bundle, sparsity=sparsity, speculation="lookup", threads=2) as model:
+        if not resident:
+            squeeze(model, model.plan.segment.least + 1)
+        prompt = model.tokenizer.encode(PROMPT)
+        for seed, (sampling, expected) in enumerate(zip(SAMPLINGS, plain_texts, strict=True)):
+            scripted = draft_by(model, [*prompt, *expected], seed)
+            answer = model.generate(PROMPT, max_tokens=60, logit_bias={EOS: -math.inf}, **sampling)
+            assert answer.tokens == expected
+            assert max(scripted.sizes) > 6
+            assert answer.stats.accepted_tokens_per_pass > 1.2
+            assert answer.stats.forward_passes < 60
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
+    drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However little it is worth here: the largest trees.
+    monkeypatch.setattr(TreePolicy, "begin", lambda policy: MOST_NODES)
+    monkeypatch.setattr(TreePolicy, "worth", lambda policy, nodes, chance: True)
+    with (
+        load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
+        load(SHIPPED, sparsity=sparsity, speculation=drafter) as drafting,
+        load(SHIPPED, sparsity=sparsity, speculation=drafter) as small,
+    ):
+        squeeze(small, small.plan.segment.least)
+        for sampling in SAMPLINGS[::2]:
+            expected = plain.generate(QUESTION, max_tokens=80, **sampling)
+            for model in (drafting, small):
+                found = model.generate(QUESTION, max_tokens=80, **sampling)
+                assert (found.tokens, found.text) == (expected.tokens, expected.text)
+                assert found.finish_reason == expected.finish_reason
+                assert found.stats.speculation == drafter
+        assert drafting.generate(QUESTION, max_tokens=80).stats.accepted_tokens_per_pass > 1.05
+
+
+def test_a_stop_string_ends_the_text_inside_an_accepted_path(relu_bundle: Path) -> None:
+    with load(relu_bundle, speculation="lookup") as model:
+        whole = model.generate(PROMPT, max_tokens=40)
+        known = [*model.tokenizer.encode(PROMPT), *whole.tokens]
+        for count in range(1, 30, 4):
+            for seed in range(3):
+                draft_by(model, known, seed)
+                assert model.generate(PROMPT, max_tokens=count).tokens == whole.tokens[:count]
+        stop = whole.text[12:15]
+        draft_by(model, known, 5)
+        answer = model.generate(PROMPT, max_tokens=40, stop=[stop])
+        assert answer.text == whole.text[: whole.text.index(stop)]
+        assert answer.finish_reason == "stop"
+
+
+def test_a_conversation_goes_on_behind_what_was_accepted(relu_bundle: Path) -> None:
+    said = ["Tell me.", "More.", "And then?"]
+    with load(relu_bundle, speculation="off") as model:
+        plain = model.session()
+        expected = [plain.respond(words, max_tokens=12).tokens for words in said]
+    with load(relu_bundle, speculation="lookup") as model:
+        session = model.session()
+        for words, tokens in zip(said, expected, strict=True):
+            draft_by(model, [], len(words))
+            assert session.respond(words, max_tokens=12).tokens == tokens
+            kv = next(iter(model._engine._caches.values()))
+            assert kv.length == len(kv.tokens) <= len(kv.blocks) * 64
+
+
+def test_only_what_was_accepted_counts_for_the_neuron_cache(
+    relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[list[Float32]] = [[]]
+    observe = NeuronCache.observe
+
+    def note(cache: NeuronCache, layer: int, gates: Float32) -> None:
+        if layer == 1:
+            observed[-1] += list(gates.copy())
+        observe(cache, layer, gates)
+
+    monkeypatch.setattr(NeuronCache, "observe", note)
+    with load(relu_bundle, sparsity="exact", speculation="lookup") as model:
+        squeeze(model, model.plan.segment.least + 1)
+        assert isinstance(model._engine._neurons, NeuronFetcher)
+        # A root that nobody guesses anything behind.
+        draft_by(model, [], 0).draft = lambda text, *limits: Draft((text[-1],), (-1,))  # type: ignore[method-assign]
+        tokens = write(model, 40)
+        observed.append([])
+        draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 1)
+        assert write(model, 40) == tokens
+    plain, drafted = (np.array(rows) for rows in observed)
+    assert plain.shape == drafted.shape
+    # Those held back were kept in half precision.
+    np.testing.assert_allclose(drafted, plain, rtol=1e-3, atol=1e-6)
+    assert ((drafted > 0) == (plain > 0))[np.abs(plain) > 1e-6].all()
+
+
+def test_a_plan_counts_what_drafting_holds() -> None:
+    plans = {
+        name: ondevice.inspect(SHIPPED, sparsity="exact", speculation=name) for name in ("off", *DRAFTERS)
+    }
+    assert plans["off"].draft_bytes == 0
+    assert all(plans[name].draft_bytes > 0 for name in DRAFTERS)
+    for plan in plans.values():
+        grown = plan.minimum_budget_bytes - plans["off"].minimum_budget_bytes
+        assert grown == pytest.approx(plan.draft_bytes, abs=1 << 20)
+
+
+def test_verification_follows_the_target() -> None:
+    draft = Draft((5, 7, 8, 9, 6), (-1, 0, 0, 2, 3))
+    target = {0: 8, 2: 9, 3: 1}
+    asked: list[int] = []
+
+    def draw(node: int) -> int | None:
+        asked.append(node)
+        return target[node]
+
+    assert verify(draft, draw) == [0, 2, 3] == asked
+    assert verify(draft, lambda node: None) == [0]
+    assert verify(draft, lambda node: 4) == [0]
+    # The root's own token is no guess.
+    assert draft.child(-1, 5) is None
+
+
+def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
+    guesses = {(): [(1, 0.6), (2, 0.3)], (1,): [(3, 0.9), (4, 0.1)], (2,): [(5, 0.9)], (1, 3): [(6, 0.2)]}
+
+    def tree(worth: float = 0.0, nodes: int = 16, depth: int = 8) -> Draft:
+        return grow(
+            9, lambda path: guesses.get(tuple(path), []), lambda n, chance: chance > worth, nodes, depth
+        )
+
+    # 0.6, 0.54, 0.3, 0.27, 0.108, 0.06
+    assert tree() == Draft((9, 1, 3, 2, 5, 6, 4), (-1, 0, 1, 0, 3, 2, 1))
+    assert tree(worth=0.28) == Draft((9, 1, 3, 2), (-1, 0, 1, 0))
+    assert tree(nodes=2) == Draft((9, 1), (-1, 0))
+    assert tree(depth=1) == Draft((9, 1, 2), (-1, 0, 0))
+    assert tree(depth=0) == Draft((9,), (-1,))
+
+
+def test_lookup_says_what_followed_the_longest_run() -> None:
+    lookup = Lookup()
+    lookup.follow([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
+    assert [token for token, _ in lookup.propose(())] == [4]
+    assert [token for token, _ in lookup.propose((5,))] == [1]
+    lookup.follow([7, 8])
+    assert list(lookup.propose(())) == []
+    lookup.follow([7, 8, 7])
+    (token, before), *_ = lookup.propose(())
+    assert token == 8
+    lookup.judge(8)
+    ((_, after),) = lookup.propose(())
+    assert after > before
+    for _ in range(100):
+        lookup.judge(3)
+    ((_, never),) = lookup.propose(())
+    assert never < 0.05
+
+
+def test_recycling_keeps_what_the_model_said_last() -> None:
+    recycling, logits = Recycling(50), np.zeros(50, dtype=np.float32)
+    recycling.follow([3])
+    assert list(recycling.propose(())) == []
+    logits[[10, 20, 30]] = 3, 5, 4
+    recycling.learn(3, logits)
+    assert [token for token, _ in recycling.propose(())][:3] == [20, 30, 10]
+    assert [token for token, _ in recycling.propose((9, 3))][:3] == [20, 30, 10]
+    for _ in range(100):
+        recycling.judge(30)
+    chances = [chance for _, chance in recycling.propose(())]
+    assert chances[1] > 0.9
+    assert chances[0] < 0.1
+    assert candidates(4096) == CANDIDATES
+    for vocab_size in (32_000, 128_256, 256_000, 2):
+        assert 4 * vocab_size * candidates(vocab_size) <= MATRIX_BYTES
+        assert candidates(vocab_size) >= 1
+
+
+def test_the_policy_weighs_tokens_against_time() -> None:
+    def sizes(node_seconds: float, chance: float, passes: int = 300) -> list[int]:
+        policy, found = TreePolicy(), []
+        for _ in range(passes):
+            draft = grow(0, lambda path: [(1, chance)], policy.worth, policy.begin(), 99)
+            policy.record(len(draft), 1.0 + node_seconds * (len(draft) - 1))
+            found.append(len(draft))
+        return found
+
+    # A node costs nothing: as many as fit, but for a plain pass now and then.
+    free = sizes(0.0, 0.5)
+    assert free[FIRST_PLAIN + FIRST_DRAFTS :].count(MOST_NODES) > 280
+    assert free[50:].count(1) == pytest.approx(250 / TRIAL_PASSES, abs=1)
+    # A node costs half of a pass, and is right half of the time: one is worth 0.5 of 1 token for 0.5 of 1.
+    assert max(sizes(0.6, 0.5)[50:]) <= 4
+    assert sizes(0.6, 0.5)[50:].count(1) > 200
+    rates = [sum(0.9**guess for guess in range(nodes)) / (1 + 0.1 * (nodes - 1)) for nodes in range(1, 17)]
+    assert sizes(0.1, 0.9)[60] == 1 + int(np.argmax(rates))
+    # Where nothing helps, drafts are tried and no more.
+    assert sum(size > 1 for size in sizes(1.0, 0.2)) <= FIRST_DRAFTS + 300 // TRIAL_PASSES + 1
