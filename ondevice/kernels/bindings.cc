@@ -108,8 +108,9 @@ void bind_ops(nb::module_& m) {
         engine.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
     });
   });
-  m.def("kv_move", [](const Engine& engine, const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks,
-                      int64_t layers, int64_t kv_heads, int64_t dim, int bits, int64_t from, int64_t to) {
+  m.def("kv_move", [](const Engine& engine,
+                      const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks, int64_t layers,
+                      int64_t kv_heads, int64_t dim, int bits, int64_t from, int64_t to) {
     require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
     for (int64_t layer = 0; layer < layers; ++layer)
       engine.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
@@ -125,10 +126,8 @@ void bind_ops(nb::module_& m) {
             "out is (T, heads * head_dim)");
     require(position >= 0 && window >= 0, "position and window must not be negative");
     const AttentionArgs args{
-        q.data(),   q.stride(0),
-        heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
-        position,   window,
-        out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+        q.data(), q.stride(0), heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+        position, window,      out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
     nb::gil_scoped_release release;
     engine.attention(args, tokens);
   });

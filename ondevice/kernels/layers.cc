@@ -58,8 +58,8 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
   const int64_t shared = args.heads / args.kv.heads;
   const int64_t queries = shared >= kQueryRows ? 1 : kQueryRows / shared;
   const int64_t pieces = (tokens + queries - 1) / queries;
-  const int64_t floats = attention_scratch_floats(args, args.position + tokens,
-                                                  (tokens < queries ? tokens : queries) * shared);
+  const int64_t floats =
+      attention_scratch_floats(args, args.position + tokens, (tokens < queries ? tokens : queries) * shared);
   float* memory = scratch(floats);
   pool_.parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; ++i) {

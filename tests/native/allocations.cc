@@ -105,10 +105,9 @@ void attention(Engine& engine, int bits) {
   const std::vector<float> q(kTokens * kHeads * kDim, 0.5f);
   std::vector<float> y(q.size());
   const ondevice::KvView kv{blocks, 0, head_bytes, kHeads, kDim, bits};
-  twice("attention", bits,
-        [&] {
-          engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
-        });
+  twice("attention", bits, [&] {
+    engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
+  });
   const int32_t parents[kTokens] = {-1, 0, 0, 1, 3}, depths[kTokens] = {0, 1, 1, 2, 3};
   twice("attention in a tree", bits, [&] {
     engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {parents, depths}}, kTokens);
