@@ -144,7 +144,8 @@ class Generator:
         if self.drafting is not None:
             draft = self.drafting.draft(written.history, self.max_context - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
-        hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=draft.tree)
+        tree = draft.tree if len(draft) > 1 else None
+        hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=tree)
         meter.passes += 1
         path: list[int] = []
         try:

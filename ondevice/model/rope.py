@@ -20,6 +20,9 @@ _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879
 _SIN_TERMS = tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(9))
 _COS_TERMS = tuple((-1.0) ** n / math.factorial(2 * n) for n in range(9))
 
+AHEAD = 64
+"""Passes over fewer positions than this have their tables from twice as many, computed at once."""
+
 
 class Rope:
     """The tables of one model.
@@ -33,9 +36,23 @@ class Rope:
         if config.rope_scaling is not None:
             frequencies = [_scaled(frequency, config.rope_scaling) for frequency in frequencies]
         self.inverse_frequencies = np.array(frequencies, dtype=np.float32)
+        self._known = range(0)
+        self._cos = self._sin = np.zeros((0, len(frequencies)), dtype=np.float32)
+        """Of the positions `_known`."""
 
     def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
-        """Cosine and sine, each (T, Dh / 2), for logical positions (T,)."""
+        """Cosine and sine, each (T, Dh / 2), for logical positions (T,), the first of which is the least."""
+        first, last = int(positions[0]), int(positions.max())
+        if last - first >= AHEAD:
+            return self._computed(positions)
+        if not self._known.start <= first <= last < self._known.stop:
+            # Passes of decoding ask for a few positions each, one after the other.
+            self._known = range(first, first + 2 * AHEAD)
+            self._cos, self._sin = self._computed(np.arange(first, first + 2 * AHEAD))
+        rows = positions - self._known.start
+        return self._cos[rows], self._sin[rows]
+
+    def _computed(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float32)[:, None] * self.inverse_frequencies
         cos, sin = cos_sin(angles.astype(np.float64))
         return cos.astype(np.float32), sin.astype(np.float32)

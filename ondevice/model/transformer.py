@@ -123,10 +123,10 @@ class Transformer:
         backend, config, position = self.backend, self.config, kv.length
         ids = self._checked(tokens)
         kv.reserve(position + len(ids))
-        if tree is not None and tree.is_chain:
-            tree = None
         if tree is not None and len(tree) != len(ids):
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
+        if tree is not None and tree.is_chain:
+            tree = None
         ahead = np.arange(len(ids)) if tree is None else tree.depths
         cos, sin = self._rope.tables(position + ahead)
         if x is None:
