@@ -133,6 +133,14 @@ class Ablation:
         apart = self.row("all")
         return self.row("overlap").total_seconds / max(apart.io_seconds, apart.compute_seconds)
 
+    @property
+    def own_overlap_ratio(self) -> float | None:
+        """The same over the longer of its own; reads that are begun ahead of the text are among them."""
+        if len(self.rows) <= 2:
+            return None
+        row = self.row("overlap")
+        return row.total_seconds / max(row.io_seconds, row.compute_seconds)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -143,6 +151,7 @@ class Ablation:
             "max_tokens": self.max_tokens,
             "rows": [row.to_dict() for row in self.rows],
             "overlap_ratio": self.overlap_ratio,
+            "own_overlap_ratio": self.own_overlap_ratio,
             "notes": list(self.notes),
             "machine": machine(self.rows[0].kernel_target),
         }

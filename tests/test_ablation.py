@@ -131,6 +131,7 @@ def test_the_table_and_the_overlap(found: Ablation) -> None:
     (line,) = [line for line in lines if line.startswith("overlap takes")]
     own = overlap.total_seconds / max(overlap.io_seconds, overlap.compute_seconds)
     assert f"{found.overlap_ratio:.2f} x the longer of I/O and compute" in line
+    assert found.own_overlap_ratio == own
     assert f"{own:.2f} x that of its own" in line
     step = next(line for line in lines if line.startswith("predictor  after hybrid"))
     factor = found.row("predictor").flash_bytes / found.row("hybrid").flash_bytes
@@ -175,7 +176,7 @@ def test_the_command(ondevice: Run, sparse_bundle: Path) -> None:
     figures = shown.json
     assert list(figures) == [
         "model", "dram_budget_bytes", "prompt_tokens", "warm_up_tokens", "max_tokens", "rows",
-        "overlap_ratio", "notes", "machine",
+        "overlap_ratio", "own_overlap_ratio", "notes", "machine",
     ]  # fmt: skip
     assert list(figures["rows"][0]) == [
         "name", "sparsity", "io", "kernel_target", "feed_forward_bytes", "resident_bytes", "flash_bytes",

@@ -12,6 +12,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
+from ondevice.models import shipped_folder
 from ondevice.sparsity.claimed_reads import ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing
@@ -83,6 +84,17 @@ def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...])
     assert stats.neuron_cache_hit_rate < 1
     assert response.stats.guess_wasted_bytes <= quality.wasted_bytes
     assert_nothing_leaked(model)
+
+
+@pytest.mark.usefixtures("always")
+def test_guesses_know_a_real_model() -> None:
+    """Half of what is read from a guess is wanted, where a fourteenth of all neurons fires."""
+    with load(shipped_folder() / "small-relu", sparsity="exact") as model:
+        squeeze(model, model.plan.segment.total // 3)
+        model.generate("It was a cold morning, and the old man", max_tokens=60)
+        quality = guessing(model).quality
+        assert quality.begun > 1000
+        assert quality.used > 0.4 * quality.begun
 
 
 @pytest.mark.usefixtures("always")

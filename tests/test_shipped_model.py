@@ -98,9 +98,11 @@ def test_predicted_text_does_not_depend_on_how_the_prompt_is_split() -> None:
     folder = shipped_folder() / NAME
     if Bundle.open(folder).predictors is None:
         pytest.skip("the model that ships has no predictors")
+    prompt = "It was a cold morning, and the old man " * 8
     seen = set()
     for chunk in (256, 31, 1):
         with ondevice.load(folder, sparsity="predicted", threads=1, prefill_chunk=chunk) as model:
-            tokens = model.generate("It was a cold morning, and the old man", max_tokens=60).tokens
+            assert len(model.tokenizer.encode(prompt)) > 2 * 31
+            tokens = model.generate(prompt, max_tokens=60).tokens
             seen.add((tokens, model.logits(tokens).tobytes()))
     assert len(seen) == 1

@@ -6,7 +6,8 @@ tokens as the command takes (the recorded ones, repeated), but for the epochs of
 these steps, for all ranks, as on trial, and for one. Which one is chosen depends on the model: the middle
 one is taken. Steps are all alike, so those of all tokens are projected from them; a real run's have more
 beside them, a byte for every gate that fires. Ends with one JSON line; exits 0 only if nothing was killed,
-the peak (page cache included) stays below the bound, and all layers together take less than a night.
+the peak (page cache included) stays below the bound, and all layers together take less than a night of
+processor time (whoever crowds the process out stretches the wall's clock, which is printed beside it).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ondevice.converters.predictors import PredictorOptions
 from ondevice.converters.train_predictor import split
 
 BOUND_BYTES = 3_000_000_000
-NIGHT_HOURS = 12.0
+NIGHT_PROCESSOR_HOURS = 12.0
 LAYER = 16
 STEPS = 24
 """Gradient steps that are measured."""
@@ -117,7 +118,7 @@ def table(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """0 if training stays within the bound, and within a night."""
+    """0 if training stays within the bound, and within a night of processor time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="recorded")
     parser.add_argument("--workdir", type=Path, default=HERE.parents[1] / "build/bench")
@@ -126,10 +127,8 @@ def main() -> int:
     bundle = synthetic_bundle(LLAMA_7B, TENTH, args.workdir)
     with tempfile.TemporaryDirectory(prefix="train-predictors-") as folder:
         row = measure(bundle, args.tokens, Path(folder))
-    # Whoever stops or crowds the process out stretches the wall's clock; alone, it never runs ahead of the
-    # processor's.
-    hours = min(row[clock]["all_hours"] for clock in CLOCKS)
-    passed = row["peak_bytes"] < BOUND_BYTES and hours < NIGHT_HOURS
+    hours = row["processor_seconds"]["all_hours"]
+    passed = row["peak_bytes"] < BOUND_BYTES and hours < NIGHT_PROCESSOR_HOURS
     print(table(row))
     summary = {"benchmark": "train_predictors_step", "passed": passed, "machine": machine()}
     print(json.dumps(summary | {"bound_bytes": BOUND_BYTES} | row))
