@@ -261,6 +261,10 @@ def with_all_read(hybrid: AblationRow, bundle: Bundle, io: IoMode, tokens: int) 
 
 def _prepared(model: Name | None, runtime: RuntimeConfig) -> tuple[Prepared, Prepared]:
     """The model with its neurons selected and without, under one budget; the same where nothing selects."""
+    if runtime.speculation not in ("auto", "off"):
+        raise UsageError(
+            f"--speculation {runtime.speculation}: rows of an ablation are compared token by token; leave it off"
+        )
     bundle = open_model(model, runtime).bundle
     sparsity = runtime.sparsity
     if sparsity == "auto":

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ondevice.backends.base import Float32
 from ondevice.config import RuntimeConfig, SamplingConfig
-from ondevice.errors import ContextOverflowError, UsageError
+from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Cancelled, Transformer
@@ -125,6 +125,10 @@ class Generator:
                 self._decode(written, kv, meter, cancelled)
         except Cancelled:
             written.reason = "cancelled"
+        except OndeviceError:
+            # What was drawn before it is the text all the same.
+            yield from written.events()
+            raise
         stats = meter.stats(self.labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats)
 
@@ -137,12 +141,14 @@ class Generator:
     ) -> None:
         """One pass over the newest token and guesses at what follows it; what it says is written.
 
-        kv then holds the text but for its newest token, whatever is raised.
+        kv then holds the text but for its newest token, or, whatever is raised, what it held before.
         """
         started, start = time.perf_counter(), kv.length
         draft = plain(written.history[-1])
         if self.drafting is not None:
-            draft = self.drafting.draft(written.history, self.max_context - start, written.room)
+            # Guesses take no block of keys and values that the newest token alone wouldn't.
+            places = min(self.max_context, max(start + 1, kv.room))
+            draft = self.drafting.draft(written.history, places - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
         hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=tree)

@@ -288,6 +288,7 @@ def _parts(plan: Plan) -> list[tuple[str, int]]:
         ("feed-forward, resident", plan.neuron_cache_bytes),
         ("streaming buffers", plan.staging_bytes),
         ("working memory", plan.activation_bytes),
+        ("drafts", plan.draft_bytes),
         ("process", plan.process_bytes),
     ]
     return [(what, nbytes) for what, nbytes in parts if nbytes]

@@ -216,6 +216,12 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
     for speculation in ("streams", "resident", "model"):
         with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation}"):
             models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
+    for speculation in ("lookup", "recycling"):
+        models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
+        with pytest.raises(BackendUnavailableError, match="--backend cpu"):
+            models.check_runtime(
+                config, RuntimeConfig(speculation=speculation, backend="reference"), None, None
+            )
     with pytest.raises(BackendUnavailableError, match="mlx"):
         models.check_runtime(config, RuntimeConfig(backend="mlx"), None, None)
 

@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 
 import ondevice
+from ondevice.ablation import ablation
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
+from ondevice.config import RuntimeConfig
+from ondevice.engine import Engine
+from ondevice.errors import BundleError, UsageError
+from ondevice.model.transformer import Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafters.lookup import Lookup
@@ -191,15 +196,68 @@ def test_only_what_was_accepted_counts_for_the_neuron_cache(
     assert ((drafted > 0) == (plain > 0))[np.abs(plain) > 1e-6].all()
 
 
+def test_guesses_take_no_block_that_the_text_does_not_need(
+    relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    allocate = Engine._allocate
+
+    def note(engine: Engine, nbytes: int) -> Any:
+        taken[-1] += 1
+        return allocate(engine, nbytes)
+
+    monkeypatch.setattr(Engine, "_allocate", note)
+    with load(relu_bundle, speculation="lookup") as model:
+        for seed in range(4):
+            draft_by(model, [], seed)
+            taken.append(0)
+            tokens = write(model, 150)
+            draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], seed)
+            taken.append(0)
+            assert write(model, 150) == tokens
+    assert len(set(taken)) == 1
+
+
+def test_what_was_drawn_before_an_error_is_the_text(
+    relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    checked = Transformer.checked_logits
+
+    def failing(transformer: Transformer, hidden: Any) -> Float32:
+        calls.append(1)
+        if len(calls) == 25:
+            raise BundleError("damaged")
+        return checked(transformer, hidden)
+
+    with load(relu_bundle, speculation="lookup") as model:
+        tokens = write(model, 60)
+        monkeypatch.setattr(Transformer, "checked_logits", failing)
+        draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 3)
+        session = model.stream(PROMPT, max_tokens=60, logit_bias={EOS: -math.inf})
+        said: list[int | None] = []
+        with pytest.raises(BundleError, match="damaged"):
+            said.extend(event.token for event in session)
+        assert tuple(said) == tokens[:24]
+        assert write(model, 60) == tokens
+
+
+def test_an_ablation_is_of_single_tokens(relu_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="leave it off"):
+        ablation(
+            relu_bundle, RuntimeConfig(speculation="lookup"), prompt_tokens=4, max_tokens=2, warm_up_tokens=1
+        )
+
+
 def test_a_plan_counts_what_drafting_holds() -> None:
     plans = {
         name: ondevice.inspect(SHIPPED, sparsity="exact", speculation=name) for name in ("off", *DRAFTERS)
     }
     assert plans["off"].draft_bytes == 0
     assert all(plans[name].draft_bytes > 0 for name in DRAFTERS)
-    for plan in plans.values():
-        grown = plan.minimum_budget_bytes - plans["off"].minimum_budget_bytes
-        assert grown == pytest.approx(plan.draft_bytes, abs=1 << 20)
+    needed = {name: plan.minimum_budget_bytes - plan.process_bytes for name, plan in plans.items()}
+    for name, plan in plans.items():
+        assert needed[name] == needed["off"] + plan.draft_bytes
 
 
 def test_verification_follows_the_target() -> None:

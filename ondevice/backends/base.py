@@ -274,8 +274,8 @@ class Backend(Protocol):
 
         q: (T, H, Dh), the first at logical `position`; query t sees positions 0 .. position + t, or with
         window > 0 only the last `window` of them. Its own chunk is already written, token t in place
-        position + t. With a tree of T nodes, query t sees what `tree.visible` says, and its result has the
-        bits that it has where its path is a text. Returns (T, H * Dh).
+        position + t. With a tree of T nodes, query t sees what `tree.visible` says; in the `cpu` engine its
+        result has the bits that it has where its path is a text. Returns (T, H * Dh).
         """
         ...
 

@@ -58,10 +58,12 @@ class Path {
   // memory: of kPathBlocks head blocks.
   Path(const AttentionArgs& args, int64_t head, uint8_t* memory)
       : args_(args), head_(head), memory_(memory), first_(args.position / kKvBlock) {
-    memset(memory, 0, static_cast<size_t>(kPathBlocks * args.kv.head_bytes));
-    if (args.position % kKvBlock)
-      memcpy(memory, args.kv.blocks[first_] + args.kv.layer_offset + head * args.kv.head_bytes,
-             static_cast<size_t>(args.kv.head_bytes));
+    // What no path has written is masked, but must be numbers.
+    const int64_t copied = args.position % kKvBlock ? args.kv.head_bytes : 0;
+    if (copied)
+      memcpy(memory, args.kv.blocks[first_] + args.kv.layer_offset + head * copied,
+             static_cast<size_t>(copied));
+    memset(memory + copied, 0, static_cast<size_t>(kPathBlocks * args.kv.head_bytes - copied));
     for (int64_t& node : held_) node = -1;
   }
 

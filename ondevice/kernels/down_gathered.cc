@@ -158,7 +158,7 @@ void gathered_all(const GatheredBlock* blocks, int64_t count, int64_t groups, in
       gathered_tokens<BITS, kTogether>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride,
                                        h_stride, y + t * y_stride, y_stride, lanes + t * lanes_stride,
                                        lanes_stride);
-    for (; t + 2 <= tokens; t += 2)
+    for (; kTogether > 2 && t + 2 <= tokens; t += 2)
       gathered_tokens<BITS, 2>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride, h_stride,
                                y + t * y_stride, y_stride, lanes + t * lanes_stride, lanes_stride);
     if (t < tokens)

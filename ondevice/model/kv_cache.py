@@ -53,6 +53,11 @@ class KVCache:
         return len(self.tokens)
 
     @property
+    def room(self) -> int:
+        """Tokens that the blocks held have places for."""
+        return len(self.blocks) * BLOCK_TOKENS
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the blocks held, used or reserved."""
         return len(self.blocks) * self.layout.block_bytes
@@ -71,7 +76,7 @@ class KVCache:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Count tokens whose keys and values a pass has just written behind the others."""
-        room = len(self.blocks) * BLOCK_TOKENS - self.length
+        room = self.room - self.length
         if len(tokens) > room:
             raise ValueError(f"{len(tokens)} tokens were written where only {room} positions are reserved")
         self.tokens.extend(tokens)

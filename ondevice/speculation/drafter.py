@@ -15,7 +15,7 @@ SURENESS_DECAY = 0.97
 class Drafter(Protocol):
     """Guesses tokens. It is told the text as it grows; what doesn't continue the last one is a new text."""
 
-    def follow(self, text: Sequence[int]) -> None:
+    def follow(self, text: list[int]) -> None:
         """The text is now `text`, token ids."""
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ondevice.backends.base import Float32
 from ondevice.speculation.drafter import Drafter
@@ -26,7 +26,7 @@ def drafter_bytes(name: str, vocab_size: int, max_context: int) -> int:
 
 
 class Drafting:
-    """Drafts for one model; who has another text continued says so, and nothing else need be forgotten."""
+    """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
 
     def __init__(self, name: str, vocab_size: int, most_nodes: int) -> None:
         """name: one of DRAFTERS. most_nodes: of a draft, its root included, whatever the policy says."""
@@ -34,7 +34,7 @@ class Drafting:
         self._policy = TreePolicy()
         self._most_nodes = most_nodes
 
-    def draft(self, text: Sequence[int], most_nodes: int, most_tokens: int) -> Draft:
+    def draft(self, text: list[int], most_nodes: int, most_tokens: int) -> Draft:
         """Guesses behind `text`, whose last token is the draft's root and has not been through the model.
 
         most_nodes: that there is room for; most_tokens: that may still be drawn.
@@ -43,7 +43,7 @@ class Drafting:
         nodes = min(self._policy.begin(), self._most_nodes, most_nodes)
         return grow(text[-1], self._drafter.propose, self._policy.worth, nodes, most_tokens - 1)
 
-    def drew(self, text: Sequence[int], token: int, logits: Float32) -> None:
+    def drew(self, text: list[int], token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind `text`."""
         self._drafter.follow(text)
         self._drafter.judge(token)

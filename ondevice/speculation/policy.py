@@ -26,7 +26,7 @@ class TreePolicy:
         self._in_a_row = 0
         """Passes of the same kind, with or without a draft, since the last of the other kind."""
         self._was_draft = False
-        self._trial = self._resting = False
+        self._trial = False
         self._expected = 1.0
 
     def begin(self) -> int:
@@ -34,8 +34,8 @@ class TreePolicy:
         self._expected = 1.0
         overdue = self._in_a_row >= TRIAL_PASSES
         self._trial = self._draft_passes < FIRST_DRAFTS or (overdue and not self._was_draft)
-        self._resting = self._plain_passes < FIRST_PLAIN or (overdue and self._was_draft)
-        if self._resting:
+        resting = self._plain_passes < FIRST_PLAIN or (overdue and self._was_draft)
+        if resting:
             return 1
         return TRIAL_NODES if self._trial else MOST_NODES
 

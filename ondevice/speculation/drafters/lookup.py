@@ -32,9 +32,9 @@ class Lookup:
         """Run of tokens -> the place behind where it last occurred, if a token is known there."""
         self._sureness = [Sureness(prior) for prior in PRIORS]
 
-    def follow(self, text: Sequence[int]) -> None:
+    def follow(self, text: list[int]) -> None:
         known = len(self._text)
-        if list(text[:known]) != self._text:
+        if text[:known] != self._text:
             self._text, self._ends, known = [], {}, 0
         for place in range(known, len(text)):
             # The run that ends here: now there is a token behind it.

@@ -15,7 +15,7 @@ from ondevice.speculation.tree import Proposals
 
 CANDIDATES = 8
 MATRIX_BYTES = 2_000_000
-"""At most, of the matrix: huge vocabularies keep fewer candidates."""
+"""At most, of the matrix, as long as one candidate of every token fits: huge vocabularies keep fewer."""
 FIRST_PRIOR, NEXT_PRIOR = 0.4, 0.4
 """How sure the first candidate is at first, and each further one of what the one before it is."""
 
@@ -39,7 +39,7 @@ class Recycling:
         self._sureness = [Sureness(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in range(self._next.shape[1])]
         self._last = -1
 
-    def follow(self, text: Sequence[int]) -> None:
+    def follow(self, text: list[int]) -> None:
         self._last = text[-1] if len(text) else -1
 
     def propose(self, path: Sequence[int]) -> Proposals:
