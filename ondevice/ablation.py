@@ -263,7 +263,7 @@ def _prepared(model: Name | None, runtime: RuntimeConfig) -> tuple[Prepared, Pre
     """The model with its neurons selected and without, under one budget; the same where nothing selects."""
     if runtime.speculation not in ("auto", "off"):
         raise UsageError(
-            f"--speculation {runtime.speculation}: rows of an ablation are compared token by token; leave it off"
+            f"--speculation {runtime.speculation}: an ablation compares single tokens; leave it off"
         )
     bundle = open_model(model, runtime).bundle
     sparsity = runtime.sparsity

@@ -276,8 +276,8 @@ def check_runtime(
         )
     if runtime.speculation in DRAFTERS and runtime.backend == "reference":
         raise BackendUnavailableError(
-            f"--speculation {runtime.speculation}: with --backend reference a token's last bits depend on what "
-            "goes through the model beside it, so guesses could change the text; use --backend cpu"
+            f"--speculation {runtime.speculation}: with --backend reference a token's last bits depend on "
+            "what goes through the model beside it, so guesses could change the text; use --backend cpu"
         )
     if runtime.backend == "mlx":
         raise BackendUnavailableError("--backend mlx isn't part of this version; use cpu or reference")
