@@ -114,6 +114,8 @@ class Generator:
         written = _Continuation(history, room, text, sampling, self.eos_ids)
         try:
             logits = self._prefill(history, kv, meter, cancelled)
+            if self.drafting is not None:
+                self.drafting.begin(history)
             if room:
                 self._draw(written, logits[0], meter)
             while True:
@@ -148,7 +150,7 @@ class Generator:
         if self.drafting is not None:
             # Guesses take no block of keys and values that the newest token alone wouldn't.
             places = min(self.max_context, max(start + 1, kv.room))
-            draft = self.drafting.draft(written.history, places - start, written.room)
+            draft = self.drafting.draft(written.history[-1], places - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
         hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=tree)
@@ -173,7 +175,7 @@ class Generator:
         token = sample(logits, written.sampling, len(written.history), written.history)
         meter.sampled += 1
         if self.drafting is not None:
-            self.drafting.drew(written.history, token, logits)
+            self.drafting.drew(written.history[-1], token, logits)
         written.add(token)
         return None if written.ended else token
 

@@ -49,9 +49,12 @@ class Scripted:
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
 
-    def draft(self, text: Sequence[int], most_nodes: int, most_tokens: int) -> Draft:
-        rng, known = self._random, self._text[len(text) :]
-        tokens, parents, depths = [text[-1]], [-1], [0]
+    def begin(self, text: list[int]) -> None:
+        self._length = len(text)
+
+    def draft(self, root: int, most_nodes: int, most_tokens: int) -> Draft:
+        rng, known = self._random, self._text[self._length :]
+        tokens, parents, depths = [root], [-1], [0]
         for _ in range(int(rng.integers(0, min(MOST_NODES, most_nodes)))):
             parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
             depth = depths[parent] + 1
@@ -65,8 +68,8 @@ class Scripted:
         self.sizes.append(len(tokens))
         return Draft(tuple(tokens), tuple(parents))
 
-    def drew(self, text: Sequence[int], token: int, logits: Float32) -> None:
-        pass
+    def drew(self, last: int, token: int, logits: Float32) -> None:
+        self._length += 1
 
     def passed(self, draft: Draft, seconds: float) -> None:
         pass
@@ -184,7 +187,7 @@ def test_only_what_was_accepted_counts_for_the_neuron_cache(
         squeeze(model, model.plan.segment.least + 1)
         assert isinstance(model._engine._neurons, NeuronFetcher)
         # A root that nobody guesses anything behind.
-        draft_by(model, [], 0).draft = lambda text, *limits: Draft((text[-1],), (-1,))  # type: ignore[method-assign]
+        draft_by(model, [], 0).draft = lambda root, *limits: Draft((root,), (-1,))  # type: ignore[method-assign]
         tokens = write(model, 40)
         observed.append([])
         draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 1)
@@ -294,12 +297,12 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
 
 def test_lookup_says_what_followed_the_longest_run() -> None:
     lookup = Lookup()
-    lookup.follow([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
+    lookup.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
     assert [token for token, _ in lookup.propose(())] == [4]
     assert [token for token, _ in lookup.propose((5,))] == [1]
-    lookup.follow([7, 8])
+    lookup.begin([7, 8])
     assert list(lookup.propose(())) == []
-    lookup.follow([7, 8, 7])
+    lookup.begin([7, 8, 7])
     (token, before), *_ = lookup.propose(())
     assert token == 8
     lookup.judge(8)
@@ -313,7 +316,7 @@ def test_lookup_says_what_followed_the_longest_run() -> None:
 
 def test_recycling_keeps_what_the_model_said_last() -> None:
     recycling, logits = Recycling(50), np.zeros(50, dtype=np.float32)
-    recycling.follow([3])
+    recycling.begin([3])
     assert list(recycling.propose(())) == []
     logits[[10, 20, 30]] = 3, 5, 4
     recycling.learn(3, logits)

@@ -13,10 +13,14 @@ SURENESS_DECAY = 0.97
 
 
 class Drafter(Protocol):
-    """Guesses tokens. It is told the text as it grows; what doesn't continue the last one is a new text."""
+    """Guesses tokens behind a text, which it is told as it grows."""
 
-    def follow(self, text: list[int]) -> None:
-        """The text is now `text`, token ids."""
+    def begin(self, text: list[int]) -> None:
+        """From here on the text is `text`, token ids: perhaps the last one's continuation, perhaps another."""
+        ...
+
+    def add(self, token: int) -> None:
+        """`token` came behind the text."""
         ...
 
     def propose(self, path: Sequence[int]) -> Proposals:

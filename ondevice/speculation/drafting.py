@@ -34,20 +34,23 @@ class Drafting:
         self._policy = TreePolicy()
         self._most_nodes = most_nodes
 
-    def draft(self, text: list[int], most_nodes: int, most_tokens: int) -> Draft:
-        """Guesses behind `text`, whose last token is the draft's root and has not been through the model.
+    def begin(self, text: list[int]) -> None:
+        """A text is about to be continued: its token ids, of which there is at least one."""
+        self._drafter.begin(text)
+
+    def draft(self, root: int, most_nodes: int, most_tokens: int) -> Draft:
+        """Guesses behind the text, whose last token is `root` and has not been through the model.
 
         most_nodes: that there is room for; most_tokens: that may still be drawn.
         """
-        self._drafter.follow(text)
         nodes = min(self._policy.begin(), self._most_nodes, most_nodes)
-        return grow(text[-1], self._drafter.propose, self._policy.worth, nodes, most_tokens - 1)
+        return grow(root, self._drafter.propose, self._policy.worth, nodes, most_tokens - 1)
 
-    def drew(self, text: list[int], token: int, logits: Float32) -> None:
-        """`token` was drawn from logits (V,) and comes behind `text`."""
-        self._drafter.follow(text)
+    def drew(self, last: int, token: int, logits: Float32) -> None:
+        """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
         self._drafter.judge(token)
-        self._drafter.learn(text[-1], logits)
+        self._drafter.learn(last, logits)
+        self._drafter.add(token)
 
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, and drawing from it, took so long."""

@@ -32,15 +32,19 @@ class Lookup:
         """Run of tokens -> the place behind where it last occurred, if a token is known there."""
         self._sureness = [Sureness(prior) for prior in PRIORS]
 
-    def follow(self, text: list[int]) -> None:
+    def begin(self, text: list[int]) -> None:
         known = len(self._text)
         if text[:known] != self._text:
             self._text, self._ends, known = [], {}, 0
-        for place in range(known, len(text)):
-            # The run that ends here: now there is a token behind it.
-            for length in range(1, min(LONGEST, place) + 1):
-                self._ends[tuple(self._text[place - length : place])] = place
-            self._text.append(text[place])
+        for token in text[known:]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        place = len(self._text)
+        # The runs that end here: now there is a token behind them.
+        for length in range(1, min(LONGEST, place) + 1):
+            self._ends[tuple(self._text[place - length :])] = place
+        self._text.append(token)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         found = self._found(path)

@@ -39,8 +39,11 @@ class Recycling:
         self._sureness = [Sureness(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in range(self._next.shape[1])]
         self._last = -1
 
-    def follow(self, text: list[int]) -> None:
-        self._last = text[-1] if len(text) else -1
+    def begin(self, text: list[int]) -> None:
+        self._last = text[-1]
+
+    def add(self, token: int) -> None:
+        self._last = token
 
     def propose(self, path: Sequence[int]) -> Proposals:
         last = path[-1] if path else self._last
