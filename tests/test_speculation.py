@@ -18,13 +18,14 @@ from ondevice.backends.base import Float32
 from ondevice.config import RuntimeConfig
 from ondevice.engine import Engine
 from ondevice.errors import BundleError, UsageError
+from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
 from ondevice.speculation.drafting import DRAFTERS
-from ondevice.speculation.policy import FIRST_DRAFTS, FIRST_PLAIN, MOST_NODES, TRIAL_PASSES, TreePolicy
+from ondevice.speculation.policy import FIRST_DRAFTS, FIRST_PLAIN, TRIAL_PASSES, TreePolicy
 from ondevice.speculation.tree import Draft, grow
 from ondevice.speculation.verify import verify
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
@@ -55,7 +56,7 @@ class Scripted:
     def draft(self, root: int, most_nodes: int, most_tokens: int) -> Draft:
         rng, known = self._random, self._text[self._length :]
         tokens, parents, depths = [root], [-1], [0]
-        for _ in range(int(rng.integers(0, min(MOST_NODES, most_nodes)))):
+        for _ in range(int(rng.integers(0, min(NARROW_TOKENS, most_nodes)))):
             parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
             depth = depths[parent] + 1
             right = depth <= len(known) and rng.random() < 0.6
@@ -124,7 +125,7 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
     drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However little it is worth here: the largest trees.
-    monkeypatch.setattr(TreePolicy, "begin", lambda policy: MOST_NODES)
+    monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
     monkeypatch.setattr(TreePolicy, "worth", lambda policy, nodes, chance: True)
     with (
         load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
@@ -335,7 +336,7 @@ def test_recycling_keeps_what_the_model_said_last() -> None:
 
 def test_the_policy_weighs_tokens_against_time() -> None:
     def sizes(node_seconds: float, chance: float, passes: int = 300) -> list[int]:
-        policy, found = TreePolicy(), []
+        policy, found = TreePolicy(NARROW_TOKENS), []
         for _ in range(passes):
             draft = grow(0, lambda path: [(1, chance)], policy.worth, policy.begin(), 99)
             policy.record(len(draft), 1.0 + node_seconds * (len(draft) - 1))
@@ -344,7 +345,7 @@ def test_the_policy_weighs_tokens_against_time() -> None:
 
     # A node costs nothing: as many as fit, but for a plain pass now and then.
     free = sizes(0.0, 0.5)
-    assert free[FIRST_PLAIN + FIRST_DRAFTS :].count(MOST_NODES) > 280
+    assert free[FIRST_PLAIN + FIRST_DRAFTS :].count(NARROW_TOKENS) > 280
     assert free[50:].count(1) == pytest.approx(250 / TRIAL_PASSES, abs=1)
     # A node costs half of a pass, and is right half of the time: one is worth 0.5 of 1 token for 0.5 of 1.
     assert max(sizes(0.6, 0.5)[50:]) <= 4

@@ -16,7 +16,7 @@ class Drafter(Protocol):
     """Guesses tokens behind a text, which it is told as it grows."""
 
     def begin(self, text: list[int]) -> None:
-        """From here on the text is `text`, token ids: perhaps the last one's continuation, perhaps another."""
+        """From here on the text is `text`, token ids: the last one's continuation, or another."""
         ...
 
     def add(self, token: int) -> None:

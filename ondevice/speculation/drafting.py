@@ -29,10 +29,9 @@ class Drafting:
     """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
 
     def __init__(self, name: str, vocab_size: int, most_nodes: int) -> None:
-        """name: one of DRAFTERS. most_nodes: of a draft, its root included, whatever the policy says."""
+        """name: one of DRAFTERS. most_nodes: of a draft, its root included."""
         self._drafter = DRAFTERS[name](vocab_size)
-        self._policy = TreePolicy()
-        self._most_nodes = most_nodes
+        self._policy = TreePolicy(most_nodes)
 
     def begin(self, text: list[int]) -> None:
         """A text is about to be continued: its token ids, of which there is at least one."""
@@ -43,7 +42,7 @@ class Drafting:
 
         most_nodes: that there is room for; most_tokens: that may still be drawn.
         """
-        nodes = min(self._policy.begin(), self._most_nodes, most_nodes)
+        nodes = min(self._policy.begin(), most_nodes)
         return grow(root, self._drafter.propose, self._policy.worth, nodes, most_tokens - 1)
 
     def drew(self, last: int, token: int, logits: Float32) -> None:

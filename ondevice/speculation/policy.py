@@ -6,8 +6,6 @@ Where that is so for no node, decoding is plain, and now and then a small draft 
 
 from __future__ import annotations
 
-MOST_NODES = 16
-"""As many as working memory for narrow passes has room for."""
 FIRST_PLAIN, FIRST_DRAFTS, TRIAL_NODES = 4, 2, 4
 TRIAL_PASSES = 48
 """Passes without a draft after which one is tried, and passes with drafts after which one goes without."""
@@ -18,7 +16,9 @@ TIME_WEIGHT = 0.1
 class TreePolicy:
     """One model's: sessions share what its passes take."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_nodes: int) -> None:
+        """most_nodes: of a draft, its root included: what there is working memory for."""
+        self._most_nodes = most_nodes
         self._plain_seconds = 0.0
         self._node_seconds = 0.0
         """What each further node has lately added to a pass."""
@@ -37,7 +37,7 @@ class TreePolicy:
         resting = self._plain_passes < FIRST_PLAIN or (overdue and self._was_draft)
         if resting:
             return 1
-        return TRIAL_NODES if self._trial else MOST_NODES
+        return min(TRIAL_NODES, self._most_nodes) if self._trial else self._most_nodes
 
     def worth(self, nodes: int, chance: float) -> bool:
         """Whether a draft of `nodes` should get another, which is accepted with that chance."""
