@@ -104,7 +104,9 @@ class _ObservedBackend(CpuBackend):
 
     observe_inputs: InputObserver
 
-    def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
+    def feed_forward(
+        self, x: Float32, weight: CpuFeedForward, activation: Activation, certain: int | None = None
+    ) -> Float32:
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
         self.observe_inputs(layer, x)
         return self.dense_feed_forward(x, weight, activation)

@@ -9,7 +9,7 @@ K/N columns/rows of a matrix, G groups of 64 columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -286,8 +286,37 @@ class Backend(Protocol):
         """
         ...
 
-    def feed_forward(self, x: Array, weight: FeedForward, activation: Activation) -> Array:
-        """x: (T, D). Returns (T, D) = down(activation(gate(x)) * up(x)). Layers come in order in a pass."""
+    def feed_forward(
+        self, x: Array, weight: FeedForward, activation: Activation, certain: int | None = None
+    ) -> Array:
+        """x: (T, D). Returns (T, D) = down(activation(gate(x)) * up(x)). Layers come in order in a pass.
+
+        Tokens from `certain` on are guesses whose results need be near only: nothing is read for them, and
+        what isn't in memory counts as nothing.
+        """
+        ...
+
+    def rows(self, x: Array, tokens: Sequence[int]) -> Array:
+        """Copies of the rows `tokens` of x (T, D): (n, D), the caller's."""
+        ...
+
+    def add_streams(self, x: Array, tokens: Sequence[int], embeddings: Sequence[Vector]) -> Array:
+        """x (T, D) and behind it, for each of `tokens`, its row plus each embedding: (T + n * streams, D).
+
+        The result is the caller's.
+        """
+        ...
+
+    def add_low_rank(
+        self,
+        y: Array,
+        x: Array,
+        down: Linear,
+        up: Linear,
+        first: int,
+        activation: Literal["relu"] | None = None,
+    ) -> Array:
+        """y (T, N) with up @ activation(down @ x) added to the rows from `first` on; may overwrite y."""
         ...
 
     def add(self, a: Array, b: Array) -> Array:

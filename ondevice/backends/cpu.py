@@ -7,9 +7,9 @@ canonical arithmetic); numpy only copies, indexes and adds. An op's result is va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +63,9 @@ class CpuLinear:
     bias: Float32 | None
 
 
-Selected: TypeAlias = Callable[[Float32], Iterator[tuple[Int32, NDArray[np.uint64]]]]
-"""Scores (T, F) -> the neurons with a score above zero: ascending ids, addresses of what is read of them."""
+Selected: TypeAlias = Callable[[Float32, int], Iterator[tuple[Int32, NDArray[np.uint64]]]]
+"""Scores (T, F) -> the neurons with a score above zero: ascending ids, addresses of what is read of them.
+Of the tokens from the second argument on, only those that are in memory."""
 
 
 class CpuFeedForward:
@@ -119,7 +120,7 @@ class CpuFeedForward:
         self.native.pack(self._engine, segment, blocks, block0, records)
 
 
-def _unfed(scores: Float32) -> Iterator[tuple[Int32, NDArray[np.uint64]]]:
+def _unfed(scores: Float32, certain: int) -> Iterator[tuple[Int32, NDArray[np.uint64]]]:
     """Neurons that nobody provides must not read as zeros."""
     raise OndeviceError("nothing provides the neurons that are selected")
 
@@ -255,25 +256,29 @@ class CpuBackend:
         if weight.foresee is not None and selector is not None:
             weight.foresee(len(x), lambda: self.scores(self.rms_norm(x, norm, eps), selector))
 
-    def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
+    def feed_forward(
+        self, x: Float32, weight: CpuFeedForward, activation: Activation, certain: int | None = None
+    ) -> Float32:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation)
+            return self.dense_feed_forward(x, weight, activation, streamed=certain != 0)
         native, act = weight.native, ACTIVATIONS.index(activation)
         scores, gates = self._scored(x, weight.selector)
         native.begin(self.engine, x)
-        for ids, parts in weight.selected(scores):
+        for ids, parts in weight.selected(scores, len(x) if certain is None else certain):
             native.add_gathered(self.engine, ids, parts, weight.selector.predicted, gates, act)
         out = self._buffer("feed_forward", x.shape)
         native.finish(self.engine, out)
         return out
 
-    def dense_feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
-        """`feed_forward` of every neuron, whatever a selector would say."""
+    def dense_feed_forward(
+        self, x: Float32, weight: CpuFeedForward, activation: Activation, streamed: bool = True
+    ) -> Float32:
+        """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory."""
         native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
         native.begin(self.engine, x)
         if weight.segments:
             native.add(self.engine, weight.segments, tokens, act)
-        for piece in weight.streamed():
+        for piece in weight.streamed() if streamed else ():
             if isinstance(piece, np.ndarray):
                 staging = self._stage(native)
                 native.pack(self.engine, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
@@ -282,6 +287,31 @@ class CpuBackend:
         out = self._buffer("feed_forward", x.shape)
         native.finish(self.engine, out)
         return out
+
+    def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
+        return x[list(tokens)]
+
+    def add_streams(self, x: Float32, tokens: Sequence[int], embeddings: Sequence[Float32]) -> Float32:
+        streams = x[list(tokens), None] + np.stack(embeddings)
+        return np.concatenate([x, streams.reshape(-1, x.shape[1])])
+
+    def add_low_rank(
+        self,
+        y: Float32,
+        x: Float32,
+        down: CpuLinear,
+        up: CpuLinear,
+        first: int,
+        activation: Literal["relu"] | None = None,
+    ) -> Float32:
+        narrow = self._buffer("low rank", (len(x) - first, down.matrix.rows))
+        down.matrix.forward(self.engine, x[first:], None, narrow)
+        if activation is not None:
+            np.maximum(narrow, 0, out=narrow)
+        wide = self._buffer("from low rank", (len(narrow), up.matrix.rows))
+        up.matrix.forward(self.engine, narrow, None, wide)
+        y[first:] += wide
+        return y
 
     def add(self, a: Float32, b: Float32) -> Float32:
         return np.add(a, b, out=a)

@@ -9,9 +9,9 @@ of splitting a prompt. MLX is lazy: a pass computes nothing until `to_numpy` or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -160,8 +160,30 @@ class MlxBackend:
     def foresee(self, x: mx.array, norm: mx.array, eps: float, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
 
-    def feed_forward(self, x: mx.array, weight: MlxFeedForward, activation: Activation) -> mx.array:
+    def feed_forward(
+        self, x: mx.array, weight: MlxFeedForward, activation: Activation, certain: int | None = None
+    ) -> mx.array:
         return (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+
+    def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
+        return x[mx.array(list(tokens))]
+
+    def add_streams(self, x: mx.array, tokens: Sequence[int], embeddings: Sequence[mx.array]) -> mx.array:
+        streams = x[mx.array(list(tokens))][:, None] + mx.stack(list(embeddings))
+        return mx.concatenate([x, streams.reshape(-1, x.shape[1])])
+
+    def add_low_rank(
+        self,
+        y: mx.array,
+        x: mx.array,
+        down: MlxLinear,
+        up: MlxLinear,
+        first: int,
+        activation: Literal["relu"] | None = None,
+    ) -> mx.array:
+        narrow = x[first:] @ down.weight.T
+        narrow = narrow if activation is None else activate(narrow, activation)
+        return mx.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
 
     def add(self, a: mx.array, b: mx.array) -> mx.array:
         return a + b

@@ -7,7 +7,9 @@ bits between ways of splitting a prompt.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,9 +149,31 @@ class ReferenceBackend:
     def foresee(self, x: Float32, norm: Float32, eps: float, weight: ReferenceFeedForward) -> None:
         """Everything is in memory."""
 
-    def feed_forward(self, x: Float32, weight: ReferenceFeedForward, activation: Activation) -> Float32:
+    def feed_forward(
+        self, x: Float32, weight: ReferenceFeedForward, activation: Activation, certain: int | None = None
+    ) -> Float32:
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
         return product
+
+    def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
+        return x[list(tokens)]
+
+    def add_streams(self, x: Float32, tokens: Sequence[int], embeddings: Sequence[Float32]) -> Float32:
+        streams = [(x[token] + embedding)[None] for token in tokens for embedding in embeddings]
+        return np.concatenate([x, *streams])
+
+    def add_low_rank(
+        self,
+        y: Float32,
+        x: Float32,
+        down: ReferenceLinear,
+        up: ReferenceLinear,
+        first: int,
+        activation: Literal["relu"] | None = None,
+    ) -> Float32:
+        narrow = x[first:] @ down.weight.T
+        narrow = narrow if activation is None else activate(narrow, activation)
+        return np.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
 
     def add(self, a: Float32, b: Float32) -> Float32:
         return a + b

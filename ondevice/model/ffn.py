@@ -7,13 +7,29 @@ from __future__ import annotations
 
 from ondevice.backends.base import Array, Backend
 from ondevice.config import ModelConfig
-from ondevice.model.weights import LayerWeights
+from ondevice.model.weights import LayerWeights, StreamLayer
 
 
-def feed_forward(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> Array:
-    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D)."""
+def feed_forward(
+    backend: Backend,
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Array,
+    certain: int | None = None,
+    adapters: StreamLayer | None = None,
+    adapted: int = 0,
+) -> Array:
+    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D).
+
+    Tokens from `certain` on make do with the neurons that are at hand. adapters: are added for those from
+    `adapted` on.
+    """
     normed = backend.rms_norm(x, weights.feed_forward_norm, config.rms_norm_eps)
-    return backend.add(x, backend.feed_forward(normed, weights.feed_forward, config.hidden_act))
+    change = backend.feed_forward(normed, weights.feed_forward, config.hidden_act, certain)
+    if adapters is not None:
+        low = adapters.feed_forward
+        change = backend.add_low_rank(change, normed, low.down, low.up, adapted, "relu")
+    return backend.add(x, change)
 
 
 def foresee(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:

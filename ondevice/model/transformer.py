@@ -9,8 +9,9 @@ It knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -19,11 +20,11 @@ from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError
-from ondevice.model.attention import attention
+from ondevice.model.attention import Place, attention
 from ondevice.model.ffn import feed_forward, foresee
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
-from ondevice.model.weights import ModelWeights
+from ondevice.model.weights import ModelWeights, StreamWeights
 
 WantedLogits = Literal["none", "last"]
 
@@ -32,16 +33,64 @@ class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, 
     """A pass was given up between two layers; the cache is as it was before it."""
 
 
+@dataclass(frozen=True)
+class Narrowed:
+    """Of a pass's tokens, those that enter the stream layers, and which of these get streams (indices)."""
+
+    tokens: Sequence[int]
+    streams: Sequence[int] = ()
+
+
+Narrow = Callable[[Array], Narrowed]
+"""Given what enters the stream layers, (T, D)."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass over T tokens left: n of them went through all layers; S streams."""
+
+    tokens: Sequence[int]
+    """(n,) which of the T."""
+    hidden: Array
+    """(n, D) for `Transformer.logits`."""
+    branches: Array | None = None
+    """(n * S, D) what every token's streams begin with; the last token's alone where only that is wanted."""
+    streams: Mapping[int, Array] = field(default_factory=dict)
+    """Index into `tokens` -> (S, D) for `Transformer.logits`: what its streams became in this pass."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """How a pass's rows lie: behind `position` stored tokens, as `tree` says; cos, sin of their places.
+
+    Those from `certain` on are streams; adapters are added for those from `adapted` on.
+    """
+
+    position: int
+    tree: TokenTree | None
+    cos: Float32
+    sin: Float32
+    certain: int
+    adapted: int
+
+
 class Transformer:
-    """A loaded model: shapes, an engine and the weights that engine loaded.
+    """A loaded model: shapes, an engine and the weights that engine loaded, with streams if it has them.
 
     To run it with others, as training does, make another from `weights` with parts replaced.
     """
 
-    def __init__(self, config: ModelConfig, backend: Backend, weights: ModelWeights) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: Backend,
+        weights: ModelWeights,
+        streams: StreamWeights | None = None,
+    ) -> None:
         self.config = config
         self.backend = backend
         self.weights = weights
+        self.streams = streams
         self._rope = Rope(config)
 
     def forward(
@@ -60,8 +109,8 @@ class Transformer:
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            x = self._layers(tokens, kv, "last", cancelled)
-            result = None if logits == "none" else self.checked_logits(x)
+            found = self._layers(tokens, kv, cancelled, None, None, None, last=True)
+            result = None if logits == "none" else self.checked_logits(found.hidden)
             undo.pop_all()
         return result
 
@@ -99,11 +148,49 @@ class Transformer:
         `embedding(tokens)`, and may be overwritten; UsageError for another shape. Over `mlx` the result is
         differentiable by x, by the weights, and through the keys and values that earlier passes left in kv.
         """
+        return self.run(tokens, kv, cancelled, x=x, tree=tree).hidden
+
+    def run(
+        self,
+        tokens: Sequence[int],
+        kv: KVCache,
+        cancelled: Callable[[], bool] | None = None,
+        *,
+        x: Array | None = None,
+        tree: TokenTree | None = None,
+        narrow: Narrow | None = None,
+        last: bool = False,
+    ) -> Pass:
+        """`hidden_states`, with streams ("Speculative Streaming", arXiv 2402.11131, section 3.2).
+
+        narrow: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
+        its root) and which of them get streams; kv then holds those that went on. last: only the last
+        token's results are wanted. Raises as `forward` does; kv then is as before.
+        """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            hidden = self._layers(tokens, kv, "all", cancelled, x, tree)
+            found = self._layers(tokens, kv, cancelled, x, tree, narrow, last)
             undo.pop_all()
-        return hidden
+        return found
+
+    def stream_states(self, branches: Array, kv: KVCache) -> Array:
+        """Streams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
+
+        The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
+        but for places that it reserves. Raises what the cache's allocator raises.
+        """
+        assert self.streams is not None
+        kv.reserve(kv.length + self.streams.count)
+        rows, x = self._rows(kv.length, self.streams.count, None, certain=0), branches
+        for layer in range(self.streams.first_layer, self.config.num_layers):
+            x = self._layer(layer, x, kv, rows)
+        return x
+
+    def pruning_logits(self, entering: Array) -> Array:
+        """What the model will say, by the pruning adapter's guess, (n, V), of what enters stream layers (n, D)."""
+        assert self.streams is not None and self.streams.pruning is not None
+        low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
+        return self.logits(self.backend.add_low_rank(copy, entering, low.down, low.up, 0))
 
     def logits(self, hidden: Array) -> Array:
         """hidden: (n, D) from `hidden_states`. Returns (n, V), the backend's own array, unchecked."""
@@ -114,36 +201,88 @@ class Transformer:
         self,
         tokens: Sequence[int],
         kv: KVCache,
-        wanted: Literal["last", "all"],
         cancelled: Callable[[], bool] | None,
-        x: Array | None = None,
-        tree: TokenTree | None = None,
-    ) -> Array:
-        """Hidden states after the last layer, (T, D) or only the last token's (1, D). Extends kv."""
-        backend, config, position = self.backend, self.config, kv.length
-        ids = self._checked(tokens)
-        kv.reserve(position + len(ids))
+        x: Array | None,
+        tree: TokenTree | None,
+        narrow: Narrow | None,
+        last: bool,
+    ) -> Pass:
+        """All layers over T tokens. Extends kv by those that go on to the end."""
+        config, ids, branches = self.config, self._checked(tokens), None
+        kv.reserve(kv.length + len(ids))
         if tree is not None and len(tree) != len(ids):
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
-        if tree is not None and tree.is_chain:
-            tree = None
-        ahead = np.arange(len(ids)) if tree is None else tree.depths
-        cos, sin = self._rope.tables(position + ahead)
         if x is None:
-            x = backend.embedding(self.weights.embedding, ids)
+            x = self.backend.embedding(self.weights.embedding, ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        for layer, weights in enumerate(self.weights.layers):
+        chosen, rows = Narrowed(range(len(ids))), self._rows(kv.length, len(ids), tree)
+        for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
-            x = attention(backend, config, weights, x, kv, layer, position, cos, sin, tree)
-            if layer == config.num_layers - 1 and wanted == "last":
-                x = x[-1:]
-            if layer + 1 < config.num_layers:
-                foresee(backend, config, self.weights.layers[layer + 1], x)
-            x = feed_forward(backend, config, weights, x)
-        kv.extend(ids.tolist())
-        return x
+            if self.streams is not None and layer == self.streams.first_layer:
+                if narrow is not None:
+                    chosen = narrow(x)
+                    x, rows = self._narrow(x, kv, chosen, tree)
+                    branches = self._branches(x, range(len(chosen.tokens)))
+                elif last:
+                    branches = self._branches(x, [len(ids) - 1])
+            x = self._layer(layer, x, kv, rows, last and layer == config.num_layers - 1)
+        kv.extend(ids[list(chosen.tokens)].tolist())
+        count = 0 if self.streams is None else self.streams.count
+        starts = range(len(chosen.tokens), len(chosen.tokens) + count * len(chosen.streams), count or 1)
+        ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
+        return Pass(chosen.tokens, x[: len(chosen.tokens)], branches, ended)
+
+    def _layer(self, layer: int, x: Array, kv: KVCache, rows: _Rows, last: bool = False) -> Array:
+        """One layer over x (R, D). last: only the last row's result is wanted, (1, D)."""
+        backend, config, weights = self.backend, self.config, self.weights.layers[layer]
+        adapters = None if self.streams is None else self.streams.layer(layer)
+        if rows.adapted == x.shape[0]:
+            adapters = None
+        window = config.layer_windows[layer]
+        place = Place(kv, layer, rows.position, window, rows.cos, rows.sin, rows.tree)
+        x = attention(backend, config, weights, x, place, adapters, rows.adapted)
+        x = x[-1:] if last else x
+        if layer + 1 < config.num_layers and rows.certain:
+            foresee(backend, config, self.weights.layers[layer + 1], x[: rows.certain])
+        certain = rows.certain if rows.certain < x.shape[0] else None
+        return feed_forward(backend, config, weights, x, certain, adapters, rows.adapted)
+
+    def _rows(self, position: int, count: int, tree: TokenTree | None, certain: int | None = None) -> _Rows:
+        """`count` rows behind `position` stored tokens, of which those from `certain` on are streams."""
+        if tree is not None and tree.is_chain:
+            tree = None
+        cos, sin = self._rope.tables(position + (np.arange(count) if tree is None else tree.depths))
+        certain = count if certain is None else certain
+        adapted = 0 if self.streams is not None and self.streams.shared else certain
+        return _Rows(position, tree, cos, sin, certain, adapted)
+
+    def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
+        """What the streams of `tokens` begin with: (n * S, D)."""
+        assert self.streams is not None
+        return self.backend.add_streams(x, tokens, self.streams.embeddings)[x.shape[0] :]
+
+    def _narrow(
+        self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None
+    ) -> tuple[Array, _Rows]:
+        """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""
+        assert self.streams is not None
+        count, position, kept = self.streams.count, kv.length, len(chosen.tokens)
+        parents = list(range(-1, x.shape[0] - 1)) if tree is None else tree.parents.tolist()
+        if kept < x.shape[0]:
+            for target, token in enumerate(chosen.tokens):
+                if target != token:
+                    self.backend.kv_move(kv, position + token, position + target)
+            x = self.backend.rows(x, chosen.tokens)
+            index = {token: target for target, token in enumerate(chosen.tokens)} | {-1: -1}
+            parents = [index[parents[token]] for token in chosen.tokens]
+        for token in chosen.streams:
+            parents += [token, *range(len(parents), len(parents) + count - 1)]
+        if chosen.streams:
+            kv.reserve(position + len(parents))
+            x = self.backend.add_streams(x, chosen.streams, self.streams.embeddings)
+        return x, self._rows(position, len(parents), TokenTree(parents), kept)
 
     def checked_logits(self, hidden: Array) -> Float32:
         """hidden: (n, D) from `hidden_states`. Returns (n, V). Raises BundleError if they aren't finite."""

@@ -29,3 +29,44 @@ class ModelWeights:
     layers: Sequence[LayerWeights]
     final_norm: Vector
     head: Linear
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What is added to a product for stream tokens: up @ act(down @ x). down (R, K), up (N, R)."""
+
+    down: Linear
+    up: Linear
+
+
+@dataclass(frozen=True)
+class StreamLayer:
+    """One stream layer's adapters; feed_forward's has ReLU between its matrices, the others nothing."""
+
+    qkv: LowRank
+    out: LowRank
+    feed_forward: LowRank
+
+
+@dataclass(frozen=True)
+class StreamWeights:
+    """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
+
+    embeddings: one (D,) for each stream. pruning: guesses from what enters the stream layers what the model
+    will say. shared: the adapters are for the text's own tokens too ("shared mode").
+    """
+
+    embeddings: tuple[Vector, ...]
+    first_layer: int
+    layers: tuple[StreamLayer, ...]
+    pruning: LowRank | None
+    shared: bool
+
+    @property
+    def count(self) -> int:
+        """Streams of a token."""
+        return len(self.embeddings)
+
+    def layer(self, layer: int) -> StreamLayer | None:
+        """The adapters of a model's layer, if it has any."""
+        return self.layers[layer - self.first_layer] if layer >= self.first_layer else None

@@ -33,6 +33,7 @@ WHOLE_RECORD, UP_AND_DOWN = 0, 1
 BATCHES = 2
 WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
 """What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
+_NOBODY: Int32 = np.zeros(0, dtype=np.int32)
 READ_WEIGHT = 0.1
 """Of the newest measurement in the running mean of what a read takes."""
 
@@ -152,6 +153,12 @@ class NeuronFetcher:
             neurons = self._layers[0].source.num_neurons
             self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
 
+    def narrow(self, tokens: Sequence[int]) -> None:
+        """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
+        rows = [token - 1 for token in tokens if token > 0]
+        self._held_back[:, : len(rows)] = self._held_back[:, rows]
+        self._guesses = len(rows)
+
     def accept(self, tokens: Sequence[int]) -> None:
         """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
         rows = [token - 1 for token in tokens if token > 0]
@@ -174,12 +181,17 @@ class NeuronFetcher:
             layer.selected = _closed
             layer.foresee = None
 
-    def _selected(self, index: int, scores: Float32) -> Iterator[tuple[Int32, Addresses]]:
+    def _selected(self, index: int, scores: Float32, certain: int) -> Iterator[tuple[Int32, Addresses]]:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
 
-        Each batch is valid until the next.
+        Of the tokens from `certain` on, only those that have slots. Each batch is valid until the next.
         """
         cache = self._cache
+        held = cache.held(index, selected(scores[certain:])) if certain < len(scores) else _NOBODY
+        if certain == 0:
+            yield held, cache.lie_at(index, held)
+            return
+        scores = scores[:certain]
         self._since = time.perf_counter()
         if index == 0:
             self._guessing.next_pass()
@@ -192,12 +204,14 @@ class NeuronFetcher:
             cache.divide(len(scores), keep=self._warming.under_way)
             if self._fill_ahead and not alone:
                 self._warming.begin()
-        certain = len(scores) - self._guesses
-        cache.observe(index, scores[:certain])
+        of_text = len(scores) - self._guesses
+        cache.observe(index, scores[:of_text])
         if self._guesses and not cache.holds_all:
             with np.errstate(over="ignore"):
-                self._held_back[index, : self._guesses] = scores[certain:]
+                self._held_back[index, : self._guesses] = scores[of_text:]
         ids = selected(scores)
+        if len(held):
+            ids = np.union1d(ids, held)
         guessed = self._guessing.adopt(index)
         if len(scores) <= self._whole_tokens and cache.holds_layer(index) and not len(guessed):
             yield from self._whole(index, ids)
@@ -305,5 +319,5 @@ class NeuronFetcher:
             start = stop
 
 
-def _closed(scores: Float32) -> Iterator[tuple[Int32, Addresses]]:
+def _closed(scores: Float32, certain: int) -> Iterator[tuple[Int32, Addresses]]:
     raise OndeviceError("the model's feed-forward memory was given back: it is closed")

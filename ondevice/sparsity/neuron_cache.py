@@ -174,6 +174,14 @@ class NeuronCache:
         """Whether all of a layer's neurons have slots."""
         return self._counts[layer] == self._neurons
 
+    def held(self, layer: int, ids: Int32) -> Int32:
+        """Those of `ids` that have slots."""
+        return ids[self._slot_of[layer, ids] >= 0]
+
+    def lie_at(self, layer: int, ids: Int32) -> Addresses:
+        """Where neurons lie that have slots. Who only drafts with them counts for nothing here."""
+        return self._address[self._slot_of[layer, ids]]
+
     def absent(self, layer: int) -> NDArray[np.intp]:
         """Ascending ids of the layer's neurons without a slot."""
         return np.flatnonzero(self._slot_of[layer] < 0)
