@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ondevice.backends.base import KVLayout
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.streams import Streams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.speculation.drafting import drafter_bytes
@@ -237,6 +238,13 @@ def predictors_bytes(config: ModelConfig, predictors: Predictors) -> int:
         interleaved_bytes(rank, hidden, bits) + interleaved_bytes(neurons, rank, bits) + 4 * neurons
         for rank in predictors.ranks
     )
+
+
+def stream_bytes(config: ModelConfig, streams: Streams) -> int:
+    """Every adapter of the streams, packed, and the embeddings."""
+    matrices = streams.matrices(config).values()
+    packed = sum(interleaved_bytes(rows, cols, streams.bits) for rows, cols in matrices)
+    return packed + 4 * streams.streams * config.hidden_size
 
 
 def neuron_table_bytes(config: ModelConfig) -> int:

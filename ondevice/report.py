@@ -11,7 +11,9 @@ from typing import Any
 from ondevice.ablation import BEFORE, Ablation
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import Streams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
+from ondevice.config import ModelConfig
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.models import SparsityMode, sparsity_modes
@@ -92,6 +94,7 @@ def inspection(bundle: Bundle, plan: Plan) -> dict[str, Any]:
         "bundle_bytes": bundle.bundle_bytes,
         "quantisation": bundle.quant.name,
         "sparsity_modes": [mode.name for mode in modes if mode.available],
+        "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
         "minimum_budget_bytes": plan.minimum_budget_bytes,
         "plan": plan.to_json(),
     }
@@ -105,6 +108,7 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
         f"bundle {size(bundle.bundle_bytes)}",
         "sparsity modes:",
         *(_mode_line(mode) for mode in sparsity_modes(config, bundle.predictors, bundle.thresholds)),
+        f"streams: {_streams_line(bundle.streams, config)}",
         f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens:",
         *(f"  {what:<24}{format_bytes(nbytes):>9}{nbytes:>16}" for what, nbytes in _parts(plan)),
         f"  {'total':<24}{format_bytes(plan.total_bytes):>9}{plan.total_bytes:>16}",
@@ -115,7 +119,7 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def trained_figures(found: Predictors | Thresholds) -> dict[str, Any]:
+def trained_figures(found: Predictors | Thresholds | Streams) -> dict[str, Any]:
     """`train predictors --json` and `train thresholds --json`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
@@ -150,6 +154,39 @@ def threshold_table(found: Thresholds) -> str:
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
     lines.append(f"{'dense':<10}{'0 %':<37}{dense}")
     return "\n".join(lines)
+
+
+def stream_figures(found: Streams, config: ModelConfig) -> dict[str, Any]:
+    """What `streams.json` says, the parameters that it adds, and those of as many of Medusa's heads."""
+    return {
+        **trained_figures(found),
+        "adapter_parameters": found.adapter_parameters(config),
+        "embedding_parameters": found.embedding_parameters(config),
+        "medusa_parameters": medusa_parameters(config, found.streams),
+    }
+
+
+def stream_table(found: Streams, config: ModelConfig) -> str:
+    """The parameters that streams add, beside those of Medusa's heads, and how often each guesses right."""
+    added = found.adapter_parameters(config) + found.embedding_parameters(config)
+    medusa = medusa_parameters(config, found.streams)
+    lines = [
+        f"{found.mode}; layers {found.first_layer} to {config.num_layers - 1}; ranks {found.attention_rank} "
+        f"of attention, {found.feed_forward_rank} of the feed-forward, {found.pruning_rank} of pruning",
+        f"{found.bits} bits; trained on {found.trained_tokens} tokens, measured on {found.measured_tokens}",
+        _counted("adapters", found.adapter_parameters(config)),
+        _counted("embeddings, pruning", found.embedding_parameters(config)),
+        _counted(f"{found.streams} streams", added),
+        f"{_counted(f'{found.streams} heads of Medusa', medusa)}, {_short(medusa / added)} times as many",
+        "guessed right where all streams before had:",
+    ]
+    for stream, share in enumerate(found.acceptance, 1):
+        lines.append(f"{f'stream {stream}':<22}{_percent(share):>12}")
+    return "\n".join(lines)
+
+
+def _counted(name: str, parameters: int) -> str:
+    return f"{name:<22}{parameters:>15,} parameters"
 
 
 def _quality(point: OperatingPoint | ThresholdPoint) -> str:
@@ -278,6 +315,14 @@ def duration(seconds: float | None) -> str:
 
 def _mode_line(mode: SparsityMode) -> str:
     return f"  {mode.name:<10}{'yes' if mode.available else 'no'}: {mode.reason}"
+
+
+def _streams_line(found: Streams | None, config: ModelConfig) -> str:
+    if found is None:
+        return "none"
+    accepted = ", ".join(map(_percent, found.acceptance))
+    added = found.adapter_parameters(config) + found.embedding_parameters(config)
+    return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"
 
 
 def _parts(plan: Plan) -> list[tuple[str, int]]:

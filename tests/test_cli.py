@@ -113,11 +113,12 @@ def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("inspect", "-m", chat_bundle, "--dram-budget", "4GB", "--json").json
     assert list(shown) == [
         "model", "architecture", "parameters", "bundle_bytes", "quantisation", "sparsity_modes",
-        "minimum_budget_bytes", "plan",
+        "streams", "minimum_budget_bytes", "plan",
     ]  # fmt: skip
     assert [key for key in PLAN if key not in shown["plan"]] == []
     assert shown["plan"]["budget_bytes"] == 4 * 10**9
     assert shown["sparsity_modes"] == ["dense"]
+    assert shown["streams"] is None
     assert shown["bundle_bytes"] == sum(path.stat().st_size for path in chat_bundle.iterdir())
     text = ondevice("inspect", "-m", chat_bundle)
     assert text.code == 0

@@ -45,6 +45,7 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
 from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar, tensors_layout
+from ondevice.bundle.streams import STREAMS_SIDECAR, Streams, parse_streams, stream_tensors
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
 from ondevice.errors import BundleError, ModelNotFoundError
@@ -114,6 +115,8 @@ class Bundle:
         """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
         self.thresholds = self._read_thresholds()
         """How large a gate must be for its neuron to count; None if the bundle has no thresholds."""
+        self.streams = self._read_streams()
+        """Adapters that guess the tokens after the next one; None if the bundle has none."""
         self.hotness = self._read_hotness()
         """What is known of how often neurons fire; None if nobody has counted."""
 
@@ -178,7 +181,7 @@ class Bundle:
         return other
 
     def added_file(self, name: str) -> CheckedFile:
-        """The tensors' file of the predictors or of the thresholds. Raises BundleError if there are none."""
+        """The tensors' file of predictors, thresholds or streams. Raises BundleError if there are none."""
         if name not in self.added:
             raise BundleError(f"the bundle {self.path} has no {name}")
         return self.added[name].file
@@ -273,6 +276,15 @@ class Bundle:
         tensors = threshold_tensors(self.config)
         self._add(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
         return thresholds
+
+    def _read_streams(self) -> Streams | None:
+        data = read_sidecar(STREAMS_SIDECAR, self._folder)
+        if data is None:
+            return None
+        streams = parse_streams(data, self.manifest)
+        tensors = stream_tensors(self.config, streams)
+        self._add(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)
+        return streams
 
     def _add(
         self,

@@ -1,12 +1,12 @@
 """From a bundle on flash to the weights an engine has loaded: which bytes are what, in bounded pieces.
 
 The sources read through the flash reader, which checks every byte it returns; nothing here holds a whole
-matrix. A `_Part` says once what is read for it and how it is loaded, so reading ahead keeps to the order.
+matrix. A `Part` says once what is read for it and how it is loaded, so reading ahead keeps to the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -17,6 +17,7 @@ from ondevice.backends.base import Backend, Bytes, Cutoff, Float32, Int32, RowCh
 from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.config import Activation, ModelConfig, Sparsity
 from ondevice.flash.reader import FlashReader
@@ -35,11 +36,12 @@ Rows = Callable[[int, int], RowChunk]
 """(row0, count) -> those rows of one matrix."""
 
 
-def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense") -> list[CheckedFile]:
+def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order that the sources' indices mean.
 
     With `exact`, what decides which neurons are multiplied are gate rows of their own; with `predicted`, the
-    predictors; with `threshold`, the gate rows of the neuron records and the thresholds.
+    predictors; with `threshold`, the gate rows of the neuron records and the thresholds. The adapters of
+    streams come last; BundleError if they are asked for and there are none.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
@@ -49,6 +51,8 @@ def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense") -> list[CheckedFi
         files.append(bundle.added_file(PREDICTORS))
     elif sparsity == "threshold":
         files.append(bundle.added_file(THRESHOLDS))
+    if streams:
+        files.append(bundle.added_file(STREAMS))
     return files
 
 
@@ -75,22 +79,15 @@ def load_weights(
     embedding = EmbeddingRecords(bundle, reader)
     layers = [_layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     head_rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
-    final_norm = _Vector("final_norm", partial(resident.vector, "final_norm.weight"))
-    head = _Matrix("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
+    final_norm = VectorPart("final_norm", partial(resident.vector, "final_norm.weight"))
+    head = MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
     selectors = _selector_parts(bundle, reader, sparsity, point)
-    order: list[_Part] = [
+    order: list[Part] = [
         part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector.parts)
     ]
     order += [final_norm, head]
 
-    def tasks() -> Iterator[Callable[[], Any]]:
-        for part in order:
-            for task in part.tasks():
-                if cancelled():
-                    raise Cancelled
-                yield task
-
-    with ReadAhead(tasks()) as ahead:
+    with ReadAhead(part_tasks(order, cancelled)) as ahead:
         loaded_layers = [
             LayerWeights(
                 **(
@@ -109,17 +106,17 @@ def load_weights(
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, loaded_norm, loaded_head)
 
 
-def _layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[_Part]:
+def _layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     """What LayerWeights holds of the resident file, in the order in which it lies there."""
     config, prefix = bundle.config, f"layers.{layer}"
 
-    def vector(name: str) -> _Vector:
-        return _Vector(name.split(".")[-1], partial(resident.vector, f"{prefix}.{name}.weight"))
+    def vector(name: str) -> VectorPart:
+        return VectorPart(name.split(".")[-1], partial(resident.vector, f"{prefix}.{name}.weight"))
 
-    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> _Matrix:
+    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> MatrixPart:
         name = f"{prefix}.attention.{field}"
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
-        return _Matrix(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)
+        return MatrixPart(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)
 
     norms = [vector("attention.q_norm"), vector("attention.k_norm")] if config.qk_norm else []
     return [
@@ -164,24 +161,24 @@ def _selector_parts(
 
 def _predictor_parts(
     config: ModelConfig, file: TensorFile, layer: int, rank: int, offset: float
-) -> tuple[_Matrix, ...]:
+) -> tuple[MatrixPart, ...]:
     down, up = f"layers.{layer}.down", f"layers.{layer}.up"
 
     def bias() -> Float32:
         return file.vector(f"layers.{layer}.bias") + np.float32(offset)
 
     return (
-        _Matrix("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
-        _Matrix("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
+        MatrixPart("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
+        MatrixPart("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
     )
 
 
-def _gate_part(bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout) -> _Matrix:
+def _gate_part(bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout) -> MatrixPart:
     """One layer's gate projection, the first row of the records of `file`."""
     config = bundle.config
     rows = partial(_record_rows, reader, file, layout)
     # Whole records are read, of which a neuron's has two more rows.
-    return _Matrix(
+    return MatrixPart(
         "gate",
         config.intermediate_size,
         config.hidden_size,
@@ -191,7 +188,7 @@ def _gate_part(bundle: Bundle, reader: FlashReader, file: int, layout: RecordLay
     )
 
 
-class _Part(Protocol):
+class Part(Protocol):
     """Something to load: its reads, in order, and the loading that consumes their results in that order."""
 
     @property
@@ -202,8 +199,19 @@ class _Part(Protocol):
     def load(self, backend: Backend, ahead: ReadAhead) -> Any: ...
 
 
+def part_tasks(parts: Iterable[Part], cancelled: Callable[[], bool]) -> Iterator[Callable[[], Any]]:
+    """What `parts` read, in order. Raises Cancelled where `cancelled()` holds between two pieces."""
+    for part in parts:
+        for task in part.tasks():
+            if cancelled():
+                raise Cancelled
+            yield task
+
+
 @dataclass(frozen=True)
-class _Vector:
+class VectorPart:
+    """A float32 vector that is read at once."""
+
     field: str
     read: Callable[[], Float32]
 
@@ -215,7 +223,9 @@ class _Vector:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class MatrixPart:
+    """A stored matrix of `num_rows` rows and `cols` logical columns, read in chunks of rows."""
+
     field: str
     num_rows: int
     cols: int
@@ -260,12 +270,12 @@ class _CutoffPart:
 class _SelectorParts:
     """What makes one layer's `Selector`: matrices in the order in which they multiply, and a cutoff."""
 
-    matrices: tuple[_Matrix, ...] = ()
+    matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
     cutoff: _CutoffPart | None = None
 
     @property
-    def parts(self) -> tuple[_Part, ...]:
+    def parts(self) -> tuple[Part, ...]:
         """What is read, in this order."""
         return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
 
@@ -281,7 +291,7 @@ class _SelectorParts:
 class _ReadLinear:
     """`LinearSource` of a matrix whose chunks come next."""
 
-    def __init__(self, matrix: _Matrix, bias: Float32 | None, ahead: ReadAhead) -> None:
+    def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
         self.rows = matrix.num_rows
         self.cols = matrix.cols
         self.bits = matrix.bits

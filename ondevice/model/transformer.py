@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -160,6 +160,7 @@ class Transformer:
         tree: TokenTree | None = None,
         narrow: Narrow | None = None,
         last: bool = False,
+        resident: bool = False,
     ) -> Pass:
         """`hidden_states`, with streams ("Speculative Streaming", arXiv 2402.11131, section 3.2).
 
@@ -169,7 +170,7 @@ class Transformer:
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            found = self._layers(tokens, kv, cancelled, x, tree, narrow, last)
+            found = self._layers(tokens, kv, cancelled, x, tree, narrow, last, resident)
             undo.pop_all()
         return found
 
@@ -206,6 +207,7 @@ class Transformer:
         tree: TokenTree | None,
         narrow: Narrow | None,
         last: bool,
+        resident: bool = False,
     ) -> Pass:
         """All layers over T tokens. Extends kv by those that go on to the end."""
         config, ids, branches = self.config, self._checked(tokens), None
@@ -217,6 +219,8 @@ class Transformer:
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = Narrowed(range(len(ids))), self._rows(kv.length, len(ids), tree)
+        if resident:
+            rows = replace(rows, certain=0)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -263,9 +267,7 @@ class Transformer:
         assert self.streams is not None
         return self.backend.add_streams(x, tokens, self.streams.embeddings)[x.shape[0] :]
 
-    def _narrow(
-        self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None
-    ) -> tuple[Array, _Rows]:
+    def _narrow(self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None) -> tuple[Array, _Rows]:
         """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""
         assert self.streams is not None
         count, position, kept = self.streams.count, kv.length, len(chosen.tokens)

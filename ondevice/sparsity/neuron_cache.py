@@ -176,11 +176,13 @@ class NeuronCache:
 
     def held(self, layer: int, ids: Int32) -> Int32:
         """Those of `ids` that have slots."""
-        return ids[self._slot_of[layer, ids] >= 0]
+        found: Int32 = ids[self._slot_of[layer, ids] >= 0]
+        return found
 
     def lie_at(self, layer: int, ids: Int32) -> Addresses:
         """Where neurons lie that have slots. Who only drafts with them counts for nothing here."""
-        return self._address[self._slot_of[layer, ids]]
+        places: Addresses = self._address[self._slot_of[layer, ids]]
+        return places
 
     def absent(self, layer: int) -> NDArray[np.intp]:
         """Ascending ids of the layer's neurons without a slot."""

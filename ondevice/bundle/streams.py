@@ -1,0 +1,164 @@
+"""`streams.json` and `streams.safetensors`: adapters that guess the tokens after the next one.
+
+The streams of "Speculative Streaming" (arXiv 2402.11131): rows beside a token's own, whose last layers have
+low-rank adapters. Added to a finished bundle, as `sidecar.py` has it; `weights/README.md` is the
+specification.
+
+Legend: D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, cast
+
+from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors
+from ondevice.bundle.manifest import Manifest
+from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text, tensors_layout
+from ondevice.bundle.strict_json import Section
+from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.errors import BundleError
+
+STREAMS = "streams.safetensors"
+STREAMS_MANIFEST = "streams.json"
+STREAMS_VERSION = 1
+STREAMS_SIDECAR = Sidecar("streams", STREAMS_MANIFEST, STREAMS, "delete both or train the streams again")
+MAX_STREAMS = 4
+MAX_ADAPTER_RANK = 1024
+MAX_PRUNING_RANK = 64
+EMBEDDINGS = "embeddings"
+PRUNING = "pruning"
+
+StreamMode = Literal["lossless", "shared"]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The stream adapters of one model.
+
+    model: `weights_digest` of the weights they belong to. mode: whether they also apply to the text's own
+    tokens (`shared`), which makes another model, or not (`lossless`). bits: of the matrices. streams: how
+    many a token has. first_layer: the first layer that has adapters; all later ones do. pruning_rank: 0
+    where there is no pruning adapter. trained_tokens, measured_tokens: how much text. acceptance: of each
+    stream, the share of the measured tokens that it guessed right where all streams before it had. crcs:
+    CRC32C of each MiB of the tensors' file.
+    """
+
+    model: str
+    mode: StreamMode
+    bits: Literal[4, 8, 16]
+    streams: int
+    first_layer: int
+    attention_rank: int
+    feed_forward_rank: int
+    pruning_rank: int
+    trained_tokens: int
+    measured_tokens: int
+    acceptance: tuple[float, ...]
+    sha256: str
+    crcs: tuple[int, ...]
+
+    def layers(self, config: ModelConfig) -> range:
+        """The layers that have adapters."""
+        return range(self.first_layer, config.num_layers)
+
+    def matrices(self, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Logical (rows, columns) of every matrix by name, in the order of the file."""
+        hidden, rank = config.hidden_size, self.attention_rank
+        matrices: dict[str, tuple[int, int]] = {}
+        for prefix in map(layer_prefix, self.layers(config)):
+            matrices |= _low_rank(f"{prefix}.qkv", hidden, rank, config.qkv_size)
+            matrices |= _low_rank(f"{prefix}.out", config.query_size, rank, hidden)
+            matrices |= _low_rank(f"{prefix}.feed_forward", hidden, self.feed_forward_rank, hidden)
+        if self.pruning_rank:
+            matrices |= _low_rank(PRUNING, hidden, self.pruning_rank, hidden)
+        return matrices
+
+    def adapter_parameters(self, config: ModelConfig) -> int:
+        """Logical parameters of the adapters of all stream layers."""
+        matrices = self.matrices(config).items()
+        return sum(rows * cols for name, (rows, cols) in matrices if not name.startswith(f"{PRUNING}."))
+
+    def embedding_parameters(self, config: ModelConfig) -> int:
+        """Logical parameters of the stream embeddings and the pruning adapter."""
+        return (self.streams + 2 * self.pruning_rank) * config.hidden_size
+
+
+def medusa_parameters(config: ModelConfig, heads: int) -> int:
+    """What Medusa's heads (arXiv 2401.10774) would add: each has a (D, D) block and a (V, D) output."""
+    return heads * config.hidden_size * (config.hidden_size + config.vocab_size)
+
+
+def layer_prefix(layer: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"layers.{layer}"
+
+
+def _low_rank(name: str, cols: int, rank: int, rows: int) -> dict[str, tuple[int, int]]:
+    """From `cols` values to `rows`, through `rank`."""
+    return {f"{name}.down": (rank, cols), f"{name}.up": (rows, rank)}
+
+
+def stream_tensors(config: ModelConfig, streams: Streams) -> Mapping[str, TensorSpec]:
+    """The exact tensors of the file, in the order of their bytes: embeddings, adapters by layer, pruning."""
+    tensors = {EMBEDDINGS: TensorSpec("F32", (streams.streams, config.hidden_size))}
+    for name, (rows, cols) in streams.matrices(config).items():
+        tensors |= linear_tensors(name, rows, cols, QuantConfig(streams.bits))
+    return tensors
+
+
+def streams_layout(config: ModelConfig, streams: Streams) -> FileLayout:
+    """Size, header and checksum units of `streams.safetensors`."""
+    return tensors_layout(stream_tensors(config, streams))
+
+
+def streams_text(streams: Streams) -> bytes:
+    """The bytes of `streams.json`."""
+    content = {"version": STREAMS_VERSION, "group_size": GROUP_SIZE, **asdict(streams)}
+    return sidecar_text(STREAMS_SIDECAR, content)
+
+
+def check_streams(streams: Streams, config: ModelConfig) -> None:
+    """Raises BundleError for a value that `streams.json` can't have for this model."""
+    _parse(parse_sidecar(STREAMS_SIDECAR, streams_text(streams)), config)
+
+
+def parse_streams(data: bytes, manifest: Manifest) -> Streams:
+    """Raises BundleError for what is damaged, out of range, or was trained for other weights."""
+    streams = _parse(parse_sidecar(STREAMS_SIDECAR, data), manifest.config)
+    layout = streams_layout(manifest.config, streams)
+    check_sidecar(STREAMS_SIDECAR, manifest, streams.model, layout, streams.crcs)
+    return streams
+
+
+def _parse(section: Section, config: ModelConfig) -> Streams:
+    section.equal("version", STREAMS_VERSION)
+    section.equal("group_size", GROUP_SIZE)
+    mode = section.text("mode", 16)
+    if mode not in ("lossless", "shared"):
+        raise BundleError(f"streams.mode is {mode!a}; it must be 'lossless' or 'shared'")
+    bits = section.integer("bits", 1, 64)
+    if bits not in (4, 8, 16):
+        raise BundleError(f"streams.bits is {bits}; it must be 4, 8 or 16")
+    streams = Streams(
+        model=section.text("model", 64),
+        mode=cast(StreamMode, mode),
+        bits=cast(Literal[4, 8, 16], bits),
+        streams=section.integer("streams", 1, MAX_STREAMS),
+        first_layer=section.integer("first_layer", 0, config.num_layers - 1),
+        attention_rank=section.integer("attention_rank", 1, MAX_ADAPTER_RANK),
+        feed_forward_rank=section.integer("feed_forward_rank", 1, MAX_ADAPTER_RANK),
+        pruning_rank=section.integer("pruning_rank", 0, MAX_PRUNING_RANK),
+        trained_tokens=section.integer("trained_tokens", 0, 1 << 48),
+        measured_tokens=section.integer("measured_tokens", 0, 1 << 48),
+        acceptance=section.numbers("acceptance", MAX_STREAMS, 0.0, 1.0),
+        sha256=section.text("sha256", 64),
+        crcs=section.integers("crcs", 1 << 16, 0, (1 << 32) - 1),
+    )
+    if len(streams.acceptance) != streams.streams:
+        raise BundleError(
+            f"streams.acceptance has {len(streams.acceptance)} values for {streams.streams} streams"
+        )
+    section.close()
+    return streams

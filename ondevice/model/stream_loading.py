@@ -1,0 +1,72 @@
+"""From a bundle's `streams.safetensors` to the adapters an engine has loaded.
+
+It knows which tensors an adapter has; how they are read, in bounded pieces, is `loading.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from ondevice.backends.base import Backend, Float32, Vector
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import EMBEDDINGS, PRUNING, STREAMS, layer_prefix
+from ondevice.errors import BundleError
+from ondevice.flash.reader import FlashReader
+from ondevice.model.loading import MatrixPart, Part, part_tasks
+from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.weights import LowRank, StreamLayer, StreamWeights
+
+
+def load_streams(
+    bundle: Bundle,
+    reader: FlashReader,
+    backend: Backend,
+    file_index: int,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> StreamWeights:
+    """Load the bundle's streams into `backend`; `file_index` is that of their file in `reader`.
+
+    Raises BundleError if the bundle has none or what they hold can't be weights, FlashReadError when bytes
+    don't match their checksum, Cancelled when `cancelled()` holds between two pieces, and what the backend
+    raises when memory runs out.
+    """
+    config, streams = bundle.config, bundle.streams
+    if streams is None:
+        raise BundleError(f"the bundle {bundle.path} has no {STREAMS}")
+    file = TensorFile(bundle, reader, bundle.added_file(STREAMS), file_index, streams.bits)
+    embeddings = _EmbeddingsPart(partial(file.vector, EMBEDDINGS), config.hidden_size)
+    matrices = [
+        MatrixPart(name, rows, cols, streams.bits, partial(file.rows, name))
+        for name, (rows, cols) in streams.matrices(config).items()
+    ]
+    parts: list[Part] = [embeddings, *matrices]
+    with ReadAhead(part_tasks(parts, cancelled)) as ahead:
+        vectors = embeddings.load(backend, ahead)
+        loaded = {matrix.field: matrix.load(backend, ahead) for matrix in matrices}
+
+    def low_rank(name: str) -> LowRank:
+        return LowRank(loaded[f"{name}.down"], loaded[f"{name}.up"])
+
+    layers = tuple(
+        StreamLayer(low_rank(f"{prefix}.qkv"), low_rank(f"{prefix}.out"), low_rank(f"{prefix}.feed_forward"))
+        for prefix in map(layer_prefix, streams.layers(config))
+    )
+    pruning = low_rank(PRUNING) if streams.pruning_rank else None
+    return StreamWeights(vectors, streams.first_layer, layers, pruning, streams.mode == "shared")
+
+
+@dataclass(frozen=True)
+class _EmbeddingsPart:
+    """Rows of `width` values, read at once and loaded one by one."""
+
+    read: Callable[[], Float32]
+    width: int
+    field: str = EMBEDDINGS
+
+    def tasks(self) -> Iterator[Callable[[], Float32]]:
+        yield self.read
+
+    def load(self, backend: Backend, ahead: ReadAhead) -> tuple[Vector, ...]:
+        return tuple(backend.load_vector(row) for row in ahead.next().reshape(-1, self.width))
