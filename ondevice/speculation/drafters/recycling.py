@@ -12,6 +12,7 @@ import numpy as np
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.speculation.drafter import Drafter, Sureness
+from ondevice.speculation.ranking import largest
 from ondevice.speculation.tree import Proposals
 
 CANDIDATES = 8
@@ -62,5 +63,4 @@ class Recycling(Drafter):
 
     def learn(self, token: int, logits: Float32) -> None:
         count = self._next.shape[1]
-        best = np.argpartition(-logits, count - 1)[:count]
-        self._next[token] = best[np.argsort(-logits[best], kind="stable")]
+        self._next[token] = largest(logits, count)
