@@ -44,7 +44,8 @@ from ondevice.sparsity.guessing import GuessQuality
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
-from ondevice.speculation.drafting import DRAFTERS, Drafting
+from ondevice.speculation.drafting import Drafting
+from ondevice.speculation.registry import Target, make_drafter
 from ondevice.stats import GenerationStats, PassTimes
 from ondevice.tokenizer import Tokenizer
 from ondevice.units import format_bytes, process_memory, trim_heap
@@ -85,6 +86,7 @@ class Engine:
         """Feed-forward segments that are lent; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._cpu: CpuBackend | None = None
+        self._drafting: Drafting | None = None
         self._costs, threads = UNMEASURED, DEFAULT_THREADS
         if isinstance(self.plan.segment, SlotShape):
             layers = range(self._bundle.config.num_layers)
@@ -207,6 +209,8 @@ class Engine:
             self._neurons = None
         self._cpu = None
         self._reader.close()
+        if self._drafting is not None:
+            self._drafting.close()
         self._generator = None  # type: ignore[assignment]
 
     def _load(self, tokenizer: Tokenizer | None, cancelled: IsCancelled) -> Generator:
@@ -226,6 +230,7 @@ class Engine:
         if self._cpu is not None:
             self._neurons = self._neuron_memory(self._cpu.feed_forwards)
             self._lend(self._room(plan.kv_block_bytes))
+        self._drafting = self._make_drafting(transformer)
         self._reader.trim()
         trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
@@ -238,7 +243,7 @@ class Engine:
             counters=self.counters,
             before_pass=self._before_pass,
             accepted=self._accepted,
-            drafting=self._drafting(),
+            drafting=self._drafting,
             labels=GenerationStats(
                 backend=backend.name,
                 sparsity=runtime.sparsity,
@@ -247,10 +252,10 @@ class Engine:
             ),
         )
 
-    def _drafting(self) -> Drafting | None:
-        if self._runtime.speculation not in DRAFTERS:
-            return None
-        return Drafting(self._runtime.speculation, self._bundle.config.vocab_size, draft_nodes(self._runtime))
+    def _make_drafting(self, transformer: Transformer) -> Drafting | None:
+        target = Target(self._bundle.config, self.plan.max_context, transformer)
+        drafter = make_drafter(self._runtime.speculation, target)
+        return None if drafter is None else Drafting(drafter, draft_nodes(self._runtime))
 
     def _neuron_memory(self, layers: Sequence[CpuFeedForward]) -> SegmentPool | NeuronFetcher:
         config, segment, stream = self._bundle.config, self.plan.segment, self.plan.stream

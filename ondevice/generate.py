@@ -115,7 +115,7 @@ class Generator:
         try:
             logits = self._prefill(history, kv, meter, cancelled)
             if self.drafting is not None:
-                self.drafting.begin(history)
+                self.drafting.begin(history, sampling)
             if room:
                 self._draw(written, logits[0], meter)
             while True:
@@ -150,7 +150,7 @@ class Generator:
         if self.drafting is not None:
             # Guesses take no block of keys and values that the newest token alone wouldn't.
             places = min(self.max_context, max(start + 1, kv.room))
-            draft = self.drafting.draft(written.history[-1], places - start, written.room)
+            draft = self.drafting.draft(written.history[-1], kv, places - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
         hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=tree)

@@ -13,7 +13,7 @@ from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
-from ondevice.speculation.drafting import drafter_bytes
+from ondevice.speculation.registry import drafter_bytes
 from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
@@ -279,7 +279,7 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
 
 def draft_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int) -> int:
     """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention."""
-    drafter = drafter_bytes(runtime.speculation, config.vocab_size, context_tokens(config, runtime))
+    drafter = drafter_bytes(runtime.speculation, config, context_tokens(config, runtime))
     if not drafter:
         return 0
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size

@@ -23,7 +23,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.speculation.drafting import DRAFTERS
+from ondevice.speculation.registry import DRAFTERS
 
 MANIFEST = "bundle.json"
 RESIDENT = "resident.safetensors"

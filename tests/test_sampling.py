@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError, UsageError
-from ondevice.sampling import StopMatcher, _exp, _log, gumbel_noise, process_logits, sample
+from ondevice.sampling import (
+    NOISE_ERROR,
+    StopMatcher,
+    _exp,
+    _log,
+    gumbel_noise,
+    near_noise,
+    process_logits,
+    sample,
+)
 
 Logits = npt.NDArray[np.float32]
 GOLDEN_NOISE = ["-0x1.fb66679ef6541p-3", "0x1.ff343b641a079p+1", "0x1.f56cc43a163dcp-1"]
@@ -198,6 +207,37 @@ def test_history_changes_nothing_without_a_penalty() -> None:
     logits = random_logits(500)
     config = SamplingConfig(temperature=1.0)
     assert sample(logits, config, 4, [1, 2, 3]) == sample(logits, config, 4)
+
+
+# --- the winner without everybody's exact noise ---
+
+
+@pytest.mark.parametrize("size", [1, 2, 50, 4096, 20_000])
+def test_the_winner_is_that_of_exact_noise(size: int) -> None:
+    """Over seeds, positions, filters, scales from ties to cliffs, and scores where noise is rounding."""
+    rng = np.random.default_rng(size)
+    filters = ({}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {"logit_bias": ((0, -math.inf),)})
+    for trial in range(400 if size < 1000 else 60):
+        logits = (rng.standard_normal(size) * rng.choice([0.0, 1e-7, 1.0, 8.0, 1e15])).astype(np.float32)
+        if trial % 3 == 0:
+            logits = np.round(logits)
+        filtering: Any = filters[trial % 5] if size > 1 else {}
+        config = SamplingConfig(
+            temperature=float(rng.choice([1e-6, 0.3, 1.0, 1.5, 100.0])),
+            seed=int(rng.integers(2**63)),
+            **filtering,
+        )
+        position = int(rng.integers(10_000))
+        kept = process_logits(logits, config)
+        noisy = kept.scores + gumbel_noise(config.seed, position, kept.token_ids)
+        assert sample(logits, config, position) == kept.token_ids[np.argmax(noisy)]
+
+
+def test_approximate_noise_keeps_far_within_its_error() -> None:
+    ids = np.arange(300_000)
+    for position in range(3):
+        error = np.abs(near_noise(9, position, ids) - gumbel_noise(9, position, ids)).max()
+        assert error < NOISE_ERROR / 100
 
 
 # --- filters ---

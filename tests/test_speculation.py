@@ -15,17 +15,18 @@ import ondevice
 from ondevice.ablation import ablation
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.config import RuntimeConfig
+from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine
 from ondevice.errors import BundleError, UsageError
 from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
-from ondevice.speculation.drafting import DRAFTERS
-from ondevice.speculation.policy import FIRST_DRAFTS, FIRST_PLAIN, TRIAL_PASSES, TreePolicy
+from ondevice.speculation.policy import TreePolicy
+from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, grow
 from ondevice.speculation.verify import verify
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
@@ -50,10 +51,10 @@ class Scripted:
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
 
-    def begin(self, text: list[int]) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._length = len(text)
 
-    def draft(self, root: int, most_nodes: int, most_tokens: int) -> Draft:
+    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
         rng, known = self._random, self._text[self._length :]
         tokens, parents, depths = [root], [-1], [0]
         for _ in range(int(rng.integers(0, min(NARROW_TOKENS, most_nodes)))):
@@ -126,7 +127,8 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
 ) -> None:
     # However little it is worth here: the largest trees.
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
-    monkeypatch.setattr(TreePolicy, "worth", lambda policy, nodes, chance: True)
+    for question in ("worth", "promising"):
+        monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
     with (
         load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
         load(SHIPPED, sparsity=sparsity, speculation=drafter) as drafting,
@@ -294,16 +296,28 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
     assert tree(nodes=2) == Draft((9, 1), (-1, 0))
     assert tree(depth=1) == Draft((9, 1, 2), (-1, 0, 0))
     assert tree(depth=0) == Draft((9,), (-1,))
+    # What follows a guess is asked for once no likelier guess is left, and where it may be worth it.
+    asked: list[tuple[int, ...]] = []
+
+    def propose(path: Sequence[int]) -> list[tuple[int, float]]:
+        asked.append(tuple(path))
+        return guesses.get(tuple(path), [])
+
+    grow(9, propose, lambda n, chance: True, 4, 8)
+    assert asked == [(), (1,), (1, 3)]
+    asked.clear()
+    drafted = grow(9, propose, lambda n, chance: True, 16, 8, lambda n, chance: chance > 0.5)
+    assert (drafted.tokens, asked) == ((9, 1, 3, 2, 6, 4), [(), (1,), (1, 3)])
 
 
 def test_lookup_says_what_followed_the_longest_run() -> None:
     lookup = Lookup()
-    lookup.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3])
+    lookup.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], SamplingConfig())
     assert [token for token, _ in lookup.propose(())] == [4]
     assert [token for token, _ in lookup.propose((5,))] == [1]
-    lookup.begin([7, 8])
+    lookup.begin([7, 8], SamplingConfig())
     assert list(lookup.propose(())) == []
-    lookup.begin([7, 8, 7])
+    lookup.begin([7, 8, 7], SamplingConfig())
     (token, before), *_ = lookup.propose(())
     assert token == 8
     lookup.judge(8)
@@ -317,7 +331,7 @@ def test_lookup_says_what_followed_the_longest_run() -> None:
 
 def test_recycling_keeps_what_the_model_said_last() -> None:
     recycling, logits = Recycling(50), np.zeros(50, dtype=np.float32)
-    recycling.begin([3])
+    recycling.begin([3], SamplingConfig())
     assert list(recycling.propose(())) == []
     logits[[10, 20, 30]] = 3, 5, 4
     recycling.learn(3, logits)
@@ -332,25 +346,3 @@ def test_recycling_keeps_what_the_model_said_last() -> None:
     for vocab_size in (32_000, 128_256, 256_000, 2):
         assert 4 * vocab_size * candidates(vocab_size) <= MATRIX_BYTES
         assert candidates(vocab_size) >= 1
-
-
-def test_the_policy_weighs_tokens_against_time() -> None:
-    def sizes(node_seconds: float, chance: float, passes: int = 300) -> list[int]:
-        policy, found = TreePolicy(NARROW_TOKENS), []
-        for _ in range(passes):
-            draft = grow(0, lambda path: [(1, chance)], policy.worth, policy.begin(), 99)
-            policy.record(len(draft), 1.0 + node_seconds * (len(draft) - 1))
-            found.append(len(draft))
-        return found
-
-    # A node costs nothing: as many as fit, but for a plain pass now and then.
-    free = sizes(0.0, 0.5)
-    assert free[FIRST_PLAIN + FIRST_DRAFTS :].count(NARROW_TOKENS) > 280
-    assert free[50:].count(1) == pytest.approx(250 / TRIAL_PASSES, abs=1)
-    # A node costs half of a pass, and is right half of the time: one is worth 0.5 of 1 token for 0.5 of 1.
-    assert max(sizes(0.6, 0.5)[50:]) <= 4
-    assert sizes(0.6, 0.5)[50:].count(1) > 200
-    rates = [sum(0.9**guess for guess in range(nodes)) / (1 + 0.1 * (nodes - 1)) for nodes in range(1, 17)]
-    assert sizes(0.1, 0.9)[60] == 1 + int(np.argmax(rates))
-    # Where nothing helps, drafts are tried and no more.
-    assert sum(size > 1 for size in sizes(1.0, 0.2)) <= FIRST_DRAFTS + 300 // TRIAL_PASSES + 1

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from ondevice.backends.base import Float32
+from ondevice.config import SamplingConfig
+from ondevice.model.kv_cache import KVCache
 from ondevice.speculation.tree import Proposals
 
 SURENESS_DECAY = 0.97
 """Of what is known about a kind of guess, per guess of its kind."""
+PRIOR_GUESSES = 4
+"""So many guesses are what is assumed at first worth."""
 
 
-class Drafter(Protocol):
-    """Guesses tokens behind a text, which it is told as it grows."""
+class Drafter(ABC):
+    """Guesses tokens behind a text, which it is told as it grows.
 
-    def begin(self, text: list[int]) -> None:
-        """From here on the text is `text`, token ids: the last one's continuation, or another."""
-        ...
+    Only `propose` must be there: what else a drafter hears of, it may ignore. Nothing of it changes a text.
+    """
 
-    def add(self, token: int) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:  # noqa: B027
+        """From here on the text is `text`, token ids: the last one's continuation, or another.
+
+        sampling: how its next tokens will be drawn. Noise is keyed by position, so it is known ahead.
+        """
+
+    def add(self, token: int) -> None:  # noqa: B027
         """`token` came behind the text."""
-        ...
 
+    def prepare(self, kv: KVCache, most_nodes: int) -> None:  # noqa: B027
+        """A draft is about to grow: run here what it takes. Its time counts against drafting.
+
+        kv: the target's keys and values, which hold the text but for its last token. most_nodes: of the
+        draft, its root included.
+        """
+
+    @abstractmethod
     def propose(self, path: Sequence[int]) -> Proposals:
-        """What may follow the text and the guesses `path` behind it, likeliest first."""
-        ...
+        """What may follow the text and the guesses `path` behind it, likeliest first.
 
-    def judge(self, token: int) -> None:
+        Asked only for what a draft has room for, after `prepare`, and without it by `judge`'s like.
+        """
+
+    def judge(self, token: int) -> None:  # noqa: B027
         """`token` follows the text: learn how good `propose(())` was."""
-        ...
 
-    def learn(self, token: int, logits: Float32) -> None:
-        """logits (V,): what the model says may follow `token`, at the end of the text."""
-        ...
+    def learn(self, token: int, logits: Float32) -> None:  # noqa: B027
+        """logits (V,): what the model says may follow `token`, at the end of the text.
+
+        Not told of every token while drafting rests.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what it holds. Idempotent."""
 
 
 class Sureness:
@@ -41,6 +63,9 @@ class Sureness:
 
     def __init__(self, prior: float) -> None:
         self.chance = prior
+        self._weight = 1 / PRIOR_GUESSES
+        """Of the next guess: the first few count alike."""
 
     def count(self, right: bool) -> None:
-        self.chance += (1 - SURENESS_DECAY) * (right - self.chance)
+        self._weight = max(1 - SURENESS_DECAY, self._weight / (1 + self._weight))
+        self.chance += self._weight * (right - self.chance)

@@ -2,55 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 
 from ondevice.backends.base import Float32
+from ondevice.config import SamplingConfig
+from ondevice.model.kv_cache import KVCache
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafters.lookup import Lookup, index_bytes
-from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import Draft, grow
+from ondevice.speculation.tree import Draft, Proposals, grow, plain
 
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {
-    "lookup": lambda vocab_size: Lookup(),
-    "recycling": Recycling,
-}
-"""By the name of `--speculation`, from the vocabulary's size."""
-
-
-def drafter_bytes(name: str, vocab_size: int, max_context: int) -> int:
-    """Memory that the drafter `name` may come to hold; 0 for what is none."""
-    if name not in DRAFTERS:
-        return 0
-    return index_bytes(max_context) if name == "lookup" else matrix_bytes(vocab_size)
+QUIET_LEARNS = 4
+"""Where nothing is worth a guess, a drafter learns from one token in so many."""
 
 
 class Drafting:
     """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
 
-    def __init__(self, name: str, vocab_size: int, most_nodes: int) -> None:
-        """name: one of DRAFTERS. most_nodes: of a draft, its root included."""
-        self._drafter = DRAFTERS[name](vocab_size)
+    def __init__(self, drafter: Drafter, most_nodes: int) -> None:
+        """most_nodes: of a draft, its root included. The drafter is this object's own: see `close`."""
+        self._drafter = drafter
         self._policy = TreePolicy(most_nodes)
+        self._drafting_seconds = 0.0
+        self._drawn = self._unlearned = 0
+        """Tokens since the last draft; those since one that was learned from."""
 
-    def begin(self, text: list[int]) -> None:
+    @property
+    def resting(self) -> bool:
+        """Whether the next passes have no drafts, so that nothing need be computed for one."""
+        return self._policy.resting
+
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """A text is about to be continued: its token ids, of which there is at least one."""
-        self._drafter.begin(text)
+        self._drafter.begin(text, sampling)
 
-    def draft(self, root: int, most_nodes: int, most_tokens: int) -> Draft:
+    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
         """Guesses behind the text, whose last token is `root` and has not been through the model.
 
-        most_nodes: that there is room for; most_tokens: that may still be drawn.
+        kv: holds the text but for `root`. most_nodes: that there is room for; most_tokens: that may still
+        be drawn.
         """
+        self._drawn, self._drafting_seconds = 0, 0.0
         nodes = min(self._policy.begin(), most_nodes)
-        return grow(root, self._drafter.propose, self._policy.worth, nodes, most_tokens - 1)
+        if nodes < 2 or most_tokens < 2:
+            return plain(root)
+        started, asked = time.perf_counter(), 0
+
+        def propose(path: Sequence[int]) -> Proposals:
+            nonlocal asked
+            asked += 1
+            return self._drafter.propose(path)
+
+        self._drafter.prepare(kv, nodes)
+        prepared = time.perf_counter()
+        self._policy.prepared(prepared - started)
+        draft = grow(root, propose, self._policy.worth, nodes, most_tokens - 1, self._policy.promising)
+        ended = time.perf_counter()
+        self._policy.grown(ended - prepared, asked)
+        self._drafting_seconds = ended - started
+        return draft
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
         self._drafter.judge(token)
-        self._drafter.learn(last, logits)
+        self._unlearned += 1
+        if not self._policy.quiet or self._unlearned >= QUIET_LEARNS:
+            self._drafter.learn(last, logits)
+            self._unlearned = 0
         self._drafter.add(token)
+        self._drawn += 1
 
     def passed(self, draft: Draft, seconds: float) -> None:
-        """A pass over `draft`, and drawing from it, took so long."""
-        self._policy.record(len(draft), seconds)
+        """A pass over `draft`, growing it and drawing from it took so long."""
+        self._policy.record(len(draft), self._drawn, seconds, self._drafting_seconds)
+
+    def close(self) -> None:
+        """Give back what the drafter holds. Idempotent."""
+        self._drafter.close()

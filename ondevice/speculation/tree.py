@@ -13,6 +13,8 @@ from functools import cached_property
 
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
+_ASK = -1
+
 Proposals = Iterable[tuple[int, float]]
 """Token ids, each once, with the chance from 0 to 1 that it is the one that follows."""
 
@@ -52,29 +54,31 @@ def grow(
     worth: Callable[[int, float], bool],
     nodes: int,
     depth: int,
+    promising: Callable[[int, float], bool] = lambda nodes, chance: True,
 ) -> Draft:
     """A tree behind the decided token `root`, its likeliest nodes first, of at most `nodes`, root included.
 
-    propose(path): what may follow `root` and the guesses `path` behind it. worth(n, chance): whether a tree
-    of n nodes should get another that is reached with that chance; the first that isn't worth it ends it.
+    propose(path): what may follow `root` and the guesses `path` behind it, asked only once no likelier guess
+    is left. worth(n, chance): whether a tree of n nodes should get another that is reached with that chance;
+    the first that it shouldn't ends it. promising(n, chance): whether to ask behind such a one.
     depth: guesses in a row, at most.
     """
     tokens, parents = [root], [-1]
     paths: list[tuple[int, ...]] = [()]
-    waiting: list[tuple[float, int, int, int]] = []
-
-    def offer(node: int, chance: float) -> None:
-        if len(paths[node]) < min(depth, MAX_DEPTH):
-            for order, (token, likely) in enumerate(propose(paths[node])):
-                heapq.heappush(waiting, (-chance * likely, node, order, token))
-
-    offer(0, 1.0)
+    # Missed chance, parent, order among its guesses, token. Asking behind a node bounds what comes of it.
+    waiting: list[tuple[float, int, int, int]] = [(-1.0, 0, _ASK, root)] if depth > 0 else []
     while waiting and len(tokens) < nodes:
-        missed, parent, _, token = heapq.heappop(waiting)
+        missed, parent, order, token = heapq.heappop(waiting)
+        if order == _ASK:
+            if promising(len(tokens), -missed):
+                for place, (guess, likely) in enumerate(propose(paths[parent])):
+                    heapq.heappush(waiting, (missed * likely, parent, place, guess))
+            continue
         if not worth(len(tokens), -missed):
             break
         tokens.append(token)
         parents.append(parent)
         paths.append((*paths[parent], token))
-        offer(len(tokens) - 1, -missed)
+        if len(paths[-1]) < min(depth, MAX_DEPTH):
+            heapq.heappush(waiting, (missed, len(tokens) - 1, _ASK, token))
     return Draft(tuple(tokens), tuple(parents))

@@ -25,7 +25,7 @@ from measure import machine
 from ondevice.api import inspect, load
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Sparsity
-from ondevice.speculation.drafting import DRAFTERS
+from ondevice.speculation.registry import DRAFTERS
 
 PROMPT_TOKENS = 96
 

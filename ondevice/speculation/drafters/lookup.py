@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.base import Float32
-from ondevice.speculation.drafter import Sureness
+from ondevice.config import SamplingConfig
+from ondevice.speculation.drafter import Drafter, Sureness
 from ondevice.speculation.tree import Proposals
 
 LONGEST = 4
@@ -23,7 +23,7 @@ def index_bytes(tokens: int) -> int:
     return tokens * LONGEST * ENTRY_BYTES
 
 
-class Lookup:
+class Lookup(Drafter):
     """Where in the text every run of 1 to LONGEST tokens last occurred."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Lookup:
         """Run of tokens -> the place behind where it last occurred, if a token is known there."""
         self._sureness = [Sureness(prior) for prior in PRIORS]
 
-    def begin(self, text: list[int]) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         known = len(self._text)
         if text[:known] != self._text:
             self._text, self._ends, known = [], {}, 0
@@ -54,9 +54,6 @@ class Lookup:
         found = self._found(())
         if found is not None:
             self._sureness[found[1] - 1].count(found[0] == token)
-
-    def learn(self, token: int, logits: Float32) -> None:
-        """The text alone counts."""
 
     def _found(self, path: Sequence[int]) -> tuple[int, int] | None:
         """The token behind the longest run that the text and `path` end with, and the run's length."""

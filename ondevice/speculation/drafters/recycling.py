@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ondevice.backends.base import Float32
-from ondevice.speculation.drafter import Sureness
+from ondevice.config import SamplingConfig
+from ondevice.speculation.drafter import Drafter, Sureness
+from ondevice.speculation.ranking import largest
 from ondevice.speculation.tree import Proposals
 
 CANDIDATES = 8
@@ -30,7 +32,7 @@ def matrix_bytes(vocab_size: int) -> int:
     return 4 * vocab_size * candidates(vocab_size)
 
 
-class Recycling:
+class Recycling(Drafter):
     """For every token, the likeliest that may follow it, as of when it was last at the end of the text."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -39,7 +41,7 @@ class Recycling:
         self._sureness = [Sureness(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in range(self._next.shape[1])]
         self._last = -1
 
-    def begin(self, text: list[int]) -> None:
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._last = text[-1]
 
     def add(self, token: int) -> None:
@@ -61,5 +63,4 @@ class Recycling:
 
     def learn(self, token: int, logits: Float32) -> None:
         count = self._next.shape[1]
-        best = np.argpartition(-logits, count - 1)[:count]
-        self._next[token] = best[np.argsort(-logits[best], kind="stable")]
+        self._next[token] = largest(logits, count)

@@ -1,0 +1,189 @@
+"""When drafts grow, how far, and when they don't: on a clock of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.speculation.pass_time import PassTime
+from ondevice.speculation.policy import FIRST_DRAFTS, QUIET_PASSES, STALE_PASSES, TRIAL_NODES, TreePolicy
+from ondevice.speculation.switch import (
+    FIRST_PLAIN,
+    LONGEST_REST,
+    PLAIN_EVERY,
+    SHORTEST_REST,
+    TRIAL_DRAFTS,
+    Switch,
+)
+from ondevice.speculation.tree import grow
+
+
+class Simulation:
+    """Passes by a policy: a chain of guesses of one claimed chance each, right with another."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.policy = TreePolicy(NARROW_TOKENS)
+        self.sizes: list[int] = []
+        self.tokens = 0
+        self.seconds = 0.0
+        self._random = np.random.default_rng(seed)
+
+    def run(
+        self,
+        passes: int,
+        *,
+        plain: float = 1.0,
+        node: float = 0.1,
+        claimed: float = 0.5,
+        right: float | None = None,
+        propose: float = 0.0,
+        noise: Callable[[], float] = lambda: 1.0,
+    ) -> list[int]:
+        """Sizes of the drafts of so many passes. plain, node, propose: seconds."""
+        right = claimed if right is None else right
+        for _ in range(passes):
+            asked, nodes = 0, self.policy.begin()
+            size = 1
+            if nodes > 1:
+
+                def guess(path: object) -> list[tuple[int, float]]:
+                    nonlocal asked
+                    asked += 1
+                    return [(1, claimed)]
+
+                self.policy.prepared(0.0)
+                size = len(grow(0, guess, self.policy.worth, nodes, 99, self.policy.promising))
+                self.policy.grown(asked * propose, asked)
+            tokens = 1
+            while tokens < size and self._random.random() < right:
+                tokens += 1
+            drafting = asked * propose
+            seconds = (plain + node * (size - 1)) * noise() + drafting
+            self.policy.record(size, tokens, seconds, drafting)
+            self.sizes.append(size)
+            self.tokens += tokens
+            self.seconds += seconds
+        return self.sizes[-passes:]
+
+
+def test_free_guesses_fill_the_draft() -> None:
+    sizes = Simulation().run(400, node=0.0, claimed=0.9)
+    assert sizes[:FIRST_PLAIN] == [1] * FIRST_PLAIN
+    assert max(sizes[: FIRST_PLAIN + TRIAL_DRAFTS]) == TRIAL_NODES
+    assert set(sizes[20:]) == {1, NARROW_TOKENS}
+    assert sizes[20:].count(1) == pytest.approx(380 / PLAIN_EVERY, abs=1)
+
+
+@pytest.mark.parametrize(("node", "chance"), [(0.1, 0.9), (0.3, 0.8), (0.1, 0.5), (0.02, 0.95)])
+def test_a_draft_is_as_large_as_pays(node: float, chance: float) -> None:
+    rates = [sum(chance**guess for guess in range(n)) / (1 + node * (n - 1)) for n in range(1, 17)]
+    found = Simulation().run(300, node=node, claimed=chance)[-100:]
+    assert np.median(found) == 1 + int(np.argmax(rates))
+
+
+def test_asking_for_guesses_costs_too() -> None:
+    free = Simulation().run(200, node=0.02, claimed=0.9)[-50:]
+    dear = Simulation().run(200, node=0.02, claimed=0.9, propose=0.15)[-50:]
+    assert 2 < np.median(dear) < np.median(free)
+    hopeless = Simulation()
+    assert hopeless.run(400, node=0.02, claimed=0.05, propose=0.3)[50:].count(1) > 340
+    assert hopeless.seconds < 1.1 * 400
+
+
+def test_drafts_that_lose_end_within_a_few_tokens() -> None:
+    simulation = Simulation()
+    simulation.run(100, claimed=0.9)
+    before = simulation.seconds
+    found = simulation.run(200, claimed=0.9, right=0.0)
+    # What is claimed is never right: only the clock says so.
+    assert sum(size > 1 for size in found[:48]) < 12
+    assert simulation.seconds - before < 1.12 * 200
+
+
+def test_rests_double_while_trials_lose_and_shorten_when_one_wins() -> None:
+    simulation = Simulation()
+    found = simulation.run(9000, claimed=0.8, node=0.3, right=0.0)
+    drafts = [place for place, size in enumerate(found) if size > 1]
+    rests = [b - a - 1 for a, b in pairwise(drafts) if b - a > 2]
+    expected = [48, 96, 192, 384, 768, LONGEST_REST, LONGEST_REST, LONGEST_REST, LONGEST_REST]
+    assert rests[:8] == expected[: len(rests[:8])]
+    assert len(rests) >= 7
+    assert simulation.seconds < 1.01 * 9000
+    simulation.run(2 * LONGEST_REST, claimed=0.9, node=0.1)
+    found = simulation.run(200, claimed=0.9, node=0.1, right=0.0)
+    assert max(found[60:120]) > 1, "the next rest is a short one again"
+
+
+def test_what_cannot_be_guessed_is_hardly_ever_tried() -> None:
+    """A drafter that knows how bad its guesses are: three trees at first, then nothing."""
+    simulation = Simulation()
+    found = simulation.run(4000, claimed=0.02, node=0.5)
+    assert sum(size > 1 for size in found) == 0
+    assert simulation.policy.quiet
+    simulation = Simulation()
+    found = simulation.run(4000, claimed=0.15, node=0.5)
+    assert sum(size > 1 for size in found) <= FIRST_DRAFTS + 4000 // STALE_PASSES + 1
+    assert simulation.seconds < 1.005 * 4000
+
+
+def test_another_regime_is_found_out() -> None:
+    """Nodes were dear and become cheap, as when a budget shrinks and passes wait for flash; and back."""
+    simulation = Simulation()
+    assert max(simulation.run(200, node=1.0, claimed=0.6)[60:]) <= 2
+    cheap = simulation.run(STALE_PASSES + 100, plain=10.0, node=0.1, claimed=0.6)
+    assert np.median(cheap[-50:]) >= 6
+    dear = simulation.run(150, plain=1.0, node=1.0, claimed=0.6)
+    assert sum(size > 2 for size in dear[40:]) < 6
+
+
+def test_slow_passes_now_and_then_change_nothing() -> None:
+    random = np.random.default_rng(3)
+    simulation = Simulation()
+    found = simulation.run(600, node=0.1, claimed=0.9, noise=lambda: 30.0 if random.random() < 0.02 else 1.0)
+    assert np.median(found[100:]) > 5
+    assert sum(size > 1 for size in found[100:]) > 300
+
+
+def test_pass_times_are_a_line() -> None:
+    times = PassTime()
+    for size in [1, 4, 8, 1, 2, 5] * 20:
+        times.record(size, 2.0 + 0.25 * (size - 1))
+    assert times.seconds(1) == pytest.approx(2.0)
+    assert times.guess_seconds == pytest.approx(0.25)
+    for _ in range(500):
+        times.record(1, 2.0)
+    assert times.guess_seconds == pytest.approx(0.25), "what can't be seen stays as it was"
+    times.record(1, 100.0)
+    assert times.seconds(1) < 2.5
+    for _ in range(100):
+        times.record(1, 20.0)
+        times.record(3, 20.0)
+    assert times.seconds(1) == pytest.approx(20.0, rel=0.2)
+    assert times.guess_seconds < 1.0
+
+
+def test_a_switch_knows_nothing_before_it_has_seen_plain_passes() -> None:
+    switch = Switch()
+    assert switch.resting
+    for _ in range(FIRST_PLAIN):
+        assert not switch.on
+        switch.record_plain(1.0)
+    assert switch.on
+    assert switch.trial
+    for _ in range(SHORTEST_REST):
+        switch.record_draft(3, 1.5, 1.5)
+    assert not switch.trial
+    assert not switch.resting
+
+
+def test_quiet_is_not_resting() -> None:
+    simulation = Simulation()
+    simulation.run(FIRST_PLAIN + QUIET_PASSES + 1, claimed=0.01)
+    assert simulation.policy.quiet
+    assert not simulation.policy.resting
+    assert max(simulation.run(5, claimed=0.95, node=0.05)) > 1
+    assert not simulation.policy.quiet
