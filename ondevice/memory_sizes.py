@@ -13,7 +13,7 @@ from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
-from ondevice.speculation.registry import drafter_bytes
+from ondevice.speculation.registry import drafter_bytes, runs_streams
 from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
@@ -277,14 +277,23 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
     return min(NARROW_TOKENS, runtime.prefill_chunk)
 
 
-def draft_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int) -> int:
-    """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention."""
-    drafter = drafter_bytes(runtime.speculation, config, context_tokens(config, runtime))
+def draft_bytes(
+    config: ModelConfig, runtime: RuntimeConfig, threads: int, streams: Streams | None = None
+) -> int:
+    """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention.
+
+    streams: the bundle's; their adapters count where they run.
+    """
+    adapters = 0
+    if streams is not None and runs_streams(runtime.speculation, streams):
+        adapters = stream_bytes(config, streams)
+    context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
+    drafter = drafter_bytes(runtime.speculation, config, context, nodes)
     if not drafter:
-        return 0
+        return adapters
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
     paths = threads * 2 * KVLayout(config, runtime.kv_bits).head_bytes
-    return drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
+    return adapters + drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
 
 
 def matrix_elements(config: ModelConfig) -> int:

@@ -31,7 +31,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     that this model or machine can't have, and what reading the tokenizer raises.
     """
     check_choices(runtime)
-    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds)
+    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds, bundle.streams)
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
@@ -52,6 +52,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
             process_bytes=process_bytes,
             threads=runtime.threads,
             predictors=bundle.predictors,
+            streams=bundle.streams,
         )
         plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
         possible.append(Prepared(bundle, tokenizer, settled, plan))

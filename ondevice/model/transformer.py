@@ -188,8 +188,9 @@ class Transformer:
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
-        """What the model will say, by the pruning adapter's guess, (n, V), of what enters stream layers (n, D)."""
-        assert self.streams is not None and self.streams.pruning is not None
+        """What the pruning adapter expects the model to say, (n, V), of what enters stream layers (n, D)."""
+        assert self.streams is not None
+        assert self.streams.pruning is not None
         low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
         return self.logits(self.backend.add_low_rank(copy, entering, low.down, low.up, 0))
 
