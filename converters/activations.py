@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.base import Float32, KVLayout, Norm
 from ondevice.backends.cpu import BLOCK_NEURONS, CpuBackend, CpuFeedForward, make_engine
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
@@ -104,10 +104,21 @@ class _ObservedBackend(CpuBackend):
 
     observe_inputs: InputObserver
 
-    def feed_forward(self, x: Float32, weight: CpuFeedForward, activation: Activation) -> Float32:
+    def feed_forward(
+        self,
+        x: Float32,
+        weight: CpuFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+    ) -> Float32:
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
+        if norm is not None:
+            normed = np.empty_like(x)
+            _native.rms_norm(self.engine, x, *norm, normed)
+            x = normed
         self.observe_inputs(layer, x)
-        return self.dense_feed_forward(x, weight, activation)
+        return self.dense_feed_forward(x, weight, activation, added=added)
 
     def observe_gates(self, observe: Observer) -> None:
         """From now on show the gates too. Raises OndeviceError, in a pass, for a model without selectors."""

@@ -5,17 +5,17 @@ Where the neurons live and which of them are multiplied is the backend's and `sp
 
 from __future__ import annotations
 
-from ondevice.backends.base import Array, Backend
+from ondevice.backends.base import Array, Backend, Norm
 from ondevice.config import ModelConfig
 from ondevice.model.weights import LayerWeights
 
 
 def feed_forward(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> Array:
-    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D)."""
-    normed = backend.rms_norm(x, weights.feed_forward_norm, config.rms_norm_eps)
-    return backend.add(x, backend.feed_forward(normed, weights.feed_forward, config.hidden_act))
+    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D); may overwrite x."""
+    norm = Norm(weights.feed_forward_norm, config.rms_norm_eps)
+    return backend.feed_forward(x, weights.feed_forward, config.hidden_act, norm=norm, added=x)
 
 
 def foresee(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
     """Tell the backend what the block of a later layer will be given, about: x (T, D) is the stream now."""
-    backend.foresee(x, weights.feed_forward_norm, config.rms_norm_eps, weights.feed_forward)
+    backend.foresee(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)
