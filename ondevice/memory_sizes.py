@@ -317,8 +317,8 @@ def activation_bytes(
     context = context_tokens(config, runtime)
     hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
     widest = padded(max(config.hidden_size, config.query_size), GROUP_SIZE)
-    # Embedding rows, residual, norm, feed-forward twice and its lanes; projections, attention, rotary tables.
-    floats = 5 * hidden + hidden // 4 + max(config.qkv_size, hidden) + config.query_size
+    # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
+    floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
     per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * threads
     # The matrix input: floats at 16 bits, else int8 codes with two sums and a scale per group.
     per_token += 4 * widest if quant.bits == 16 else widest + widest // GROUP_SIZE * 12
