@@ -277,9 +277,12 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
     return min(NARROW_TOKENS, runtime.prefill_chunk)
 
 
-def draft_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int) -> int:
-    """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention."""
-    drafter = drafter_bytes(runtime.speculation, config, context_tokens(config, runtime))
+def draft_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int, draft_model_bytes: int = 0) -> int:
+    """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention.
+
+    draft_model_bytes: of a second model, if one drafts.
+    """
+    drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context_tokens(config, runtime))
     if not drafter:
         return 0
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
