@@ -16,6 +16,7 @@ from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
+from ondevice.draft_model import PreparedDraft, load_draft
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
@@ -48,7 +49,6 @@ from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import Target, make_drafter, runs_streams
 from ondevice.stats import GenerationStats, PassTimes
-from ondevice.tokenizer import Tokenizer
 from ondevice.units import format_bytes, process_memory, trim_heap
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Engine:
         with ExitStack() as undo:
             undo.callback(self.close)
             undo.enter_context(system_refusals())
-            self._generator = self._load(prepared.tokenizer, cancelled)
+            self._generator = self._load(prepared, cancelled)
             undo.pop_all()
 
     @property
@@ -218,7 +218,7 @@ class Engine:
             self._drafting.close()
         self._generator = None  # type: ignore[assignment]
 
-    def _load(self, tokenizer: Tokenizer | None, cancelled: IsCancelled) -> Generator:
+    def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime
         if runtime.backend == "reference":
             backend: ReferenceBackend | CpuBackend = ReferenceBackend()
@@ -239,13 +239,13 @@ class Engine:
         if self._cpu is not None:
             self._neurons = self._neuron_memory(self._cpu.feed_forwards)
             self._lend(self._room(plan.kv_block_bytes))
-        self._drafting = self._make_drafting(transformer)
+        self._drafting = self._make_drafting(transformer, prepared.draft, cancelled)
         self._reader.trim()
         trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
         return Generator(
             transformer,
-            tokenizer,
+            prepared.tokenizer,
             frozenset(self._bundle.manifest.tokenizer.eos_ids),
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
@@ -262,9 +262,14 @@ class Engine:
             ),
         )
 
-    def _make_drafting(self, transformer: Transformer) -> Drafting | None:
+    def _make_drafting(
+        self, transformer: Transformer, draft: PreparedDraft | None, cancelled: IsCancelled
+    ) -> Drafting | None:
+        second = None
+        if draft is not None and self._cpu is not None:
+            second = load_draft(draft, self._cpu.engine, cancelled)
         nodes = draft_nodes(self._runtime)
-        target = Target(self._bundle.config, self.plan.max_context, nodes, transformer)
+        target = Target(self._bundle.config, self.plan.max_context, nodes, transformer, second)
         drafter = make_drafter(self._runtime.speculation, target)
         return None if drafter is None else Drafting(drafter, nodes)
 

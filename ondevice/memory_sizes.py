@@ -278,17 +278,22 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
 
 
 def draft_bytes(
-    config: ModelConfig, runtime: RuntimeConfig, threads: int, streams: Streams | None = None
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    threads: int,
+    streams: Streams | None = None,
+    draft_model_bytes: int = 0,
 ) -> int:
     """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention.
 
-    streams: the bundle's; their adapters count where they run.
+    streams: the bundle's; their adapters count where they run. draft_model_bytes: of a second model, if one
+    drafts.
     """
     adapters = 0
     if streams is not None and runs_streams(runtime.speculation, streams):
         adapters = stream_bytes(config, streams)
     context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
-    drafter = drafter_bytes(runtime.speculation, config, context, nodes)
+    drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context, nodes)
     if not drafter:
         return adapters
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
