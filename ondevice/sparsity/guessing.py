@@ -122,7 +122,7 @@ class Guessing:
         self._chosen_seconds += time.perf_counter() - started
 
     def expect(self, layer: int, scores: Float32) -> None:
-        """Drafting selects of a layer what scores (T, F) has above zero: the next pass will want it, about."""
+        """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
         self._expected[layer] = self._with_expected(layer, scores.max(axis=0))
 
     def begin_expected(self) -> None:
