@@ -174,6 +174,8 @@ class Generator:
         if len(draft) > 1:
             self.accepted(path)
         if self.drafting is not None:
+            meter.drafts.passed(verified, path, written.ended)
+            meter.drafts.spent(len(draft) - 1, self.drafting.preparing_seconds, self.drafting.growing_seconds)
             self.drafting.entered(found, path[-1])
             self.drafting.passed(draft, time.perf_counter() - started)
 
