@@ -18,7 +18,7 @@ from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
-from ondevice.draft_model import PreparedDraft, load_draft
+from ondevice.draft_model import load_draft
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader

@@ -135,7 +135,7 @@ def streams(
 
     content = read_text(text)
     take_interrupts()
-    chosen = {} if steps is None else {"steps": steps}
+    chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
     with progress() as show:
         found = training.train_streams(
             model, content, mode=mode, output=output, tokens=tokens, on_progress=show, **chosen
