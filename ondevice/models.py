@@ -269,12 +269,12 @@ def check_runtime(
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
-    if runtime.speculation not in ("auto", "off", *DRAFTERS):
+    if runtime.speculation not in ("off", *DRAFTERS):
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle holds no "
-            f"drafter that this version can run. It can have: {', '.join(('auto', 'off', *DRAFTERS))}"
+            f"drafter that this version can run. It can have: {', '.join(('off', *DRAFTERS))}"
         )
-    if runtime.speculation in DRAFTERS and runtime.backend == "reference":
+    if runtime.speculation not in ("auto", "off") and runtime.backend == "reference":
         raise BackendUnavailableError(
             f"--speculation {runtime.speculation}: with --backend reference a token's last bits depend on "
             "what goes through the model beside it, so guesses could change the text; use --backend cpu"

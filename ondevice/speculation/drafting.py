@@ -12,9 +12,6 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 
-QUIET_LEARNS = 4
-"""Where nothing is worth a guess, a drafter learns from one token in so many."""
-
 
 class Drafting:
     """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
@@ -24,8 +21,10 @@ class Drafting:
         self._drafter = drafter
         self._policy = TreePolicy(most_nodes)
         self._drafting_seconds = 0.0
-        self._drawn = self._unlearned = 0
-        """Tokens since the last draft; those since one that was learned from."""
+        self._drawn = 0
+        """Tokens since the last draft."""
+        self._paused = False
+        """In this pass, for nothing is in sight: the drafter hears the text and no more."""
 
     @property
     def resting(self) -> bool:
@@ -43,6 +42,9 @@ class Drafting:
         be drawn.
         """
         self._drawn, self._drafting_seconds = 0, 0.0
+        self._paused = self._policy.pause()
+        if self._paused:
+            return plain(root)
         nodes = min(self._policy.begin(), most_nodes)
         if nodes < 2 or most_tokens < 2:
             return plain(root)
@@ -64,17 +66,16 @@ class Drafting:
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
-        self._drafter.judge(token)
-        self._unlearned += 1
-        if not self._policy.quiet or self._unlearned >= QUIET_LEARNS:
+        if not self._paused:
+            self._drafter.judge(token)
             self._drafter.learn(last, logits)
-            self._unlearned = 0
         self._drafter.add(token)
         self._drawn += 1
 
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""
-        self._policy.record(len(draft), self._drawn, seconds, self._drafting_seconds)
+        if not self._paused:
+            self._policy.record(len(draft), self._drawn, seconds, self._drafting_seconds)
 
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""

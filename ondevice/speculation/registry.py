@@ -10,6 +10,7 @@ from ondevice.config import ModelConfig
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.draft_context import DraftModel
 from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
@@ -38,6 +39,9 @@ class DrafterKind:
     make: Callable[[Target], Drafter]
 
 
+AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
+"""Together in `auto`: those that need nothing."""
+
 DRAFTERS: dict[str, DrafterKind] = {
     "lookup": DrafterKind("nothing", lambda config, context: index_bytes(context), lambda target: Lookup()),
     "recycling": DrafterKind(
@@ -47,6 +51,11 @@ DRAFTERS: dict[str, DrafterKind] = {
     ),
     # A second model's memory is planned with its bundle in hand.
     "model": DrafterKind("draft model", lambda config, context: 0, lambda target: _model_drafter(target)),
+    "auto": DrafterKind(
+        "nothing",
+        lambda config, context: sum(DRAFTERS[name].nbytes(config, context) for name in AUTOMATIC),
+        lambda target: Combined([DRAFTERS[name].make(target) for name in AUTOMATIC]),
+    ),
 }
 
 
