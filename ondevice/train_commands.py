@@ -24,6 +24,7 @@ from ondevice.terminal import print_result, progress, take_interrupts
 if TYPE_CHECKING:
     from ondevice.bundle.streams import StreamMode
 
+
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """What every training takes."""
     decorators = (
