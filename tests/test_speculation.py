@@ -56,6 +56,7 @@ class Scripted:
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
         self.preparing_seconds = self.growing_seconds = 0.0
+        self.resting = False
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
