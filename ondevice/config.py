@@ -5,12 +5,14 @@ Each option has its one default here; the CLI and the API read them from these c
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ondevice.errors import UnsupportedModelError, UsageError
 
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
+Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
@@ -149,7 +151,9 @@ class RuntimeConfig:
     """Share of the neurons that fire which `predicted` aims to find: one of those the bundle has measured."""
     threshold_sparsity: float = 0.5
     """Share of the neurons that `threshold` leaves out for a token: one of those the bundle has measured."""
-    speculation: Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"] = "auto"
+    speculation: Speculation = "auto"
+    draft_model: str | os.PathLike[str] = ""
+    """The bundle that drafts with `speculation="model"`; where one is named, `auto` means that."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
     """Tokens a session may hold; 0 means the smaller of the model's own limit and 4,096."""

@@ -170,18 +170,19 @@ class Plan:
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
             "buffers and working memory": self.stream.nbytes
             + self.activation_bytes
-            + self.draft_bytes
             + self.segment.least * self.segment.nbytes,
+            **({"drafting": self.draft_bytes} if self.draft_bytes else {}),
             "the process itself": self.process_bytes,
             "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
         }
         dense = "" if self.sparsity == "dense" else ", or load with --sparsity dense"
+        smaller = ", or take --speculation off" if self.draft_bytes else ""
         listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts.items())
         raise BudgetError(
             f"a DRAM budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is too small "
             f"for {name}: the smallest that works is {self.minimum_budget_bytes} bytes "
             f"({format_bytes(self.minimum_budget_bytes)}: {listed}). Raise --dram-budget, or lower "
-            f"--max-context or --kv-bits{dense}.",
+            f"--max-context or --kv-bits{dense}{smaller}.",
             required_bytes=self.minimum_budget_bytes,
         )
 
@@ -257,9 +258,11 @@ def plan_memory(
     threads: int = 1,
     predictors: Predictors | None = None,
     streams: Streams | None = None,
+    draft_model_bytes: int = 0,
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
+    draft_model_bytes: of a second model that drafts, loaded and with its context full.
     runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
     as `dense`. Raises UsageError if the context asked for is longer than the model's; a budget that is too
     small gives a plan that says so (`fits`).
@@ -284,7 +287,7 @@ def plan_memory(
         narrow_activation_bytes=narrow,
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
-        draft_bytes=draft_bytes(config, runtime, threads, streams),
+        draft_bytes=draft_bytes(config, runtime, threads, streams, draft_model_bytes),
     )
     predictors = predictors if runtime.sparsity == "predicted" else None
     predicted = predictors is not None
@@ -305,17 +308,20 @@ def plan_memory(
             narrow_activation_bytes=plan.narrow_activation_bytes + narrow,
             sparsity=runtime.sparsity,
         )
-    if runtime.backend != "reference":
-        return plan
-    # The reference backend holds every matrix in float32, reads embedding rows from flash, streams nothing.
+    return plan if runtime.backend != "reference" else _reference_plan(plan, config, quant, runtime)
+
+
+def _reference_plan(plan: Plan, config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig) -> Plan:
+    """That backend holds every matrix in float32, reads embedding rows from flash and streams nothing."""
+    activations = plan.activation_bytes + reference_bytes(config, runtime)
     return replace(
         plan,
         weights_bytes=4 * matrix_elements(config),
         embedding_bytes=0,
         segment=replace(segment_shape(config, quant), per_layer=0),
         stream=StreamShape(0, 0, 0, 0),
-        activation_bytes=plan.activation_bytes + reference_bytes(config, runtime),
-        narrow_activation_bytes=plan.activation_bytes + reference_bytes(config, runtime),
+        activation_bytes=activations,
+        narrow_activation_bytes=activations,
     )
 
 

@@ -274,11 +274,6 @@ def check_runtime(
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
-    if runtime.speculation not in ("auto", "off", *DRAFTERS):
-        raise UnsupportedModelError(
-            f"--speculation {runtime.speculation} isn't part of this version. It can be: "
-            f"{', '.join(('auto', 'off', *DRAFTERS))}"
-        )
     if needs(runtime.speculation) == "streams" and streams is None:
         have = ", ".join(("auto", "off", *(name for name in DRAFTERS if needs(name) != "streams")))
         raise UnsupportedModelError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ondevice.bundle.reader import Bundle
-from ondevice.config import RuntimeConfig
+from ondevice.config import RuntimeConfig, Speculation
+from ondevice.draft_model import PreparedDraft, open_draft, plan_draft
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
+from ondevice.memory_sizes import context_tokens
 from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -22,6 +24,8 @@ class Prepared:
     runtime: RuntimeConfig
     """With `auto` and 0 settled."""
     plan: Plan
+    draft: PreparedDraft | None = None
+    """The second model that drafts, if one does."""
 
 
 def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
@@ -35,10 +39,11 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
-        speculation="off" if runtime.speculation == "auto" else runtime.speculation,
+        speculation=_speculation(runtime),
         threads=runtime.threads or usable_cores(),
     )
     tokenizer = open_tokenizer(bundle)
+    draft = _prepared_draft(bundle, tokenizer, runtime) if runtime.speculation == "model" else None
     process_bytes = process_memory().current_bytes
     choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
     possible = []
@@ -53,12 +58,26 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
             threads=runtime.threads,
             predictors=bundle.predictors,
             streams=bundle.streams,
+            draft_model_bytes=0 if draft is None else draft.nbytes,
         )
         plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
-        possible.append(Prepared(bundle, tokenizer, settled, plan))
+        possible.append(Prepared(bundle, tokenizer, settled, plan, draft))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
     by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
     return by_preference[0] if by_preference[0].plan.fits else possible[-1]
+
+
+def _speculation(runtime: RuntimeConfig) -> Speculation:
+    """What `auto` means: the second model that is named, if one is."""
+    if runtime.speculation != "auto":
+        return runtime.speculation
+    return "model" if runtime.draft_model and runtime.backend != "reference" else "off"
+
+
+def _prepared_draft(bundle: Bundle, tokenizer: Tokenizer | None, runtime: RuntimeConfig) -> PreparedDraft:
+    draft = open_draft(runtime)
+    context = context_tokens(bundle.config, runtime)
+    return plan_draft(draft, open_tokenizer(draft), tokenizer, runtime, context)
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer | None:

@@ -33,6 +33,7 @@ LAYERS = (
     (
         "settings",
         "models",
+        "draft_model",
         "owner",
         "preparation",
         "neuron_memory",

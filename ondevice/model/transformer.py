@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.backends.base import Array, Backend, Float32
+from ondevice.backends.base import Array, Backend, Float32, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError
@@ -196,8 +196,8 @@ class Transformer:
 
     def logits(self, hidden: Array) -> Array:
         """hidden: (n, D) from `hidden_states`. Returns (n, V), the backend's own array, unchecked."""
-        normed = self.backend.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return self.backend.linear(normed, self.weights.head)
+        norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
+        return self.backend.linear(hidden, self.weights.head, norm)
 
     def _layers(
         self,

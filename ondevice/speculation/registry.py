@@ -9,19 +9,22 @@ from typing import Literal
 from ondevice.bundle.streams import MAX_STREAMS, Streams
 from ondevice.config import ModelConfig
 from ondevice.model.transformer import Transformer
+from ondevice.speculation.draft_context import DraftModel
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
+from ondevice.speculation.drafters.model import ModelDrafter
+from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import StreamDrafter
 
-Needs = Literal["nothing", "streams"]
-"""What there must be beside the model: nothing; streams in its bundle."""
+Needs = Literal["nothing", "streams", "draft model"]
+"""What there must be beside the model: nothing; streams in its bundle; a second model."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The model that drafts are for; its loaded transformer, which not every drafter asks for.
+    """The model that drafts are for; its transformer and a second model, which few drafters ask for.
 
     most_nodes: tokens of a pass with a draft, at most.
     """
@@ -30,6 +33,7 @@ class Target:
     max_context: int
     most_nodes: int
     transformer: Transformer
+    draft_model: DraftModel | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ DRAFTERS: dict[str, DrafterKind] = {
         lambda config, context, nodes: 8 * context + 2 * 4 * config.vocab_size,
         lambda target: ResidentDrafter(target.transformer),
     ),
+    # A second model's memory is planned with its bundle in hand.
+    "model": DrafterKind(
+        "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
+    ),
 }
 
 
@@ -87,3 +95,10 @@ def needs(name: str) -> Needs:
 def make_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter of its own for `target`; None for what is none, such as `off`."""
     return DRAFTERS[name].make(target) if name in DRAFTERS else None
+
+
+def _model_drafter(target: Target) -> Drafter:
+    assert target.draft_model is not None
+    if target.draft_model.tokenizer is None:
+        return ModelDrafter(target.draft_model, target.config.vocab_size)
+    return OtherVocabularyDrafter(target.draft_model)

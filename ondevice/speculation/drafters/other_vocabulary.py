@@ -1,0 +1,174 @@
+"""A second model with another vocabulary drafts: its text becomes the target's tokens.
+
+String-level exact match (SLEM; Timor et al., arXiv 2502.05202): the text so far is encoded for the second
+model, what it says next becomes text again, and that is encoded for the target. What tokens mean is bytes;
+what doesn't survive the way there and back is a bad guess, never a wrong text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ondevice.config import SamplingConfig
+from ondevice.model.kv_cache import KVCache
+from ondevice.speculation.draft_context import DraftContext, DraftModel, common_prefix
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.tree import Proposals
+from ondevice.tokenizer import Tokenizer
+
+WINDOW_BYTES = 48
+"""Of the text before a seam, encoded again with what follows it: tokens don't end there by themselves."""
+MOST_DRAFTED = 24
+"""Tokens of the second model in a draft."""
+
+
+class OtherVocabularyDrafter(Drafter):
+    """A chain: the second model's likeliest text, as long as it goes on."""
+
+    def __init__(self, model: DraftModel) -> None:
+        """model: with both tokenizers."""
+        assert model.tokenizer is not None
+        assert model.target_tokenizer is not None
+        self._model, self._own, self._target = model, model.tokenizer, model.target_tokenizer
+        self._context = DraftContext(model)
+        self._temperature = 0.0
+        self._text: list[int] = []
+        self._said = bytearray()
+        """The text's bytes."""
+        self._tokens: list[int] = []
+        """Those bytes as the second model's tokens, up to `_covered` of them."""
+        self._covered = 0
+        self._forget()
+
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+        known = len(self._text)
+        self._temperature = sampling.temperature
+        if not known or text[:known] != self._text:
+            self._text, self._tokens, self._covered, known = [], [], 0, 0
+            self._said.clear()
+            self._forget()
+        for token in text[known:]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        self._text.append(token)
+        self._said += _spelt(self._target, token, at_start=not self._said)
+
+    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+        said = bytes(self._said)
+        # What of the last draft the text has is in the second model's keys and values already.
+        for token, data in self._drafted:
+            if not said.startswith(data, self._covered):
+                break
+            self._tokens.append(token)
+            self._covered += len(data)
+        self._forget()
+        if not _whole(said):
+            self._ended = True
+            return
+        if self._tokens and self._covered < len(said):
+            gone, come = _seam(self._own, said[: self._covered], said[self._covered :])
+            kept = len(self._tokens) - len(gone)
+            if self._tokens[kept:] == gone:
+                self._tokens[kept:] = come
+                self._covered = len(said)
+        if not self._tokens or self._covered < len(said):
+            self._tokens, self._covered = self._own.encode(said.decode(errors="replace")), len(said)
+
+    def propose(self, path: Sequence[int]) -> Proposals:
+        place = len(path)
+        # Unless the draft is at its end, the last token may go on in what isn't drafted yet.
+        while len(self._chain) <= place + 1 and self._draft():
+            pass
+        certain = len(self._chain) - (not self._ended)
+        if certain <= place or [token for token, _ in self._chain[:place]] != list(path):
+            return []
+        token, chance = self._chain[place]
+        return [(token, chance / (self._chain[place - 1][1] if place else 1.0))]
+
+    def close(self) -> None:
+        self._model.close()
+
+    def _forget(self) -> None:
+        self._drafted: list[tuple[int, bytes]] = []
+        self._ends: list[tuple[int, float]] = []
+        """Of every drafted token: the bytes up to its end, and the chance that the text gets there."""
+        self._continuation = b""
+        self._chain: list[tuple[int, float]] = []
+        """What was drafted as the target's tokens, with the chance that the text gets there."""
+        self._ended = False
+
+    def _draft(self) -> bool:
+        """Have the second model write a token. False where the draft ends."""
+        if self._ended or len(self._drafted) == MOST_DRAFTED:
+            return False
+        logits = self._context.logits([*self._tokens, *(token for token, _ in self._drafted)])
+        token = -1 if logits is None else int(np.argmax(logits))
+        at_start = not self._said and not self._continuation
+        data = b"" if logits is None else _spelt(self._own, token, at_start)
+        if logits is None or not data or token in self._own.eos_ids:
+            self._ended = True
+            return False
+        weights = np.exp((logits - logits[token]) / np.float32(self._temperature or 1.0))
+        before = self._ends[-1][1] if self._ends else 1.0
+        self._drafted.append((token, data))
+        self._continuation += data
+        self._ends.append((len(self._continuation), before / float(weights.sum())))
+        self._chain = self._translated()
+        return True
+
+    def _translated(self) -> list[tuple[int, float]]:
+        """The drafted text as the target's tokens behind its own; none where a token spans the seam."""
+        continuation = self._continuation
+        while continuation and not _whole(continuation):
+            continuation = continuation[:-1]
+        gone, come = _seam(self._target, bytes(self._said), continuation)
+        if gone:
+            return []
+        found, end = [], 0
+        for token in come:
+            end += len(self._target.token_bytes(token))
+            chance = next((chance for place, chance in self._ends if place >= end), None)
+            if chance is None:
+                break
+            found.append((token, chance))
+        return found
+
+
+def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
+    """Whether every token of one is spelt as in the other."""
+    return a.vocab_size == b.vocab_size and all(
+        a.piece(token) == b.piece(token) for token in range(a.vocab_size)
+    )
+
+
+def _spelt(tokenizer: Tokenizer, token: int, at_start: bool) -> bytes:
+    """What a token adds to a text: at its start, without the space that an encoder puts there by itself."""
+    data = tokenizer.token_bytes(token)
+    dropped = at_start and tokenizer.leading_space != "keep" and tokenizer.begins_word(token)
+    return data[1:] if data and dropped else data
+
+
+def _seam(tokenizer: Tokenizer, before: bytes, after: bytes) -> tuple[list[int], list[int]]:
+    """Which of the last tokens of `before` go when `after` follows it, and the tokens that come then."""
+    start = max(0, len(before) - WINDOW_BYTES)
+    while start < len(before) and before[start] & 0xC0 == 0x80:
+        start += 1
+    window = before[start:]
+    alone = tokenizer.encode(window.decode(errors="replace"), add_bos=False)
+    together = tokenizer.encode((window + after).decode(errors="replace"), add_bos=False)
+    kept = common_prefix(alone, together, len(alone))
+    return alone[kept:], together[kept:]
+
+
+def _whole(data: bytes) -> bool:
+    """Whether `data` doesn't end inside a UTF-8 character."""
+    for back in range(1, min(4, len(data)) + 1):
+        byte = data[-back]
+        if byte >= 0xC0:
+            return back >= (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
+        if byte < 0x80:
+            return True
+    return True
