@@ -297,7 +297,8 @@ class Engine:
         if prepared.draft is not None and self._cpu is not None:
             second = load_draft(prepared.draft, self._cpu.engine, cancelled)
         nodes = draft_nodes(self._runtime)
-        target = Target(self._bundle.config, self.plan.max_context, nodes, transformer, second)
+        config, context = self._bundle.config, self.plan.max_context
+        target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
         drafter = make_drafter(prepared.runtime.speculation, target)
         return None if drafter is None else Drafting(drafter, nodes)
 

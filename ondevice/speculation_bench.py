@@ -239,7 +239,7 @@ def compare_drafters(
 
 def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepared], list[str]]:
     """Plain decoding and every drafter, as each would be by itself, and why others are missing."""
-    plain = open_model(model, replace(runtime, speculation=OFF))
+    plain = open_model(model, replace(runtime, speculation="off"))
     plain.plan.require_fit(plain.bundle.name)
     arms, notes = {OFF: plain}, []
     for name in DRAFTERS:

@@ -13,9 +13,6 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 
-QUIET_LEARNS = 4
-"""Where nothing is worth a guess, a drafter learns from one token in so many."""
-
 
 class Drafting:
     """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
@@ -26,13 +23,15 @@ class Drafting:
         self._policy = TreePolicy(most_nodes)
         self.preparing_seconds = self.growing_seconds = 0.0
         """What the newest draft took to prepare, and to grow."""
-        self._drawn = self._unlearned = 0
-        """Tokens since the last draft; those since one that was learned from."""
+        self._drawn = 0
+        """Tokens since the last draft."""
+        self._paused = False
+        """In this pass, for nothing is in sight: the drafter hears the text and no more."""
 
     @property
     def resting(self) -> bool:
-        """Whether the next passes have no drafts, so that nothing need be computed for one."""
-        return self._policy.resting
+        """Whether this pass and the next have no drafts, so that nothing need be computed for one."""
+        return self._paused or self._policy.resting
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """A text is about to be continued: its token ids, of which there is at least one."""
@@ -45,6 +44,9 @@ class Drafting:
         be drawn.
         """
         self._drawn, self.preparing_seconds, self.growing_seconds = 0, 0.0, 0.0
+        self._paused = self._policy.pause()
+        if self._paused:
+            return plain(root)
         nodes = min(self._policy.begin(), most_nodes)
         if nodes < 2 or most_tokens < 2:
             return plain(root)
@@ -66,11 +68,9 @@ class Drafting:
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
-        self._drafter.judge(token)
-        self._unlearned += 1
-        if not self._policy.quiet or self._unlearned >= QUIET_LEARNS:
+        if not self._paused:
+            self._drafter.judge(token)
             self._drafter.learn(last, logits)
-            self._unlearned = 0
         self._drafter.add(token)
         self._drawn += 1
 
@@ -84,8 +84,9 @@ class Drafting:
 
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""
-        drafting_seconds = self.preparing_seconds + self.growing_seconds
-        self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
+        if not self._paused:
+            drafting_seconds = self.preparing_seconds + self.growing_seconds
+            self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
 
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""
