@@ -62,6 +62,8 @@ def eager() -> Iterator[None]:
     """However little they are worth: drafts in every pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreePolicy, "begin", lambda policy: EAGER_NODES)
+        patch.setattr(TreePolicy, "pause", lambda policy: False)
+        patch.setattr(TreePolicy, "resting", False)
         for question in ("worth", "promising"):
             patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
         yield
