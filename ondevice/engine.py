@@ -87,8 +87,9 @@ class Engine:
         """Feed-forward segments that are lent; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._cpu: CpuBackend | None = None
+        self._drafting: Drafting | None = None
         self._draftings: dict[str, Drafting | None] = {}
-        """By `--speculation`: what has been drafted with, of which one is at work."""
+        """By `--speculation`: what has been drafted with, `_drafting` among it."""
         self._costs, threads = UNMEASURED, DEFAULT_THREADS
         if isinstance(self.plan.segment, SlotShape):
             layers = range(self._bundle.config.num_layers)
@@ -203,9 +204,9 @@ class Engine:
         prepared.plan.require_fit(self._bundle.name)
         name, transformer = prepared.runtime.speculation, self._generator.transformer
         if name not in self._draftings:
-            self._draftings[name] = self._make_drafting(transformer, prepared)
-        labels = replace(self._generator.labels, speculation=name)
-        self._generator = replace(self._generator, drafting=self._draftings[name], labels=labels)
+            self._draftings[name] = self._make_drafting(transformer, prepared, lambda: False)
+        self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
+        self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
         if self.plan.streams or prepared.plan.streams:
             self._lend(self.plan.segment.least)
         self._keep_to(prepared.plan)
@@ -265,8 +266,8 @@ class Engine:
                 self._bundle, plan, self._cpu.feed_forwards, self._reader, self._costs, self._fetch
             )
             self._lend(self._room(plan.kv_block_bytes))
-        drafting = self._make_drafting(transformer, prepared, cancelled)
-        self._draftings[runtime.speculation] = drafting
+        self._drafting = self._make_drafting(transformer, prepared, cancelled)
+        self._draftings[runtime.speculation] = self._drafting
         self._reader.trim()
         trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
@@ -280,7 +281,7 @@ class Engine:
             before_pass=self._before_pass,
             narrowed=self._narrowed,
             accepted=self._accepted,
-            drafting=drafting,
+            drafting=self._drafting,
             labels=GenerationStats(
                 backend=backend.name,
                 sparsity=runtime.sparsity,
@@ -290,7 +291,7 @@ class Engine:
         )
 
     def _make_drafting(
-        self, transformer: Transformer, prepared: Prepared, cancelled: IsCancelled = lambda: False
+        self, transformer: Transformer, prepared: Prepared, cancelled: IsCancelled
     ) -> Drafting | None:
         second = None
         if prepared.draft is not None and self._cpu is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from ondevice.api import Name, check_tokens, open_model, text_tokenizer
 from ondevice.bench_prompts import Task
@@ -34,7 +34,8 @@ from ondevice.stats import DraftStats, per_second
 from ondevice.tokenizer import Tokenizer
 from ondevice.units import format_bytes
 
-OFF, ALL_TASKS = "off", "all"
+OFF: Final = "off"
+ALL_TASKS = "all"
 LEAST_TOKENS = 2
 """Of a text: the first comes with the prompt's pass."""
 WARM_UP_TOKENS = 8
@@ -376,8 +377,8 @@ def _notes(arms: Mapping[str, Prepared]) -> list[str]:
     held = sum(_held_bytes(arms).values())
     if plan.streams and held:
         notes.append(
-            f"the drafters take {format_bytes(held)} together, and each has the memory that it would have by "
-            "itself: the process holds a little more than the budget"
+            "each drafter has the memory that it would have by itself, and those that rest keep theirs: the "
+            f"process may hold up to {format_bytes(held)} more than the budget"
         )
     if not plan.streams:
         notes.append("everything is resident: a lower --dram-budget shows what drafts save of reads")

@@ -62,6 +62,8 @@ def eager() -> Iterator[None]:
     """However little they are worth: drafts in every pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreePolicy, "begin", lambda policy: EAGER_NODES)
+        patch.setattr(TreePolicy, "pause", lambda policy: False)
+        patch.setattr(TreePolicy, "resting", False)
         for question in ("worth", "promising"):
             patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
         yield
@@ -325,9 +327,17 @@ def test_what_is_refused(ondevice: Run, relu_bundle: Path, token_bundle: Path, t
 
 def test_what_a_model_cannot_have_is_left_out(chat_bundle: Path) -> None:
     found = compare(chat_bundle)
-    assert "streams" in missing(found)
-    assert "streams" not in found.held_bytes
-    assert any("its bundle has no streams" in note for note in found.notes)
+    assert {"streams", "model"} <= missing(found)
+    assert not {"streams", "model"} & set(found.held_bytes)
+    for reason in ("its bundle has no streams", "name its bundle with --draft-model"):
+        assert any(reason in note for note in found.notes)
+    with_second = compare(chat_bundle, draft_model=chat_bundle)
+    assert with_second.changed == ()
+    # The model itself is as good a drafter as can be.
+    assert (
+        with_second.row(ALL_TASKS, "model").tokens_per_pass > found.row(ALL_TASKS, "lookup").tokens_per_pass
+    )
+    assert with_second.held_bytes["model"] > with_second.held_bytes["lookup"]
     # A budget that has room for plain decoding alone.
     budget = inspect(chat_bundle, speculation=OFF).minimum_budget_bytes
     held = inspect(chat_bundle, speculation="recycling").draft_bytes
