@@ -10,15 +10,17 @@ Legend: N tokens, L layers, D hidden size, F neurons of a layer.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.base import Float32, KVLayout, Norm
 from ondevice.backends.cpu import BLOCK_NEURONS, CpuBackend, CpuFeedForward, make_engine
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
@@ -105,11 +107,21 @@ class _ObservedBackend(CpuBackend):
     observe_inputs: InputObserver
 
     def feed_forward(
-        self, x: Float32, weight: CpuFeedForward, activation: Activation, certain: int | None = None
+        self,
+        x: Float32,
+        weight: CpuFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+        certain: int | None = None,
     ) -> Float32:
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
+        if norm is not None:
+            normed = np.empty_like(x)
+            _native.rms_norm(self.engine, x, *norm, normed)
+            x = normed
         self.observe_inputs(layer, x)
-        return self.dense_feed_forward(x, weight, activation)
+        return self.dense_feed_forward(x, weight, activation, added=added)
 
     def observe_gates(self, observe: Observer) -> None:
         """From now on show the gates too. Raises OndeviceError, in a pass, for a model without selectors."""
@@ -169,6 +181,50 @@ def record_inputs(
             _run(model, pieces, on_progress)
     activations.tokens = total
     return activations
+
+
+def record_entering(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    path: Path,
+    layer: int,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> None:
+    """Run `pieces`, each from an empty context, and write what enters `layer` to `path`: (N, D) float32.
+
+    Whole pieces that an earlier run has written stay. Only the layers before run; their residual stream has
+    values that float16 hasn't. on_progress gets the tokens done. Raises what `record_inputs` raises.
+    """
+    token_bytes = 4 * bundle.config.hidden_size
+    written = path.stat().st_size // token_bytes if path.exists() else 0
+    ends = np.cumsum([len(piece) for piece in pieces])
+    done = int(np.searchsorted(ends, written, side="right"))
+    kept = int(ends[done - 1]) if done else 0
+    check_room(path.parent, int(ends[-1]) - kept, token_bytes, "hidden states")
+    with disk_errors(path, "make room, or use fewer tokens"), path.open("ab") as file:
+        file.truncate(kept * token_bytes)
+        if done == len(pieces):
+            return
+        with _running(bundle, "dense") as (model, cpu):
+            cpu.observe_inputs = lambda layer, x: None
+            lower = _first_layers(model, layer)
+            for piece in pieces[done:]:
+                kv = KVCache(KVLayout(lower.config, 16))
+                for start in range(0, len(piece), CHUNK_TOKENS):
+                    chunk = piece[start : start + CHUNK_TOKENS]
+                    x = lower.hidden_states(chunk, kv) if layer else lower.embedding(chunk)
+                    file.write(x.tobytes())
+                    kept += len(chunk)
+                    on_progress(kept)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _first_layers(model: Transformer, count: int) -> Transformer:
+    """A model's first layers, at least one."""
+    count = max(1, count)
+    config = replace(model.config, num_layers=count, layer_windows=model.config.layer_windows[:count])
+    return Transformer(config, model.backend, replace(model.weights, layers=model.weights.layers[:count]))
 
 
 def observe_gates(

@@ -37,6 +37,7 @@ from ondevice.memory_sizes import (
 from ondevice.meter import Counters
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.models import operating_point
 from ondevice.preparation import Prepared
@@ -46,7 +47,7 @@ from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import Target, make_drafter
+from ondevice.speculation.registry import Target, make_drafter, runs_streams
 from ondevice.stats import GenerationStats, PassTimes
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -93,7 +94,7 @@ class Engine:
             self._costs = device_costs([self._bundle.neuron_file(layer) for layer in layers])
             threads = min(FETCH_DEPTH, self._costs.threads(self.plan.segment.slot_bytes))
         self._reader = FlashReader(
-            bundle_files(self._bundle, self._runtime.sparsity),
+            bundle_files(self._bundle, self._runtime.sparsity, self._runs_streams),
             self._runtime.io,
             threads,
             ring=isinstance(self.plan.segment, SlotShape),
@@ -103,6 +104,10 @@ class Engine:
             undo.enter_context(system_refusals())
             self._generator = self._load(prepared, cancelled)
             undo.pop_all()
+
+    @property
+    def _runs_streams(self) -> bool:
+        return runs_streams(self._runtime.speculation, self._bundle.streams)
 
     @property
     def kernel_target(self) -> str:
@@ -226,7 +231,11 @@ class Engine:
             )
         point = operating_point(runtime, self._bundle.predictors, self._bundle.thresholds)
         weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
-        transformer = Transformer(config, backend, weights)
+        streams = None
+        if self._runs_streams:
+            last = len(bundle_files(self._bundle, runtime.sparsity))
+            streams = load_streams(self._bundle, self._reader, backend, last, cancelled)
+        transformer = Transformer(config, backend, weights, streams)
         if self._cpu is not None:
             self._neurons = self._neuron_memory(self._cpu.feed_forwards)
             self._lend(self._room(plan.kv_block_bytes))
@@ -242,6 +251,7 @@ class Engine:
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
             before_pass=self._before_pass,
+            narrowed=self._narrowed,
             accepted=self._accepted,
             drafting=self._drafting,
             labels=GenerationStats(
@@ -258,9 +268,10 @@ class Engine:
         second = None
         if draft is not None and self._cpu is not None:
             second = load_draft(draft, self._cpu.engine, cancelled)
-        target = Target(self._bundle.config, self.plan.max_context, transformer, second)
+        nodes = draft_nodes(self._runtime)
+        target = Target(self._bundle.config, self.plan.max_context, nodes, transformer, second)
         drafter = make_drafter(self._runtime.speculation, target)
-        return None if drafter is None else Drafting(drafter, draft_nodes(self._runtime))
+        return None if drafter is None else Drafting(drafter, nodes)
 
     def _neuron_memory(self, layers: Sequence[CpuFeedForward]) -> SegmentPool | NeuronFetcher:
         config, segment, stream = self._bundle.config, self.plan.segment, self.plan.stream
@@ -349,6 +360,10 @@ class Engine:
         if isinstance(self._neurons, NeuronFetcher):
             self._neurons.hold_back(guesses)
         self._make_room(tokens)
+
+    def _narrowed(self, nodes: Sequence[int]) -> None:
+        if isinstance(self._neurons, NeuronFetcher):
+            self._neurons.narrow(nodes)
 
     def _accepted(self, nodes: Sequence[int]) -> None:
         if isinstance(self._neurons, NeuronFetcher):

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Array, Float32
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model.transformer import Cancelled, Narrowed, Pass, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.tree import plain
+from ondevice.speculation.tree import Draft, plain
 from ondevice.speculation.verify import verify
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
@@ -49,8 +49,9 @@ class Generator:
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
     `before_pass` is told how many tokens are about to go through the model together, and how many of them
-    are guesses; `accepted`, after a pass with guesses, which of its tokens the text has. `labels` is a
-    GenerationStats whose words (backend, sparsity, ...) every result repeats.
+    are guesses; `narrowed`, in a pass with guesses, which of its tokens still go on; `accepted`, after it,
+    which of those the text has. `labels` is a GenerationStats whose words (backend, sparsity, ...) every
+    result repeats.
     """
 
     transformer: Transformer
@@ -60,6 +61,7 @@ class Generator:
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[int, int], None] = lambda tokens, guesses: None
+    narrowed: Callable[[Sequence[int]], None] = lambda nodes: None
     accepted: Callable[[Sequence[int]], None] = lambda nodes: None
     drafting: Drafting | None = None
     labels: GenerationStats = field(default_factory=GenerationStats)
@@ -113,11 +115,13 @@ class Generator:
         text = _Text(self.tokenizer, sampling.stop, history)
         written = _Continuation(history, room, text, sampling, self.eos_ids)
         try:
-            logits = self._prefill(history, kv, meter, cancelled)
+            prefilled = self._prefill(history, kv, meter, cancelled)
             if self.drafting is not None:
                 self.drafting.begin(history, sampling)
             if room:
-                self._draw(written, logits[0], meter)
+                self._draw(written, self.transformer.checked_logits(prefilled.hidden)[0], meter)
+            if self.drafting is not None:
+                self.drafting.entered(prefilled, 0)
             while True:
                 meter.pause()
                 yield from written.events()
@@ -153,14 +157,16 @@ class Generator:
             draft = self.drafting.draft(written.history[-1], kv, places - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
-        hidden = self.transformer.hidden_states(draft.tokens, kv, cancelled, tree=tree)
+        narrow = None if self.drafting is None else partial(self._narrow, draft, self.drafting)
+        found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, narrow=narrow)
         meter.passes += 1
+        verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
         path: list[int] = []
         try:
             path = verify(
-                draft,
+                verified,
                 lambda node: self._draw(
-                    written, self.transformer.checked_logits(hidden[node : node + 1])[0], meter
+                    written, self.transformer.checked_logits(found.hidden[node : node + 1])[0], meter
                 ),
             )
         finally:
@@ -168,7 +174,15 @@ class Generator:
         if len(draft) > 1:
             self.accepted(path)
         if self.drafting is not None:
+            self.drafting.entered(found, path[-1])
             self.drafting.passed(draft, time.perf_counter() - started)
+
+    def _narrow(self, draft: Draft, drafting: Drafting, entering: Array) -> Narrowed:
+        """What of a draft on its way goes on into the stream layers."""
+        chosen = drafting.narrow(draft, entering)
+        if len(chosen.tokens) < len(draft):
+            self.narrowed(chosen.tokens)
+        return chosen
 
     def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
         """The text's next token, written, or None where it ends here."""
@@ -181,10 +195,10 @@ class Generator:
 
     def _prefill(
         self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: Callable[[], bool] | None
-    ) -> Float32:
-        """Bring kv to hold exactly the prompt, and return the last token's logits (1, V).
+    ) -> Pass:
+        """Bring kv to hold exactly the prompt, and return what its last token became.
 
-        The last token always runs: its logits aren't stored. Chunks done before a cancellation stay.
+        It always runs: that isn't stored. Chunks done before a cancellation stay.
         """
         kept = common_prefix(kv.tokens, prompt[:-1])
         kv.truncate(kept)
@@ -194,11 +208,10 @@ class Generator:
             self.transformer.forward(prompt[start : start + self.prefill_chunk], kv, "none", cancelled)
             meter.passes += 1
         self.before_pass(len(prompt) - last_chunk, 0)
-        logits = self.transformer.forward(prompt[last_chunk:], kv, "last", cancelled)
-        assert logits is not None
+        found = self.transformer.run(prompt[last_chunk:], kv, cancelled, last=True)
         meter.passes += 1
         meter.prefilled(len(prompt) - kept)
-        return logits
+        return found
 
 
 def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:

@@ -19,6 +19,7 @@ from functools import cached_property
 from ondevice.backends.base import KVLayout
 from ondevice.bundle.layout import embedding_layout
 from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.streams import Streams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError
 from ondevice.memory_sizes import (
@@ -256,15 +257,15 @@ def plan_memory(
     process_bytes: int,
     threads: int = 1,
     predictors: Predictors | None = None,
+    streams: Streams | None = None,
     draft_model_bytes: int = 0,
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
     draft_model_bytes: of a second model that drafts, loaded and with its context full.
     runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
-    as `dense`.
-    Raises UsageError if the context asked for is longer than the model's. A budget that is too small gives
-    a plan that says so (`fits`), not an error.
+    as `dense`. Raises UsageError if the context asked for is longer than the model's; a budget that is too
+    small gives a plan that says so (`fits`).
     """
     kv = KVLayout(config, runtime.kv_bits)
     max_context, widest = context_tokens(config, runtime), widest_pass(config, runtime)
@@ -286,7 +287,7 @@ def plan_memory(
         narrow_activation_bytes=narrow,
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
-        draft_bytes=draft_bytes(config, runtime, threads, draft_model_bytes),
+        draft_bytes=draft_bytes(config, runtime, threads, streams, draft_model_bytes),
     )
     predictors = predictors if runtime.sparsity == "predicted" else None
     predicted = predictors is not None

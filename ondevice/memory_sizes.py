@@ -13,7 +13,7 @@ from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
-from ondevice.speculation.registry import drafter_bytes
+from ondevice.speculation.registry import drafter_bytes, runs_streams
 from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
@@ -277,17 +277,31 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
     return min(NARROW_TOKENS, runtime.prefill_chunk)
 
 
-def draft_bytes(config: ModelConfig, runtime: RuntimeConfig, threads: int, draft_model_bytes: int = 0) -> int:
+def draft_bytes(
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    threads: int,
+    streams: Streams | None = None,
+    draft_model_bytes: int = 0,
+) -> int:
     """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention.
 
-    draft_model_bytes: of a second model, if one drafts.
+    streams: the bundle's; their adapters count where they run. draft_model_bytes: of a second model, if one
+    drafts.
     """
-    drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context_tokens(config, runtime))
+    adapters = 0
+    if streams is not None and runs_streams(runtime.speculation, streams):
+        adapters = stream_bytes(config, streams)
+    context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
+    drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context, nodes)
     if not drafter:
-        return 0
+        return adapters
+    if runs_streams(runtime.speculation, streams) or runtime.speculation == "resident":
+        # What drafting would have liked to have: the first that the next pass reads.
+        adapters += 4 * config.num_layers * config.intermediate_size if runtime.sparsity != "dense" else 0
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
     paths = threads * 2 * KVLayout(config, runtime.kv_bits).head_bytes
-    return drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
+    return adapters + drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
 
 
 def matrix_elements(config: ModelConfig) -> int:
@@ -311,8 +325,8 @@ def activation_bytes(
     context = context_tokens(config, runtime)
     hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
     widest = padded(max(config.hidden_size, config.query_size), GROUP_SIZE)
-    # Embedding rows, residual, norm, feed-forward twice and its lanes; projections, attention, rotary tables.
-    floats = 5 * hidden + hidden // 4 + max(config.qkv_size, hidden) + config.query_size
+    # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
+    floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
     per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * threads
     # The matrix input: floats at 16 bits, else int8 codes with two sums and a scale per group.
     per_token += 4 * widest if quant.bits == 16 else widest + widest // GROUP_SIZE * 12

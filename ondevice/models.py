@@ -14,6 +14,7 @@ from importlib import import_module, util
 from pathlib import Path
 
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
@@ -23,7 +24,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.speculation.registry import DRAFTERS
+from ondevice.speculation.registry import DRAFTERS, needs
 
 MANIFEST = "bundle.json"
 RESIDENT = "resident.safetensors"
@@ -251,7 +252,11 @@ def operating_point(
 
 
 def check_runtime(
-    config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    predictors: Predictors | None,
+    thresholds: Thresholds | None,
+    streams: Streams | None = None,
 ) -> None:
     """Refuse what this model or this version can't do, before anything is loaded.
 
@@ -269,10 +274,11 @@ def check_runtime(
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
-    if runtime.speculation not in ("off", *DRAFTERS):
+    if needs(runtime.speculation) == "streams" and streams is None:
+        have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
         raise UnsupportedModelError(
-            f"--speculation {runtime.speculation} isn't possible with this model: its bundle holds no "
-            f"drafter that this version can run. It can have: {', '.join(('off', *DRAFTERS))}"
+            f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
+            f"`ondevice train streams` makes them. It can have: {have}"
         )
     if runtime.speculation not in ("auto", "off") and runtime.backend == "reference":
         raise BackendUnavailableError(

@@ -35,7 +35,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     that this model or machine can't have, and what reading the tokenizer raises.
     """
     check_choices(runtime)
-    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds)
+    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds, bundle.streams)
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
@@ -57,6 +57,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
             process_bytes=process_bytes,
             threads=runtime.threads,
             predictors=bundle.predictors,
+            streams=bundle.streams,
             draft_model_bytes=0 if draft is None else draft.nbytes,
         )
         plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))

@@ -69,11 +69,12 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
     layout = KVLayout(config, kv_bits)
     tokens = 150
-    q, k, v = (normal(tokens, n, width, seed=n) for n in (heads, kv_heads, kv_heads))
+    qkv = normal(tokens, (heads + 2 * kv_heads) * width)
+    # Angles of zero: a rotation rounds, and what is stored must be the same.
+    cos, sin = np.ones((tokens, width // 2), np.float32), np.zeros((tokens, width // 2), np.float32)
     reference, expected_kv = ReferenceBackend(), KVCache(layout)
     expected_kv.reserve(tokens)
-    reference.kv_write(expected_kv, 1, k, v, 0)
-    expected = reference.attention(q, expected_kv, 1, 0, window)
+    expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, None, window)
     results = []
     for target in TARGETS:
         for threads in (1, 2):
@@ -81,8 +82,9 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
             kv.reserve(tokens)
             out = np.empty((tokens, heads * width), dtype=np.float32)
             for first, last in ((0, 1), (1, 64), (64, 67), (67, 150)):
-                backend.kv_write(kv, 1, k[first:last], v[first:last], first)
-                out[first:last] = backend.attention(q[first:last], kv, 1, first, window)
+                chunk = slice(first, last)
+                given = qkv[chunk].copy()
+                out[chunk] = backend.attend(given, kv, 1, first, cos[chunk], sin[chunk], None, window)
             for mine, theirs in zip(kv.blocks, expected_kv.blocks, strict=True):
                 assert mine.tobytes() == theirs.tobytes()
             results.append(out)

@@ -72,8 +72,8 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
     # Eight slots and one packed, each of 256 records of 3 x 4096 weights.
     assert plan.stream.nbytes == pytest.approx(9 * 256 * 3 * 4096 * per_weight, rel=0.05)
-    # A chunk of 256 tokens: residual, norm, projections and feed-forward; then 16 rows of logits, twice.
-    per_token = 4 * (5.25 * 4096 + 3 * 4096 + 4096) + 64 * 128 + 4096 * 1.2
+    # A chunk of 256 tokens: residual, projections and feed-forward; then 16 rows of logits, twice.
+    per_token = 4 * (3.25 * 4096 + 3 * 4096 + 4096) + 64 * 128 + 4096 * 1.2
     working = 256 * per_token + 2 * 4 * 16 * 32000 + 4 * 32 * (4096 + 256) + (2 << 20)
     assert plan.activation_bytes == pytest.approx(1.25 * working, rel=0.01)
     needed = plan.weights_bytes + plan.stream.nbytes + plan.kv_cache_bytes + plan.activation_bytes

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Backend
+from ondevice.backends.base import Backend, Norm
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.reference import activate as reference_activate
 from ondevice.bundle.reader import Bundle
@@ -272,8 +272,9 @@ class AdaptedBackend(MlxBackend):
         super().__init__()
         self._adapted, self._a, self._b = adapted, a, b
 
-    def linear(self, x: Any, weight: MlxLinear) -> Any:
-        product = super().linear(x, weight)
+    def linear(self, x: Any, weight: MlxLinear, norm: Norm | None = None, added: Any = None) -> Any:
+        x = x if norm is None else mx.fast.rms_norm(x, *norm)
+        product = super().linear(x, weight, None, added)
         return product + x @ self._a.T @ self._b.T if weight is self._adapted else product
 
 

@@ -250,7 +250,7 @@ def test_a_refused_block_leaves_the_cache_as_it_was(run: Callable[..., Any]) -> 
 def test_a_read_that_fails_leaves_the_cache_as_it_was(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def damaged(*_: Any) -> Float32:
+    def damaged(*_: Any, **__: Any) -> Float32:
         raise FlashReadError("a record doesn't match its checksum")
 
     model, kv = loaded(), cache(ALL_OPTIONS)

@@ -213,10 +213,10 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
     config_for: Callable[[str], ModelConfig],
 ) -> None:
     config = config_for("silu")
-    for speculation in ("streams", "resident"):
+    for speculation in ("streams",):
         with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation}"):
             models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
-    for speculation in ("lookup", "recycling"):
+    for speculation in ("lookup", "recycling", "resident"):
         models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
         with pytest.raises(BackendUnavailableError, match="--backend cpu"):
             models.check_runtime(

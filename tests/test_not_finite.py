@@ -72,8 +72,9 @@ def test_queries_keys_and_values(kv_bits: Any, where: str, value: float) -> None
     def run(target: str) -> Float32:
         backend, kv = make_backend(target), KVCache(KVLayout(config, kv_bits))
         kv.reserve(20)
-        backend.kv_write(kv, 0, arrays["k"], arrays["v"], 0)
-        return np.array(backend.attention(arrays["q"], kv, 0, 0, 0)).reshape(20, 2, 40)
+        qkv = np.concatenate([arrays[name].reshape(20, -1) for name in "qkv"], axis=1)
+        cos, sin = np.ones((20, 20), np.float32), np.zeros((20, 20), np.float32)
+        return np.array(backend.attend(qkv, kv, 0, 0, cos, sin)).reshape(20, 2, 40)
 
     out = one([run(target) for target in TARGETS])
     broken = slice(11, 12) if where == "q" else slice(11, 20)

@@ -7,13 +7,14 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from ondevice import plots, profiling
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Norm
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BackendUnavailableError, FlashReadError, UsageError
@@ -59,9 +60,10 @@ def test_recorded_gates_are_the_model_s(bundle: Path, monkeypatch: pytest.Monkey
     seen: list[Float32] = []
     plain = ReferenceBackend.feed_forward
 
-    def noting(self: ReferenceBackend, x: Float32, weight: object, activation: object) -> Float32:
-        seen.append(x @ weights[f"model.layers.{len(seen) % LAYERS}.mlp.gate_proj.weight"].T)
-        return plain(self, x, weight, activation)
+    def noting(self: ReferenceBackend, x: Float32, *others: Any, norm: Norm, **named: Any) -> Float32:
+        gate = weights[f"model.layers.{len(seen) % LAYERS}.mlp.gate_proj.weight"]
+        seen.append(self.rms_norm(x, *norm) @ gate.T)
+        return plain(self, x, *others, norm=norm, **named)
 
     monkeypatch.setattr(ReferenceBackend, "feed_forward", noting)
     with running(bundle) as model:

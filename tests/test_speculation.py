@@ -20,7 +20,7 @@ from ondevice.engine import Engine
 from ondevice.errors import BundleError, UsageError
 from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Transformer
+from ondevice.model.transformer import Narrowed, Pass, Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
@@ -33,6 +33,7 @@ from ondevice.speculation.tree import Draft, Proposals, grow
 from ondevice.speculation.verify import verify
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
+from tests.made_up_streams import add_streams
 
 SHIPPED = Path(__file__).resolve().parents[1] / "weights/small-relu"
 SAMPLINGS: list[dict[str, Any]] = [
@@ -42,6 +43,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
 ]
 ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
+STREAMS = 3
 QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
 
 
@@ -53,12 +55,14 @@ class Scripted:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
+        self.streamed = 0
+        """Nodes that had streams in their pass."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._length = len(text)
 
     def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
-        rng, known = self._random, self._text[self._length :]
+        rng, known, self._places = self._random, self._text[self._length :], most_nodes
         tokens, parents, depths = [root], [-1], [0]
         for _ in range(int(rng.integers(0, min(NARROW_TOKENS, most_nodes)))):
             parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
@@ -71,7 +75,19 @@ class Scripted:
                 parents.append(parent)
                 depths.append(depth)
         self.sizes.append(len(tokens))
-        return Draft(tuple(tokens), tuple(parents))
+        return Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
+
+    def narrow(self, draft: Draft, entering: Float32) -> Narrowed:
+        """Some nodes end here, with what is behind them; some get streams."""
+        kept = [0]
+        for node in range(1, len(draft)):
+            if draft.parents[node] in kept and self._random.random() < 0.9:
+                kept.append(node)
+        most = min(2, (NARROW_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
+        return Narrowed(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
+
+    def entered(self, found: Pass, node: int) -> None:
+        self.streamed += len(found.streams)
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         self._length += 1
@@ -92,7 +108,9 @@ def draft_by(model: Model, text: Sequence[int], seed: int) -> Scripted:
 def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("relu")
     shape = {"num_hidden_layers": 4, "intermediate_size": 1500, "hidden_act": "relu"}
-    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "relu")
+    bundle = convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "relu")
+    add_streams(bundle, gamma=STREAMS, layers=2)
+    return bundle
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +124,13 @@ def write(model: Model, count: int = 60, **options: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("drafter", ["lookup", "streams"])
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_any_tree_leaves_every_token_as_it_is(
-    relu_bundle: Path, plain_texts: list[tuple[int, ...]], sparsity: str, resident: bool
+    relu_bundle: Path, plain_texts: list[tuple[int, ...]], sparsity: str, drafter: str, resident: bool
 ) -> None:
-    with load(relu_bundle, sparsity=sparsity, speculation="lookup", threads=2) as model:
+    """With streams in the model, nodes are left out half-way and others get streams, too."""
+    with load(relu_bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
         if not resident:
             squeeze(model, model.plan.segment.least + 1)
         prompt = model.tokenizer.encode(PROMPT)
@@ -119,6 +139,7 @@ def test_any_tree_leaves_every_token_as_it_is(
             answer = model.generate(PROMPT, max_tokens=60, logit_bias={EOS: -math.inf}, **sampling)
             assert answer.tokens == expected
             assert max(scripted.sizes) > 6
+            assert (scripted.streamed > 10) == (drafter == "streams")
             assert answer.stats.accepted_tokens_per_pass > 1.2
             assert answer.stats.forward_passes < 60
 
@@ -130,6 +151,7 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
 ) -> None:
     # However little it is worth here: the largest trees.
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
+    monkeypatch.setattr(TreePolicy, "pause", lambda policy: False)
     for question in ("worth", "promising"):
         monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
     with (
@@ -293,11 +315,14 @@ def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
         )
 
     # 0.6, 0.54, 0.3, 0.27, 0.108, 0.06
-    assert tree() == Draft((9, 1, 3, 2, 5, 6, 4), (-1, 0, 1, 0, 3, 2, 1))
-    assert tree(worth=0.28) == Draft((9, 1, 3, 2), (-1, 0, 1, 0))
-    assert tree(nodes=2) == Draft((9, 1), (-1, 0))
-    assert tree(depth=1) == Draft((9, 1, 2), (-1, 0, 0))
+    whole = tree()
+    assert (whole.tokens, whole.parents) == ((9, 1, 3, 2, 5, 6, 4), (-1, 0, 1, 0, 3, 2, 1))
+    assert whole.chances == pytest.approx((1.0, 0.6, 0.54, 0.3, 0.27, 0.108, 0.06))
+    assert tree(worth=0.28) == whole.only([0, 1, 2, 3])
+    assert tree(nodes=2) == whole.only([0, 1])
+    assert tree(depth=1) == whole.only([0, 1, 3])
     assert tree(depth=0) == Draft((9,), (-1,))
+    assert whole.only([0, 3, 4]) == Draft((9, 2, 5), (-1, 0, 1), (1.0, 0.3, whole.chances[4]))
     # What follows a guess is asked for once no likelier guess is left, and where it may be worth it.
     asked: list[tuple[int, ...]] = []
 

@@ -13,7 +13,7 @@ import pytest
 from flash_files import flip_byte
 
 from ondevice.api import Model, inspect, load, verify
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Norm
 from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward, activate
 from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.reader import Bundle
@@ -130,13 +130,23 @@ class MaskedReference(ReferenceBackend):
         self._layers.append(super().load_feed_forward(*arguments))
         return self._layers[-1]
 
-    def feed_forward(self, x: Float32, weight: ReferenceFeedForward, activation: Activation) -> Float32:
+    def feed_forward(
+        self,
+        x: Float32,
+        weight: ReferenceFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+    ) -> Float32:
+        assert norm is not None
+        assert added is not None
+        x = self.rms_norm(x, *norm)
         importance, threshold = self._cutoffs[next(i for i, w in enumerate(self._layers) if w is weight)]
         active = activate(x @ weight.gate.T, activation)
         counts = np.abs(active) * importance > threshold
         self.share = counts.mean()
         product: Float32 = (np.where(counts, active, np.float32(0)) * (x @ weight.up.T)) @ weight.down
-        return product
+        return added + product
 
 
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu", "gelu_pytorch_tanh"])

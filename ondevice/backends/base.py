@@ -186,6 +186,21 @@ class EmbeddingSource(Protocol):
         ...
 
 
+class Norm(NamedTuple):
+    """x / sqrt(mean(x^2) + eps) * weight along the last axis, (n,) for x (..., n)."""
+
+    weight: Vector
+    eps: float
+
+
+class HeadNorms(NamedTuple):
+    """The norms of every head's queries and keys, weights (Dh,), as in `Norm`."""
+
+    q: Vector
+    k: Vector
+    eps: float
+
+
 @dataclass(frozen=True)
 class Cutoff:
     """What a gate must reach: a neuron counts where |activation(gate)| * importance > threshold.
@@ -244,55 +259,44 @@ class Backend(Protocol):
         """tokens: (T,) ids in 0 .. V-1. Returns (T, D)."""
         ...
 
-    def rms_norm(self, x: Array, weight: Vector, eps: float) -> Array:
-        """x: (..., n), weight: (n,). x / sqrt(mean(x^2) + eps) * weight along the last axis, same shape.
+    def linear(self, x: Array, weight: Linear, norm: Norm | None = None, added: Array | None = None) -> Array:
+        """x: (T, K). Returns (T, N) = norm(x) @ W^T + bias + added.
 
-        x is (T, D), or heads (T, H, Dh), which may be overwritten.
+        added: (T, N), which the result may overwrite.
         """
-        ...
-
-    def linear(self, x: Array, weight: Linear) -> Array:
-        """x: (T, K). Returns (T, N) = x @ W^T + bias."""
-        ...
-
-    def rope(self, x: Array, cos: Float32, sin: Float32) -> Array:
-        """Rotate halves: x (T, H, Dh), host tables cos and sin (T, Dh / 2). May overwrite x."""
-        ...
-
-    def kv_write(self, kv: KVStore, layer: int, k: Array, v: Array, position: int) -> None:
-        """Quantise and store k, v (T, KVH, Dh) in places position .. position + T - 1."""
         ...
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         """What is stored in place `source`, of every layer, is stored in place `target` too."""
         ...
 
-    def attention(
-        self, q: Array, kv: KVStore, layer: int, position: int, window: int, tree: TokenTree | None = None
+    def attend(
+        self,
+        qkv: Array,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        cos: Float32,
+        sin: Float32,
+        norms: HeadNorms | None = None,
+        window: int = 0,
+        tree: TokenTree | None = None,
     ) -> Array:
-        """Causal attention over stored keys and values, scores scaled by 1 / sqrt(Dh).
+        """Causal attention over what is stored and what comes now, scores scaled by 1 / sqrt(Dh).
 
-        q: (T, H, Dh), the first at logical `position`; query t sees positions 0 .. position + t, or with
-        window > 0 only the last `window` of them. Its own chunk is already written, token t in place
-        position + t. With a tree of T nodes, query t sees what `tree.visible` says; in the `cpu` engine its
-        result has the bits that it has where its path is a text. Returns (T, H * Dh).
+        qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, which may be overwritten. Queries
+        and keys are normed and turned by halves with the host tables cos and sin (T, Dh / 2), then keys and
+        values are quantised and stored, token t's in place position + t; all are looked at as stored.
+        Query t sees positions 0 .. position + t, or with window > 0 only the last `window` of them. With a
+        tree of T nodes, query t sees what `tree.visible` says; in the `cpu` engine its result has the bits
+        that it has where its path is a text. Returns (T, H * Dh).
         """
         ...
 
-    def foresee(self, x: Array, norm: Vector, eps: float, weight: FeedForward) -> None:
-        """The input of weight's feed-forward will be near rms_norm(x, norm, eps), x (T, D).
+    def foresee(self, x: Array, norm: Norm, weight: FeedForward) -> None:
+        """The input of weight's feed-forward will be near norm(x), x (T, D).
 
         An engine may begin to fetch what it will need; no result may depend on it.
-        """
-        ...
-
-    def feed_forward(
-        self, x: Array, weight: FeedForward, activation: Activation, certain: int | None = None
-    ) -> Array:
-        """x: (T, D). Returns (T, D) = down(activation(gate(x)) * up(x)). Layers come in order in a pass.
-
-        Tokens from `certain` on are guesses whose results need be near only: nothing is read for them, and
-        what isn't in memory counts as nothing.
         """
         ...
 
@@ -315,12 +319,29 @@ class Backend(Protocol):
         up: Linear,
         first: int,
         activation: Literal["relu"] | None = None,
+        norm: Norm | None = None,
     ) -> Array:
-        """y (T, N) with up @ activation(down @ x) added to the rows from `first` on; may overwrite y."""
+        """y (T, N) with up @ activation(down @ norm(x)) added to the rows from `first` on; may overwrite y.
+
+        x: (T - first, K), the rows that those are for.
+        """
         ...
 
-    def add(self, a: Array, b: Array) -> Array:
-        """Elementwise sum of two arrays of one shape; may overwrite a."""
+    def feed_forward(
+        self,
+        x: Array,
+        weight: FeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Array | None = None,
+        certain: int | None = None,
+    ) -> Array:
+        """x: (T, D). Returns (T, D) = down(activation(gate(n)) * up(n)) + added, where n is norm(x).
+
+        added: (T, D), which may be x, and which the result may overwrite. Tokens from `certain` on are
+        guesses whose results need be near only: nothing is read for them, and what isn't in memory counts as
+        nothing. Layers come in order in a pass.
+        """
         ...
 
     def to_numpy(self, x: Array) -> Float32:

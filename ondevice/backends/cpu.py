@@ -20,9 +20,11 @@ from ondevice.backends.base import (
     EmbeddingSource,
     FeedForwardSource,
     Float32,
+    HeadNorms,
     Int32,
     KVStore,
     LinearSource,
+    Norm,
     Selector,
 )
 from ondevice.backends.token_tree import TokenTree
@@ -31,6 +33,7 @@ from ondevice.config import ACTIVATIONS, GROUP_SIZE, Activation
 from ondevice.errors import BackendUnavailableError, OndeviceError
 from ondevice.kernels import _native
 
+NO_NORM = Norm(None, 0.0)
 BLOCK_NEURONS = GROUP_SIZE
 """Neurons are packed, lent and streamed in whole blocks of this many."""
 
@@ -189,27 +192,12 @@ class CpuBackend:
         _native.dequantize_rows(self.engine, table.bits, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])
 
-    def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
-        if x.ndim == 3:
-            _native.head_norm(self.engine, x, weight, eps)
-            return x
-        out = self._buffer("norm", x.shape)
-        _native.rms_norm(self.engine, x, weight, eps, out)
+    def linear(
+        self, x: Float32, weight: CpuLinear, norm: Norm | None = None, added: Float32 | None = None
+    ) -> Float32:
+        out = self._buffer("linear", (len(x), weight.matrix.rows)) if added is None else added
+        weight.matrix.forward(self.engine, x, weight.bias, out, *(norm or NO_NORM), added)
         return out
-
-    def linear(self, x: Float32, weight: CpuLinear) -> Float32:
-        out = self._buffer("linear", (len(x), weight.matrix.rows))
-        weight.matrix.forward(self.engine, x, weight.bias, out)
-        return out
-
-    def rope(self, x: Float32, cos: Float32, sin: Float32) -> Float32:
-        _native.rope(self.engine, x, cos, sin)
-        return x
-
-    def kv_write(self, kv: KVStore, layer: int, k: Float32, v: Float32, position: int) -> None:
-        if layer == 0 or len(self._blocks) != len(kv.blocks):
-            self._blocks = _addresses(kv)
-        _native.kv_write(self.engine, self._blocks, layer, kv.layout.kv_bits, position, k, v)
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         layout, config = kv.layout, kv.layout.config
@@ -225,57 +213,75 @@ class CpuBackend:
             target,
         )
 
-    def attention(
+    def attend(
         self,
-        q: Float32,
+        qkv: Float32,
         kv: KVStore,
         layer: int,
         position: int,
-        window: int,
+        cos: Float32,
+        sin: Float32,
+        norms: HeadNorms | None = None,
+        window: int = 0,
         tree: TokenTree | None = None,
     ) -> Float32:
-        tokens, heads, width = q.shape
-        out = self._buffer("attention", (tokens, heads * width))
-        kv_heads = kv.layout.config.num_kv_heads
-        _native.attention(
+        if layer == 0 or len(self._blocks) != len(kv.blocks):
+            self._blocks = _addresses(kv)
+        layout, config = kv.layout, kv.layout.config
+        out = self._buffer("attention", (len(qkv), config.query_size))
+        _native.attend(
             self.engine,
-            q,
+            qkv,
             self._blocks,
             layer,
-            kv.layout.kv_bits,
-            kv_heads,
+            layout.kv_bits,
+            config.num_heads,
+            config.num_kv_heads,
             position,
             window,
+            cos,
+            sin,
+            norms,
             None if tree is None else (tree.parents, tree.depths),
             out,
         )
         return out
 
-    def foresee(self, x: Float32, norm: Float32, eps: float, weight: CpuFeedForward) -> None:
+    def foresee(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
         selector = weight.selector
         if weight.foresee is not None and selector is not None:
-            weight.foresee(len(x), lambda: self.scores(self.rms_norm(x, norm, eps), selector))
+            weight.foresee(len(x), lambda: self.scores(x, selector, norm))
 
     def feed_forward(
-        self, x: Float32, weight: CpuFeedForward, activation: Activation, certain: int | None = None
+        self,
+        x: Float32,
+        weight: CpuFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+        certain: int | None = None,
     ) -> Float32:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, streamed=certain != 0)
+            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=certain != 0)
         native, act = weight.native, ACTIVATIONS.index(activation)
-        scores, gates = self._scored(x, weight.selector)
-        native.begin(self.engine, x)
+        scores, gates = self._scored(x, weight.selector, norm)
+        native.begin(self.engine, x, *(norm or NO_NORM))
         for ids, parts in weight.selected(scores, len(x) if certain is None else certain):
             native.add_gathered(self.engine, ids, parts, weight.selector.predicted, gates, act)
-        out = self._buffer("feed_forward", x.shape)
-        native.finish(self.engine, out)
-        return out
+        return self._finished(x, weight, added)
 
     def dense_feed_forward(
-        self, x: Float32, weight: CpuFeedForward, activation: Activation, streamed: bool = True
+        self,
+        x: Float32,
+        weight: CpuFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+        streamed: bool = True,
     ) -> Float32:
         """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory."""
         native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
-        native.begin(self.engine, x)
+        native.begin(self.engine, x, *(norm or NO_NORM))
         if weight.segments:
             native.add(self.engine, weight.segments, tokens, act)
         for piece in weight.streamed() if streamed else ():
@@ -284,8 +290,11 @@ class CpuBackend:
                 native.pack(self.engine, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
             native.add(self.engine, [piece], tokens, act)
-        out = self._buffer("feed_forward", x.shape)
-        native.finish(self.engine, out)
+        return self._finished(x, weight, added)
+
+    def _finished(self, x: Float32, weight: CpuFeedForward, added: Float32 | None) -> Float32:
+        out = self._buffer("feed_forward", x.shape) if added is None else added
+        weight.native.finish(self.engine, out, added)
         return out
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
@@ -303,9 +312,10 @@ class CpuBackend:
         up: CpuLinear,
         first: int,
         activation: Literal["relu"] | None = None,
+        norm: Norm | None = None,
     ) -> Float32:
-        narrow = self._buffer("low rank", (len(x) - first, down.matrix.rows))
-        down.matrix.forward(self.engine, x[first:], None, narrow)
+        narrow = self._buffer("low rank", (len(x), down.matrix.rows))
+        down.matrix.forward(self.engine, x, None, narrow, *(norm or NO_NORM))
         if activation is not None:
             np.maximum(narrow, 0, out=narrow)
         wide = self._buffer("from low rank", (len(narrow), up.matrix.rows))
@@ -313,22 +323,19 @@ class CpuBackend:
         y[first:] += wide
         return y
 
-    def add(self, a: Float32, b: Float32) -> Float32:
-        return np.add(a, b, out=a)
-
     def to_numpy(self, x: Float32) -> Float32:
         return x.copy()
 
-    def scores(self, x: Float32, selector: Selector) -> Float32:
-        """(T, F), what `selector` says of every neuron for x (T, D)."""
-        return self._scored(x, selector)[0]
+    def scores(self, x: Float32, selector: Selector, norm: Norm | None = None) -> Float32:
+        """(T, F), what `selector` says of every neuron for norm(x), x (T, D)."""
+        return self._scored(x, selector, norm)[0]
 
-    def _scored(self, x: Float32, selector: Selector) -> tuple[Float32, Float32]:
-        """Scores (T, F) for x (T, D), and the gates (T, F) of those with a score above zero."""
+    def _scored(self, x: Float32, selector: Selector, norm: Norm | None) -> tuple[Float32, Float32]:
+        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
         for step, linear in enumerate(selector.matrices):
             out = self._buffer(f"scores {step}", (len(x), linear.matrix.rows))
-            linear.matrix.forward(self.engine, x, linear.bias, out)
-            x = out
+            linear.matrix.forward(self.engine, x, linear.bias, out, *(norm or NO_NORM))
+            x, norm = out, None
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
 
     def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:

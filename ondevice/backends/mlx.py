@@ -21,10 +21,12 @@ from ondevice.backends.base import (
     EmbeddingSource,
     FeedForwardSource,
     Float32,
+    HeadNorms,
     Int32,
     KVLayout,
     KVStore,
     LinearSource,
+    Norm,
     Selector,
 )
 from ondevice.backends.reference import ReferenceBackend, read_rows
@@ -98,19 +100,15 @@ class MlxBackend:
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> mx.array:
         return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
 
-    def rms_norm(self, x: mx.array, weight: mx.array, eps: float) -> mx.array:
-        return mx.fast.rms_norm(x, weight, eps)
+    def linear(
+        self, x: mx.array, weight: MlxLinear, norm: Norm | None = None, added: mx.array | None = None
+    ) -> mx.array:
+        product = _normed(x, norm) @ weight.weight.T
+        if weight.bias is not None:
+            product = product + weight.bias
+        return product if added is None else added + product
 
-    def linear(self, x: mx.array, weight: MlxLinear) -> mx.array:
-        product = x @ weight.weight.T
-        return product if weight.bias is None else product + weight.bias
-
-    def rope(self, x: mx.array, cos: Float32, sin: Float32) -> mx.array:
-        first, second = mx.split(x, 2, axis=-1)
-        c, s = mx.array(cos)[:, None], mx.array(sin)[:, None]
-        return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
-
-    def kv_write(self, kv: KVStore, layer: int, k: mx.array, v: mx.array, position: int) -> None:
+    def _kv_write(self, kv: KVStore, layer: int, k: mx.array, v: mx.array, position: int) -> None:
         end = position + k.shape[0]
         for block in range(position // BLOCK_TOKENS, kv.layout.blocks(end)):
             first = max(position, block * BLOCK_TOKENS)
@@ -133,16 +131,25 @@ class MlxBackend:
                 for side, value in zip(kv.blocks[block][layer], stored, strict=True)
             )
 
-    def attention(
+    def attend(
         self,
-        q: mx.array,
+        qkv: mx.array,
         kv: KVStore,
         layer: int,
         position: int,
-        window: int,
+        cos: Float32,
+        sin: Float32,
+        norms: HeadNorms | None = None,
+        window: int = 0,
         tree: TokenTree | None = None,
     ) -> mx.array:
-        tokens, heads, width = q.shape
+        config, tokens = kv.layout.config, qkv.shape[0]
+        heads, width = config.num_heads, config.head_dim
+        q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
+        if norms is not None:
+            q, k = mx.fast.rms_norm(q, norms.q, norms.eps), mx.fast.rms_norm(k, norms.k, norms.eps)
+        q, k = (_turned(x, mx.array(cos), mx.array(sin)) for x in (q, k))
+        self._kv_write(kv, layer, k, v, position)
         length = position + tokens
         blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]
         stored = (
@@ -157,13 +164,21 @@ class MlxBackend:
         )
         return context[0].swapaxes(0, 1).reshape(tokens, heads * width)
 
-    def foresee(self, x: mx.array, norm: mx.array, eps: float, weight: MlxFeedForward) -> None:
+    def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(
-        self, x: mx.array, weight: MlxFeedForward, activation: Activation, certain: int | None = None
+        self,
+        x: mx.array,
+        weight: MlxFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: mx.array | None = None,
+        certain: int | None = None,
     ) -> mx.array:
-        return (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+        x = _normed(x, norm)
+        product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+        return product if added is None else added + product
 
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
@@ -180,13 +195,11 @@ class MlxBackend:
         up: MlxLinear,
         first: int,
         activation: Literal["relu"] | None = None,
+        norm: Norm | None = None,
     ) -> mx.array:
-        narrow = x[first:] @ down.weight.T
+        narrow = _normed(x, norm) @ down.weight.T
         narrow = narrow if activation is None else activate(narrow, activation)
         return mx.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
-
-    def add(self, a: mx.array, b: mx.array) -> mx.array:
-        return a + b
 
     def to_numpy(self, x: mx.array) -> Float32:
         return np.array(x)
@@ -205,6 +218,17 @@ def activate(x: mx.array, activation: Activation) -> mx.array:
             return mx.maximum(x, 0.0)
         case "relu2":
             return mx.square(mx.maximum(x, 0.0))
+
+
+def _normed(x: mx.array, norm: Norm | None) -> mx.array:
+    return x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
+
+
+def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """x (T, H, Dh) turned by halves with cos and sin (T, Dh / 2)."""
+    first, second = mx.split(x, 2, axis=-1)
+    c, s = cos[:, None], sin[:, None]
+    return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
 
 def _visible(position: int, tokens: int, window: int) -> mx.array:

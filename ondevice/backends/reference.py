@@ -22,9 +22,11 @@ from ondevice.backends.base import (
     FeedForwardSource,
     Float16,
     Float32,
+    HeadNorms,
     Int32,
     KVStore,
     LinearSource,
+    Norm,
     Selector,
 )
 from ondevice.backends.token_tree import TokenTree
@@ -95,11 +97,13 @@ class ReferenceBackend:
         normed: Float32 = (x / np.sqrt(mean_square + eps)).astype(np.float32)
         return normed * weight
 
-    def linear(self, x: Float32, weight: ReferenceLinear) -> Float32:
-        product: Float32 = x @ weight.weight.T
+    def linear(
+        self, x: Float32, weight: ReferenceLinear, norm: Norm | None = None, added: Float32 | None = None
+    ) -> Float32:
+        product: Float32 = (x if norm is None else self.rms_norm(x, *norm)) @ weight.weight.T
         if weight.bias is not None:
             product += weight.bias
-        return product
+        return product if added is None else added + product
 
     def rope(self, x: Float32, cos: Float32, sin: Float32) -> Float32:
         half = x.shape[-1] // 2
@@ -125,6 +129,25 @@ class ReferenceBackend:
                 ):
                     copy.copy_from(target % BLOCK_TOKENS, stored, source % BLOCK_TOKENS)
 
+    def attend(
+        self,
+        qkv: Float32,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        cos: Float32,
+        sin: Float32,
+        norms: HeadNorms | None = None,
+        window: int = 0,
+        tree: TokenTree | None = None,
+    ) -> Float32:
+        heads, kv_heads = kv.layout.config.num_heads, kv.layout.config.num_kv_heads
+        q, k, v = np.split(qkv.reshape(len(qkv), heads + 2 * kv_heads, -1), [heads, heads + kv_heads], axis=1)
+        if norms is not None:
+            q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
+        self.kv_write(kv, layer, self.rope(k, cos, sin), v, position)
+        return self.attention(self.rope(q, cos, sin), kv, layer, position, window, tree)
+
     def attention(
         self,
         q: Float32,
@@ -146,14 +169,21 @@ class ReferenceBackend:
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
 
-    def foresee(self, x: Float32, norm: Float32, eps: float, weight: ReferenceFeedForward) -> None:
+    def foresee(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(
-        self, x: Float32, weight: ReferenceFeedForward, activation: Activation, certain: int | None = None
+        self,
+        x: Float32,
+        weight: ReferenceFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+        certain: int | None = None,
     ) -> Float32:
+        x = x if norm is None else self.rms_norm(x, *norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
-        return product
+        return product if added is None else added + product
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]
@@ -170,13 +200,11 @@ class ReferenceBackend:
         up: ReferenceLinear,
         first: int,
         activation: Literal["relu"] | None = None,
+        norm: Norm | None = None,
     ) -> Float32:
-        narrow = x[first:] @ down.weight.T
+        narrow = (x if norm is None else self.rms_norm(x, *norm)) @ down.weight.T
         narrow = narrow if activation is None else activate(narrow, activation)
         return np.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
-
-    def add(self, a: Float32, b: Float32) -> Float32:
-        return a + b
 
     def to_numpy(self, x: Float32) -> Float32:
         return x

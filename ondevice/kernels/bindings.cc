@@ -3,15 +3,16 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "dispatch.h"
-#include "layers.h"
 
 namespace ondevice {
 namespace {
@@ -19,8 +20,8 @@ namespace {
 using FloatRows =
     nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;  // (T, heads, dim), heads contiguous
 
-KvView kv_view(const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks, int64_t layer,
-               int64_t kv_heads, int64_t head_dim, int bits, int64_t end) {
+KvView kv_view(const CArray<const uint64_t, 1>& blocks, int64_t layer, int64_t kv_heads, int64_t head_dim,
+               int bits, int64_t end) {
   require(bits == 8 || bits == 16, "kv bits must be 8 or 16");
   require(layer >= 0 && kv_heads > 0 && head_dim > 0, "layer, kv_heads and head_dim must be positive");
   require(end <= static_cast<int64_t>(blocks.shape(0)) * kKvBlock, "position is past the last KV block");
@@ -46,6 +47,39 @@ TreeView tree_view(const Tree& tree, int64_t tokens) {
     require(depths.data()[i] < kKvBlock, "a path is at most a block long");
   }
   return {parents.data(), depths.data()};
+}
+
+using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float>;  // of q, of k, epsilon
+
+void attend(Engine& engine, const CArray<float, 2>& qkv, const CArray<const uint64_t, 1>& blocks,
+            int64_t layer, int bits, int64_t heads, int64_t kv_heads, int64_t position, int64_t window,
+            const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
+            const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
+            const CArray<float, 2>& out) {
+  const int64_t tokens = qkv.shape(0), width = qkv.shape(1), parts = heads + 2 * kv_heads;
+  require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
+  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim)");
+  const int64_t dim = width / parts;
+  require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
+          "out is (T, heads * head_dim)");
+  for (const auto* table : {&cos, &sin})
+    require(
+        static_cast<int64_t>(table->shape(0)) == tokens && static_cast<int64_t>(table->shape(1)) * 2 == dim,
+        "cos and sin are (T, head_dim / 2)");
+  require(position >= 0 && window >= 0, "position and window must not be negative");
+  Turn turn{{}, {}, cos.data(), sin.data()};
+  if (norms) {
+    const auto& [q, k, eps] = *norms;
+    require(static_cast<int64_t>(q.shape(0)) == dim && static_cast<int64_t>(k.shape(0)) == dim,
+            "norms of heads are (head_dim,)");
+    turn.q_norm = {q.data(), eps};
+    turn.k_norm = {k.data(), eps};
+  }
+  const AttentionArgs args{
+      qkv.data(), width,  heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+      position,   window, out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+  nb::gil_scoped_release release;
+  engine.attend(qkv.data(), turn, args, tokens);
 }
 
 void check_heads(const FloatRows& x) {
@@ -93,8 +127,8 @@ void bind_ops(nb::module_& m) {
                                 sin.data() + t * dim / 2, dim);
     });
   });
-  m.def("kv_write", [](Engine& engine, const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks,
-                       int64_t layer, int bits, int64_t position, const FloatRows& k, const FloatRows& v) {
+  m.def("kv_write", [](Engine& engine, const CArray<const uint64_t, 1>& blocks, int64_t layer, int bits,
+                       int64_t position, const FloatRows& k, const FloatRows& v) {
     check_heads(k);
     check_heads(v);
     require(v.shape(0) == k.shape(0) && v.shape(1) == k.shape(1) && v.shape(2) == k.shape(2),
@@ -108,16 +142,14 @@ void bind_ops(nb::module_& m) {
         engine.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
     });
   });
-  m.def("kv_move", [](const Engine& engine,
-                      const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks, int64_t layers,
+  m.def("kv_move", [](const Engine& engine, const CArray<const uint64_t, 1>& blocks, int64_t layers,
                       int64_t kv_heads, int64_t dim, int bits, int64_t from, int64_t to) {
     require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
     for (int64_t layer = 0; layer < layers; ++layer)
       engine.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
   });
-  m.def("attention", [](Engine& engine, const FloatRows& q,
-                        const nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig>& blocks, int64_t layer,
-                        int bits, int64_t kv_heads, int64_t position, int64_t window,
+  m.def("attention", [](Engine& engine, const FloatRows& q, const CArray<const uint64_t, 1>& blocks,
+                        int64_t layer, int bits, int64_t kv_heads, int64_t position, int64_t window,
                         const std::optional<Tree>& tree, const CArray<float, 2>& out) {
     check_heads(q);
     const int64_t tokens = q.shape(0), heads = q.shape(1), dim = q.shape(2);
@@ -131,6 +163,9 @@ void bind_ops(nb::module_& m) {
     nb::gil_scoped_release release;
     engine.attention(args, tokens);
   });
+  m.def("attend", &attend, nb::arg("engine"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
+        nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
+        nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(), nb::arg("tree").none(), nb::arg("out"));
   m.def("activate", [](Engine& engine, int activation, const CArray<const float, 1>& gate,
                        const CArray<const float, 1>& up, const CArray<float, 1>& out) {
     require(activation >= 0 && activation <= 4, "activation must be 0 to 4");

@@ -10,12 +10,19 @@ namespace {
 using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Added = std::optional<CArray<const float, 2>>;  // has the shape of what it is added to
 
 int64_t rows_of(const Rows& x, int64_t cols) {
   require(static_cast<int64_t>(x.shape(1)) == cols && (x.stride(1) == 1 || cols == 1),
           "x is (T, cols) floats");
   require(x.shape(0) > 0, "x has no rows");
   return static_cast<int64_t>(x.shape(0));
+}
+
+const float* added_to(const CArray<float, 2>& out, const Added& added) {
+  if (!added) return nullptr;
+  require(added->shape(0) == out.shape(0) && added->shape(1) == out.shape(1), "added has the shape of out");
+  return added->data();
 }
 
 void check_bits(int bits) { require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16"); }
@@ -72,16 +79,21 @@ void bind_layers(nb::module_& m) {
       .def(
           "forward",
           [](const Matrix& matrix, Engine& engine, const Rows& x,
-             const std::optional<CArray<const float, 1>>& bias, const CArray<float, 2>& out) {
+             const std::optional<CArray<const float, 1>>& bias, const CArray<float, 2>& out,
+             const Weight& norm, float eps, const Added& added) {
             const int64_t tokens = rows_of(x, matrix.cols());
             require(static_cast<int64_t>(out.shape(0)) == tokens &&
                         static_cast<int64_t>(out.shape(1)) == matrix.rows(),
                     "out is (T, rows)");
             require(!bias || static_cast<int64_t>(bias->shape(0)) == matrix.rows(), "bias is (rows,)");
+            const Norm norms = norm_of(norm, eps, matrix.cols());
+            const float* base = added_to(out, added);
             nb::gil_scoped_release release;
-            matrix.forward(engine, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data());
+            matrix.forward(engine, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
+                           norms, base);
           },
-          nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"));
+          nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
+          nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
 
   m.def(
       "select",
@@ -119,12 +131,13 @@ void bind_layers(nb::module_& m) {
            nb::arg("records"))
       .def(
           "begin",
-          [](const FeedForward& layer, Engine& engine, const Rows& x) {
+          [](const FeedForward& layer, Engine& engine, const Rows& x, const Weight& norm, float eps) {
             const int64_t tokens = rows_of(x, layer.hidden());
+            const Norm norms = norm_of(norm, eps, layer.hidden());
             nb::gil_scoped_release release;
-            layer.begin(engine, x.data(), x.stride(0), tokens);
+            layer.begin(engine, x.data(), x.stride(0), tokens, norms);
           },
-          nb::arg("engine"), nb::arg("x"))
+          nb::arg("engine"), nb::arg("x"), nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f)
       .def(
           "add",
           [](const FeedForward& layer, Engine& engine, const std::vector<const Segment*>& segments,
@@ -156,12 +169,13 @@ void bind_layers(nb::module_& m) {
           nb::arg("activation"))
       .def(
           "finish",
-          [](const FeedForward& layer, Engine& engine, const CArray<float, 2>& out) {
+          [](const FeedForward& layer, Engine& engine, const CArray<float, 2>& out, const Added& added) {
             require(static_cast<int64_t>(out.shape(1)) == layer.hidden(), "out is (T, hidden)");
+            const float* base = added_to(out, added);
             nb::gil_scoped_release release;
-            layer.finish(engine, static_cast<int64_t>(out.shape(0)), out.data());
+            layer.finish(engine, static_cast<int64_t>(out.shape(0)), out.data(), base);
           },
-          nb::arg("engine"), nb::arg("out"));
+          nb::arg("engine"), nb::arg("out"), nb::arg("added").none() = nb::none());
 }
 
 }  // namespace ondevice

@@ -127,9 +127,12 @@ void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const floa
     }
 }
 
-void add_bias_lanes(const float* y, const float* lanes, float* out, int64_t n) {
-  for (int64_t j = 0; j < n; j += 16)
-    store_partial(out + j, add(load(y + j), set1(reduce_add(load(lanes + j / kGroup * 16)))), n - j);
+void add_bias_lanes(const float* y, const float* lanes, const float* added, float* out, int64_t n) {
+  for (int64_t j = 0; j < n; j += 16) {
+    F sum = add(load(y + j), set1(reduce_add(load(lanes + j / kGroup * 16))));
+    if (added) sum = add(load_partial(added + j, n - j), sum);
+    store_partial(out + j, sum, n - j);
+  }
 }
 
 }  // namespace ONDEVICE_NS

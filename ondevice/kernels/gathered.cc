@@ -101,7 +101,8 @@ void FeedForward::gathered_rows(Engine& engine, const Gathered& neurons, int64_t
     engine.pool().parallel_for(neurons.count, 16, [&](int64_t begin, int64_t end, int) {
       for (int64_t k = begin; k < end; ++k)
         kernels.linear_half(reinterpret_cast<const uint16_t*>(neurons.parts[k] + offset), groups_ * kGroup,
-                            engine.x_padded_.as<float>(), tokens, nullptr, out + k, out_stride, 0, 1);
+                            engine.x_padded_.as<float>(), tokens, nullptr, nullptr, out + k, out_stride, 0,
+                            1);
     });
     return;
   }
@@ -122,7 +123,8 @@ void FeedForward::gathered_rows(Engine& engine, const Gathered& neurons, int64_t
                                 out + i * kTile, out_stride);
       } else {
         gather_tile(bits_, groups_, rows[i % 2], tile);
-        kernels.linear_quantized(bits_, tile, x, tokens, nullptr, out + i * kTile, out_stride, kTile, 0, 1);
+        kernels.linear_quantized(bits_, tile, x, tokens, nullptr, nullptr, out + i * kTile, out_stride, kTile,
+                                 0, 1);
       }
     }
   });

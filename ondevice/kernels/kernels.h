@@ -65,10 +65,11 @@ struct KernelTable {
   // x: cols floats -> one row of `out` at token t. nibble_order: the layout that 4-bit weights want.
   void (*quantize_activations)(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                                int64_t t);
-  // out[t, 16 * tile + r] for tiles in [begin, end); only `rows` rows are stored. bias may be null.
+  // out[t, 16 * tile + r] for tiles in [begin, end); only `rows` rows are stored. bias may be null, and so
+  // may `added`: what is added to the result, laid out as out, which it may be.
   void (*linear_quantized)(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
-                           const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
-                           int64_t end);
+                           const float* bias, const float* added, float* out, int64_t out_stride,
+                           int64_t rows, int64_t begin, int64_t end);
   // out[t, r] of 16 rows that lie apart, for a few tokens: as linear_quantized of a tile of them, whose
   // scales and biases are `affine`. The 16 rows `next`, if not null, are fetched meanwhile.
   void (*linear_gathered)(int bits, const uint8_t* const* rows, const uint8_t* const* next,
@@ -76,7 +77,8 @@ struct KernelTable {
                           int64_t out_stride);
   // Row-major float16 weights, padded_cols (a multiple of 16) each; x rows are padded with zeros likewise.
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
-                      const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end);
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
+                      int64_t end);
   // h = act(gate) * up, elementwise; padded to 16.
   void (*activate)(Activation act, const float* gate, const float* up, float* h, int64_t n);
   // Down projection of `blocks` blocks of 64 neurons into outputs of group g; see feed_forward.cc.
@@ -93,8 +95,8 @@ struct KernelTable {
   // y[t, j] for j in [begin, end), multiples of 16: float16 rows, ascending neuron by fused multiply-adds.
   void (*down_half)(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
-  // y[t, 64 g + j] + sum of the 16 lanes -> out
-  void (*add_bias_lanes)(const float* y, const float* lanes, float* out, int64_t n);
+  // y[t, 64 g + j] + sum of the 16 lanes -> out; on top of `added`, which may be null or out.
+  void (*add_bias_lanes)(const float* y, const float* lanes, const float* added, float* out, int64_t n);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
   // Rotate-half rotary embedding of one head in place: cos and sin have head_dim / 2 values.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);

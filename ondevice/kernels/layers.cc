@@ -28,7 +28,7 @@ Engine::Engine(int threads, const std::string& target)
     : pool_(threads), table_(require_target(target, &target_)) {}
 
 QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
-                               bool nibble_order) {
+                               bool nibble_order, const Norm& norm) {
   const int64_t groups = groups_of(cols), n = tokens * groups;
   x_codes_.grow(static_cast<size_t>(n * kGroup));
   x_scales_.grow(static_cast<size_t>(n) * sizeof(float));
@@ -36,19 +36,30 @@ QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens,
   x_int_sums_.grow(static_cast<size_t>(n) * sizeof(int32_t));
   const QuantizedRows rows{x_codes_.as<int8_t>(), x_scales_.as<float>(), x_sums_.as<float>(),
                            x_int_sums_.as<int32_t>(), groups};
-  pool_.parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int) {
-    for (int64_t t = begin; t < end; ++t)
-      table_->quantize_activations(x + t * x_stride, cols, nibble_order, rows, t);
+  float* memory = norm.weight ? scratch(cols) : nullptr;
+  pool_.parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float* row = x + t * x_stride;
+      if (norm.weight) {
+        float* normed = memory + thread * cols;
+        table_->rms_norm(row, norm.weight, norm.eps, cols, normed);
+        row = normed;
+      }
+      table_->quantize_activations(row, cols, nibble_order, rows, t);
+    }
   });
   return rows;
 }
 
-const float* Engine::pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
-                         int64_t padded_cols) {
+const float* Engine::pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols,
+                         const Norm& norm) {
   x_padded_.grow(static_cast<size_t>(tokens * padded_cols) * sizeof(float));
   float* out = x_padded_.as<float>();
   for (int64_t t = 0; t < tokens; ++t) {
-    std::memcpy(out + t * padded_cols, x + t * x_stride, static_cast<size_t>(cols) * sizeof(float));
+    if (norm.weight)
+      table_->rms_norm(x + t * x_stride, norm.weight, norm.eps, cols, out + t * padded_cols);
+    else
+      std::memcpy(out + t * padded_cols, x + t * x_stride, static_cast<size_t>(cols) * sizeof(float));
     std::memset(out + t * padded_cols + cols, 0, static_cast<size_t>(padded_cols - cols) * sizeof(float));
   }
   return out;
@@ -68,6 +79,22 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
       table_->attention(args, i % args.kv.heads, first, last, memory + thread * floats);
     }
   });
+}
+
+void Engine::attend(float* qkv, const Turn& turn, const AttentionArgs& args, int64_t tokens) {
+  const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim, values_at = keys_at + args.kv.heads * dim;
+  pool_.parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) {
+      float* row = qkv + t * args.q_stride;
+      for (int64_t at = 0; at < values_at; at += dim) {
+        const Norm& norm = at < keys_at ? turn.q_norm : turn.k_norm;
+        if (norm.weight) table_->rms_norm(row + at, norm.weight, norm.eps, dim, row + at);
+        table_->rope(row + at, turn.cos + t * dim / 2, turn.sin + t * dim / 2, dim);
+      }
+      table_->kv_write(args.kv, args.position + t, row + keys_at, row + values_at);
+    }
+  });
+  attention(args, tokens);
 }
 
 float* Engine::scratch(int64_t floats) {
@@ -136,19 +163,20 @@ void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const Stored
 }
 
 void Matrix::forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
-                     float* out) const {
+                     float* out, const Norm& norm, const float* added) const {
   const KernelTable& kernels = engine.kernels();
   if (bits_ == 16) {
     const int64_t padded = groups_ * kGroup;
-    const float* rows = engine.pad(x, x_stride, tokens, cols_, padded);
+    const float* rows = engine.pad(x, x_stride, tokens, cols_, padded, norm);
     engine.pool().parallel_for(rows_, 32, [&](int64_t begin, int64_t end, int) {
-      kernels.linear_half(memory_.as<const uint16_t>(), padded, rows, tokens, bias, out, rows_, begin, end);
+      kernels.linear_half(memory_.as<const uint16_t>(), padded, rows, tokens, bias, added, out, rows_, begin,
+                          end);
     });
     return;
   }
-  const QuantizedRows rows = engine.quantize(x, x_stride, tokens, cols_, bits_ == 4);
+  const QuantizedRows rows = engine.quantize(x, x_stride, tokens, cols_, bits_ == 4, norm);
   engine.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
-    kernels.linear_quantized(bits_, memory_.data(), rows, tokens, bias, out, rows_, rows_, begin, end);
+    kernels.linear_quantized(bits_, memory_.data(), rows, tokens, bias, added, out, rows_, rows_, begin, end);
   });
 }
 

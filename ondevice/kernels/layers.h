@@ -19,6 +19,19 @@ struct StoredRows {
   int64_t codes_stride, scales_stride, biases_stride;
 };
 
+// An RMS norm's weight and epsilon; without a weight, none.
+struct Norm {
+  const float* weight = nullptr;
+  float eps = 0.0f;
+};
+
+// What lies between a query, key and value projection and attention: norms over each head's queries and keys,
+// and rotation by cos and sin (T, head_dim / 2).
+struct Turn {
+  Norm q_norm, k_norm;
+  const float *cos, *sin;
+};
+
 class Engine {
  public:
   // Throws std::invalid_argument if the target can't run here.
@@ -28,12 +41,17 @@ class Engine {
   const std::string& target() const { return target_; }
   ThreadPool& pool() { return pool_; }
 
-  // Activations (tokens, cols), rows x_stride floats apart, quantised into scratch; valid until the next
-  // call.
-  QuantizedRows quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, bool nibble_order);
+  // Activations (tokens, cols), rows x_stride floats apart, normed and quantised into scratch; valid until
+  // the next call.
+  QuantizedRows quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, bool nibble_order,
+                         const Norm& norm = {});
   // The same rows as floats, zero-padded to padded_cols.
-  const float* pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols);
+  const float* pad(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int64_t padded_cols,
+                   const Norm& norm = {});
   void attention(const AttentionArgs& args, int64_t tokens);
+  // The same from a projection: each row of `qkv` has a token's queries, keys and values side by side.
+  // Queries and keys are turned in place, keys and values stored. args.q is qkv, args.q_stride its width.
+  void attend(float* qkv, const Turn& turn, const AttentionArgs& args, int64_t tokens);
   // Room for `floats` floats per thread, one thread's behind the other's; valid until the next call.
   float* scratch(int64_t floats);
   // Gives working memory back, and with it what the last pass left there; the next takes what it needs.
@@ -65,8 +83,10 @@ class Matrix {
   int bits() const { return bits_; }
   int64_t nbytes() const { return static_cast<int64_t>(memory_.size()); }
   void load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source);
+  // x * W^T + bias of x's rows, normed first where there is a norm. `added` (T, rows), if not null, is added
+  // to it, and may be out.
   void forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
-               float* out) const;
+               float* out, const Norm& norm = {}, const float* added = nullptr) const;
 
  private:
   int64_t rows_, cols_, groups_;
@@ -117,13 +137,14 @@ class FeedForward {
   // `count` records -> blocks [block0, ...); a last block that isn't full is padded with zero neurons.
   void pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records, int64_t count) const;
 
-  // One pass: begin, add the segments in ascending neuron order, finish.
-  void begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const;
+  // One pass: begin, add the segments in ascending neuron order, finish. norm and added as in
+  // Matrix::forward.
+  void begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const Norm& norm = {}) const;
   void add(Engine& engine, const std::vector<const Segment*>& segments, int64_t tokens,
            Activation activation) const;
   // Instead of segments: the neurons selected, in whole blocks of 64 stored ids, ascending.
   void add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens, Activation activation) const;
-  void finish(Engine& engine, int64_t tokens, float* out) const;
+  void finish(Engine& engine, int64_t tokens, float* out, const float* added = nullptr) const;
 
  private:
   void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,

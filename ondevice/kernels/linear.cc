@@ -8,8 +8,8 @@ namespace {
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),
 // then acc = fma(weight bias, activation sum, acc).
 template <int BITS, int TT>
-void tile_tokens(const uint8_t* tile, const QuantizedRows& x, int64_t t0, const float* bias, float* out,
-                 int64_t out_stride, int64_t rows) {
+void tile_tokens(const uint8_t* tile, const QuantizedRows& x, int64_t t0, const float* bias,
+                 const float* added, float* out, int64_t out_stride, int64_t rows) {
   constexpr int64_t kBytes = tile_group_bytes(BITS), kCodes = kTile * kGroup * BITS / 8;
   F acc[TT];
   for (int t = 0; t < TT; ++t) acc[t] = zero();
@@ -32,30 +32,33 @@ void tile_tokens(const uint8_t* tile, const QuantizedRows& x, int64_t t0, const 
   }
   for (int t = 0; t < TT; ++t) {
     if (bias) acc[t] = add(acc[t], load_partial(bias, rows));
+    if (added) acc[t] = add(load_partial(added + (t0 + t) * out_stride, rows), acc[t]);
     store_partial(out + (t0 + t) * out_stride, acc[t], rows);
   }
 }
 
 template <int BITS>
-void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias, float* out,
-                  int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
+void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                  const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
+                  int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     const uint8_t* tile = tiles + i * x.groups * tile_group_bytes(BITS);
     const int64_t left = rows - i * kTile;
     const float* b = bias ? bias + i * kTile : nullptr;
+    const float* a = added ? added + i * kTile : nullptr;
     float* o = out + i * kTile;
     int64_t t = 0;
     for (; t + kTokenTile <= tokens; t += kTokenTile)
-      tile_tokens<BITS, kTokenTile>(tile, x, t, b, o, out_stride, left);
+      tile_tokens<BITS, kTokenTile>(tile, x, t, b, a, o, out_stride, left);
     if (kTokenTile > 4 && t + 4 <= tokens) {
-      tile_tokens<BITS, 4>(tile, x, t, b, o, out_stride, left);
+      tile_tokens<BITS, 4>(tile, x, t, b, a, o, out_stride, left);
       t += 4;
     }
     if (t + 2 <= tokens) {
-      tile_tokens<BITS, 2>(tile, x, t, b, o, out_stride, left);
+      tile_tokens<BITS, 2>(tile, x, t, b, a, o, out_stride, left);
       t += 2;
     }
-    if (t < tokens) tile_tokens<BITS, 1>(tile, x, t, b, o, out_stride, left);
+    if (t < tokens) tile_tokens<BITS, 1>(tile, x, t, b, a, o, out_stride, left);
   }
 }
 
@@ -144,7 +147,7 @@ void gathered_token(const uint8_t* const* rows, const uint8_t* const* next, cons
 // Four rows at a time, each with 16 lanes over the columns.
 template <int RR>
 void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
-               const float* bias, float* out, int64_t out_stride, int64_t row) {
+               const float* bias, const float* added, float* out, int64_t out_stride, int64_t row) {
   for (int64_t t = 0; t < tokens; ++t) {
     F acc[RR];
     for (int r = 0; r < RR; ++r) acc[r] = zero();
@@ -153,8 +156,10 @@ void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int
       for (int r = 0; r < RR; ++r) acc[r] = fma(load_half(weights + (row + r) * padded_cols + c), v, acc[r]);
     }
     for (int r = 0; r < RR; ++r) {
-      const float sum = reduce_add(acc[r]);
-      out[t * out_stride + row + r] = bias ? sum + bias[row + r] : sum;
+      const int64_t at = t * out_stride + row + r;
+      float sum = reduce_add(acc[r]);
+      if (bias) sum = sum + bias[row + r];
+      out[at] = added ? added[at] + sum : sum;
     }
   }
 }
@@ -162,12 +167,12 @@ void half_rows(const uint16_t* weights, int64_t padded_cols, const float* x, int
 }  // namespace
 
 void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
-                      const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
-                      int64_t end) {
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
+                      int64_t begin, int64_t end) {
   if (bits == 4)
-    tiles_tokens<4>(tiles, x, tokens, bias, out, out_stride, rows, begin, end);
+    tiles_tokens<4>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
   else
-    tiles_tokens<8>(tiles, x, tokens, bias, out, out_stride, rows, begin, end);
+    tiles_tokens<8>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
 }
 
 void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
@@ -182,10 +187,12 @@ void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const*
 }
 
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
-                 const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end) {
+                 const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
+                 int64_t end) {
   int64_t row = begin;
-  for (; row + 4 <= end; row += 4) half_rows<4>(weights, padded_cols, x, tokens, bias, out, out_stride, row);
-  for (; row < end; ++row) half_rows<1>(weights, padded_cols, x, tokens, bias, out, out_stride, row);
+  for (; row + 4 <= end; row += 4)
+    half_rows<4>(weights, padded_cols, x, tokens, bias, added, out, out_stride, row);
+  for (; row < end; ++row) half_rows<1>(weights, padded_cols, x, tokens, bias, added, out, out_stride, row);
 }
 
 }  // namespace ONDEVICE_NS

@@ -95,12 +95,13 @@ void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const u
   });
 }
 
-void FeedForward::begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens) const {
+void FeedForward::begin(Engine& engine, const float* x, int64_t x_stride, int64_t tokens,
+                        const Norm& norm) const {
   const int64_t width = groups_ * kGroup;
   if (bits_ == 16)
-    engine.pad(x, x_stride, tokens, hidden_, width);
+    engine.pad(x, x_stride, tokens, hidden_, width, norm);
   else
-    engine.quantize(x, x_stride, tokens, hidden_, bits_ == 4);
+    engine.quantize(x, x_stride, tokens, hidden_, bits_ == 4, norm);
   const size_t y_bytes = static_cast<size_t>(tokens * width) * sizeof(float);
   const size_t lane_bytes = static_cast<size_t>(tokens * groups_ * kTile) * sizeof(float);
   engine.y_.grow(y_bytes);
@@ -136,9 +137,9 @@ void FeedForward::gate_up(Engine& engine, const Segment& segment, int64_t tile, 
   for (const auto& [weights, out] : {std::pair{gate, g}, std::pair{up, u}}) {
     if (bits_ == 16)
       kernels.linear_half(reinterpret_cast<const uint16_t*>(weights), groups_ * kGroup,
-                          engine.x_padded_.as<float>(), tokens, nullptr, out, kTile, 0, kTile);
+                          engine.x_padded_.as<float>(), tokens, nullptr, nullptr, out, kTile, 0, kTile);
     else
-      kernels.linear_quantized(bits_, weights, x, tokens, nullptr, out, kTile, kTile, 0, 1);
+      kernels.linear_quantized(bits_, weights, x, tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
   }
   kernels.activate(activation, g, u, g, tokens * kTile);
   for (int64_t t = 0; t < tokens; ++t) std::memcpy(h + t * h_stride, g + t * kTile, kTile * sizeof(float));
@@ -191,7 +192,7 @@ void FeedForward::add_batch(Engine& engine, const Segment* const* segments, int6
   });
 }
 
-void FeedForward::finish(Engine& engine, int64_t tokens, float* out) const {
+void FeedForward::finish(Engine& engine, int64_t tokens, float* out, const float* added) const {
   const int64_t width = groups_ * kGroup;
   for (int64_t t = 0; t < tokens; ++t) {
     float* y = engine.y_.as<float>() + t * width;
@@ -204,7 +205,8 @@ void FeedForward::finish(Engine& engine, int64_t tokens, float* out) const {
         for (int64_t lane = 0; lane < kTile; ++lane) ordered[g * kTile + lane] = lanes[lane * groups_ + g];
       lanes = ordered;
     }
-    engine.kernels().add_bias_lanes(y, lanes, out + t * hidden_, hidden_);
+    engine.kernels().add_bias_lanes(y, lanes, added ? added + t * hidden_ : nullptr, out + t * hidden_,
+                                    hidden_);
   }
   engine.gathered_ = false;
 }

@@ -12,12 +12,13 @@ namespace ONDEVICE_NS {
 void quantize_activations(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                           int64_t t);
 void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
-                      const float* bias, float* out, int64_t out_stride, int64_t rows, int64_t begin,
-                      int64_t end);
+                      const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
+                      int64_t begin, int64_t end);
 void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
                      const QuantizedRows& x, int64_t tokens, float* out, int64_t out_stride);
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
-                 const float* bias, float* out, int64_t out_stride, int64_t begin, int64_t end);
+                 const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
+                 int64_t end);
 void activate(Activation act, const float* gate, const float* up, float* h, int64_t n);
 void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
@@ -27,7 +28,7 @@ void down_gathered(int bits, const GatheredBlock* blocks, int64_t count, int64_t
 void unzip_outputs(float* y, int64_t groups);
 void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
                int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
-void add_bias_lanes(const float* y, const float* lanes, float* out, int64_t n);
+void add_bias_lanes(const float* y, const float* lanes, const float* added, float* out, int64_t n);
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
 void rope(float* x, const float* cos, const float* sin, int64_t head_dim);
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v);

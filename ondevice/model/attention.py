@@ -1,4 +1,4 @@
-"""One layer's attention block: norm, fused projection, rotary embedding, cache, attention, output, residual.
+"""One layer's attention block: normed and fused projection, attention, output on top of the residual.
 
 Grouped-query attention (arXiv 2305.13245) with optional query and key norms and a sliding window.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ondevice.backends.base import Array, Backend, Float32
+from ondevice.backends.base import Array, Backend, Float32, HeadNorms, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
@@ -41,26 +41,20 @@ def attention(
 ) -> Array:
     """x: (T, D). Returns x + attention, (T, D). Writes the layer's keys and values of the T tokens.
 
-    adapters: are added for the tokens from `adapted` on.
+    adapters: are added for the tokens from `adapted` on. x may be overwritten.
     """
-    tokens = x.shape[0]
-    normed = backend.rms_norm(x, weights.attention_norm, config.rms_norm_eps)
-    qkv = backend.linear(normed, weights.qkv)
-    if adapters is not None:
-        qkv = backend.add_low_rank(qkv, normed, adapters.qkv.down, adapters.qkv.up, adapted)
-    keys_at = config.query_size
-    values_at = keys_at + config.kv_size
-    q = qkv[:, :keys_at].reshape(tokens, config.num_heads, config.head_dim)
-    k = qkv[:, keys_at:values_at].reshape(tokens, config.num_kv_heads, config.head_dim)
-    v = qkv[:, values_at:].reshape(tokens, config.num_kv_heads, config.head_dim)
+    eps, heads = config.rms_norm_eps, None
     if config.qk_norm:
-        q = backend.rms_norm(q, weights.q_norm, config.rms_norm_eps)
-        k = backend.rms_norm(k, weights.k_norm, config.rms_norm_eps)
-    q = backend.rope(q, place.cos, place.sin)
-    k = backend.rope(k, place.cos, place.sin)
-    backend.kv_write(place.kv, place.layer, k, v, place.position)
-    context = backend.attention(q, place.kv, place.layer, place.position, place.window, place.tree)
-    mixed = backend.linear(context, weights.out)
+        heads = HeadNorms(weights.q_norm, weights.k_norm, eps)
+    norm = Norm(weights.attention_norm, eps)
+    qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
-        mixed = backend.add_low_rank(mixed, context, adapters.out.down, adapters.out.up, adapted)
-    return backend.add(x, mixed)
+        low = adapters.qkv
+        qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
+    context = backend.attend(
+        qkv, place.kv, place.layer, place.position, place.cos, place.sin, heads, place.window, place.tree
+    )
+    x = backend.linear(context, weights.out, added=x)
+    if adapters is not None:
+        x = backend.add_low_rank(x, context[adapted:], adapters.out.down, adapters.out.up, adapted)
+    return x

@@ -5,7 +5,7 @@ Where the neurons live and which of them are multiplied is the backend's and `sp
 
 from __future__ import annotations
 
-from ondevice.backends.base import Array, Backend
+from ondevice.backends.base import Array, Backend, Norm
 from ondevice.config import ModelConfig
 from ondevice.model.weights import LayerWeights, StreamLayer
 
@@ -19,19 +19,20 @@ def feed_forward(
     adapters: StreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D).
+    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D); may overwrite x.
 
     Tokens from `certain` on make do with the neurons that are at hand. adapters: are added for those from
     `adapted` on.
     """
-    normed = backend.rms_norm(x, weights.feed_forward_norm, config.rms_norm_eps)
-    change = backend.feed_forward(normed, weights.feed_forward, config.hidden_act, certain)
+    norm = Norm(weights.feed_forward_norm, config.rms_norm_eps)
+    before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
+    x = backend.feed_forward(x, weights.feed_forward, config.hidden_act, norm=norm, added=x, certain=certain)
     if adapters is not None:
         low = adapters.feed_forward
-        change = backend.add_low_rank(change, normed, low.down, low.up, adapted, "relu")
-    return backend.add(x, change)
+        x = backend.add_low_rank(x, before, low.down, low.up, adapted, "relu", norm)
+    return x
 
 
 def foresee(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
     """Tell the backend what the block of a later layer will be given, about: x (T, D) is the stream now."""
-    backend.foresee(x, weights.feed_forward_norm, config.rms_norm_eps, weights.feed_forward)
+    backend.foresee(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)

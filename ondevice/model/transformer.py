@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.backends.base import Array, Backend, Float32
+from ondevice.backends.base import Array, Backend, Float32, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError
@@ -188,15 +188,16 @@ class Transformer:
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
-        """What the model will say, by the pruning adapter's guess, (n, V), of what enters stream layers (n, D)."""
-        assert self.streams is not None and self.streams.pruning is not None
+        """What the pruning adapter expects the model to say, (n, V), of what enters stream layers (n, D)."""
+        assert self.streams is not None
+        assert self.streams.pruning is not None
         low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
         return self.logits(self.backend.add_low_rank(copy, entering, low.down, low.up, 0))
 
     def logits(self, hidden: Array) -> Array:
         """hidden: (n, D) from `hidden_states`. Returns (n, V), the backend's own array, unchecked."""
-        normed = self.backend.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return self.backend.linear(normed, self.weights.head)
+        norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
+        return self.backend.linear(hidden, self.weights.head, norm)
 
     def _layers(
         self,

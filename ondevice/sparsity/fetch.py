@@ -149,6 +149,7 @@ class NeuronFetcher:
     def hold_back(self, guesses: int) -> None:
         """The next passes' last `guesses` tokens say nothing of the text until `accept`."""
         self._guesses = guesses
+        self._guessing.begin_expected()
         if guesses > self._held_back.shape[1]:
             neurons = self._layers[0].source.num_neurons
             self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
@@ -189,6 +190,8 @@ class NeuronFetcher:
         cache = self._cache
         held = cache.held(index, selected(scores[certain:])) if certain < len(scores) else _NOBODY
         if certain == 0:
+            if not cache.holds_layer(index):
+                self._guessing.expect(index, scores)
             yield held, cache.lie_at(index, held)
             return
         scores = scores[:certain]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.speculation.tree import Proposals
+from ondevice.model.transformer import Narrowed, Pass
+from ondevice.speculation.tree import Draft, Proposals
 
 SURENESS_DECAY = 0.97
 """Of what is known about a kind of guess, per guess of its kind."""
@@ -52,6 +53,19 @@ class Drafter(ABC):
         """logits (V,): what the model says may follow `token`, at the end of the text.
 
         Where nothing is worth a guess, it isn't told of every token.
+        """
+
+    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+        """Which nodes of `draft` go on into a model's stream layers, and which of them get streams there.
+
+        entering: (n, D) what enters those layers.
+        """
+        return Narrowed(range(len(draft)))
+
+    def entered(self, found: Pass, node: int) -> None:  # noqa: B027
+        """A pass is over: `node` of those in `found` is the newest token that the target's cache holds.
+
+        One more has been drawn behind it, which `add` has been told of.
         """
 
     def close(self) -> None:  # noqa: B027

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
+from ondevice.model.transformer import Narrowed, Pass
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
@@ -71,6 +72,14 @@ class Drafting:
             self._drafter.learn(last, logits)
         self._drafter.add(token)
         self._drawn += 1
+
+    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+        """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
+        return self._drafter.narrow(draft, entering)
+
+    def entered(self, found: Pass, node: int) -> None:
+        """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
+        self._drafter.entered(found, node)
 
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from ondevice.bundle.streams import MAX_STREAMS, Streams
 from ondevice.config import ModelConfig
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.draft_context import DraftModel
@@ -15,6 +16,8 @@ from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
+from ondevice.speculation.drafters.resident import ResidentDrafter
+from ondevice.speculation.drafters.streams import StreamDrafter
 
 Needs = Literal["nothing", "streams", "draft model"]
 """What there must be beside the model: nothing; streams in its bundle; a second model."""
@@ -22,46 +25,81 @@ Needs = Literal["nothing", "streams", "draft model"]
 
 @dataclass(frozen=True)
 class Target:
-    """The model that drafts are for; its transformer and a second model, which few drafters ask for."""
+    """The model that drafts are for; its transformer and a second model, which few drafters ask for.
+
+    most_nodes: tokens of a pass with a draft, at most.
+    """
 
     config: ModelConfig
     max_context: int
-    transformer: Transformer | None = None
+    most_nodes: int
+    transformer: Transformer
     draft_model: DraftModel | None = None
 
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A row of DRAFTERS. nbytes: memory that such a drafter may come to hold, of (config, max_context)."""
+    """A row of DRAFTERS. nbytes: memory that such a drafter may come to hold, of (config, context, nodes)."""
 
     needs: Needs
-    nbytes: Callable[[ModelConfig, int], int]
+    nbytes: Callable[[ModelConfig, int, int], int]
     make: Callable[[Target], Drafter]
 
 
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
 """Together in `auto`: those that need nothing."""
 
+
+def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
+    """The text, logits of every stream twice, and what streams begin with for every node of a pass."""
+    rows = (nodes + 1) * MAX_STREAMS * config.hidden_size
+    return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
+
+
 DRAFTERS: dict[str, DrafterKind] = {
-    "lookup": DrafterKind("nothing", lambda config, context: index_bytes(context), lambda target: Lookup()),
+    "lookup": DrafterKind(
+        "nothing", lambda config, context, nodes: index_bytes(context), lambda target: Lookup()
+    ),
     "recycling": DrafterKind(
         "nothing",
-        lambda config, context: matrix_bytes(config.vocab_size),
+        lambda config, context, nodes: matrix_bytes(config.vocab_size),
         lambda target: Recycling(target.config.vocab_size),
     ),
+    "streams": DrafterKind(
+        "streams",
+        _stream_drafter_bytes,
+        lambda target: StreamDrafter(target.transformer, target.most_nodes),
+    ),
+    "resident": DrafterKind(
+        "nothing",
+        lambda config, context, nodes: 8 * context + 2 * 4 * config.vocab_size,
+        lambda target: ResidentDrafter(target.transformer),
+    ),
     # A second model's memory is planned with its bundle in hand.
-    "model": DrafterKind("draft model", lambda config, context: 0, lambda target: _model_drafter(target)),
+    "model": DrafterKind(
+        "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
+    ),
     "auto": DrafterKind(
         "nothing",
-        lambda config, context: sum(DRAFTERS[name].nbytes(config, context) for name in AUTOMATIC),
+        lambda *sizes: sum(DRAFTERS[name].nbytes(*sizes) for name in AUTOMATIC),
         lambda target: Combined([DRAFTERS[name].make(target) for name in AUTOMATIC]),
     ),
 }
 
 
-def drafter_bytes(name: str, config: ModelConfig, max_context: int) -> int:
+def drafter_bytes(name: str, config: ModelConfig, max_context: int, most_nodes: int) -> int:
     """Memory that the drafter `name` may come to hold for such a model; 0 for what is none."""
-    return DRAFTERS[name].nbytes(config, max_context) if name in DRAFTERS else 0
+    return DRAFTERS[name].nbytes(config, max_context, most_nodes) if name in DRAFTERS else 0
+
+
+def runs_streams(name: str, streams: Streams | None) -> bool:
+    """Whether a model's streams are loaded: they draft, or are part of the model itself."""
+    return streams is not None and (streams.mode == "shared" or needs(name) == "streams")
+
+
+def needs(name: str) -> Needs:
+    """What the drafter `name` needs beside the model."""
+    return DRAFTERS[name].needs if name in DRAFTERS else "nothing"
 
 
 def make_drafter(name: str, target: Target) -> Drafter | None:

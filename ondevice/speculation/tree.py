@@ -25,6 +25,8 @@ class Draft:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    chances: tuple[float, ...] = (1.0,)
+    """That the text gets to each node, as whoever guessed has it."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -37,6 +39,15 @@ class Draft:
     def _children(self) -> dict[tuple[int, int], int]:
         nodes = zip(self.parents, self.tokens, strict=True)
         return {place: node for node, place in enumerate(nodes) if node}
+
+    def only(self, nodes: Sequence[int]) -> Draft:
+        """The draft of these nodes, ascending; the parent of each is one of them."""
+        index = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+        return Draft(
+            tuple(self.tokens[node] for node in nodes),
+            tuple(index[self.parents[node]] for node in nodes),
+            tuple(self.chances[node] for node in nodes),
+        )
 
     def child(self, node: int, token: int) -> int | None:
         """The node that guesses `token` behind `node`, if one does."""
@@ -63,7 +74,7 @@ def grow(
     the first that it shouldn't ends it. promising(n, chance): whether to ask behind such a one.
     depth: guesses in a row, at most.
     """
-    tokens, parents = [root], [-1]
+    tokens, parents, chances = [root], [-1], [1.0]
     paths: list[tuple[int, ...]] = [()]
     # Missed chance, parent, order among its guesses, token. Asking behind a node bounds what comes of it.
     waiting: list[tuple[float, int, int, int]] = [(-1.0, 0, _ASK, root)] if depth > 0 else []
@@ -78,7 +89,8 @@ def grow(
             break
         tokens.append(token)
         parents.append(parent)
+        chances.append(-missed)
         paths.append((*paths[parent], token))
         if len(paths[-1]) < min(depth, MAX_DEPTH):
             heapq.heappush(waiting, (missed, len(tokens) - 1, _ASK, token))
-    return Draft(tuple(tokens), tuple(parents))
+    return Draft(tuple(tokens), tuple(parents), tuple(chances))
