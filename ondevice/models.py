@@ -275,7 +275,7 @@ def check_runtime(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
     if needs(runtime.speculation) == "streams" and streams is None:
-        have = ", ".join(("auto", "off", *(name for name in DRAFTERS if needs(name) != "streams")))
+        have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
             f"`ondevice train streams` makes them. It can have: {have}"

@@ -153,6 +153,7 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
 ) -> None:
     # However little it is worth here: the largest trees.
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
+    monkeypatch.setattr(TreePolicy, "pause", lambda policy: False)
     for question in ("worth", "promising"):
         monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
     with (

@@ -6,6 +6,7 @@ The folder of a run has `checkpoint.pt`, `log.jsonl` with the curve, and at its 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -119,7 +120,13 @@ class Run:
             "drawn": self.batches.drawn,
             "continued_drawn": self.continued_drawn,
             "step": self.step,
+            "base": digest(self.judge.base),
         }
+
+
+def digest(base: Frozen) -> str:
+    """Names a base by the table that all of it was trained with."""
+    return hashlib.sha256(base.table.numpy().tobytes()).hexdigest()
 
 
 def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
@@ -138,7 +145,9 @@ def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
 
 
 def resume(state: dict[str, Any], base: Frozen, build: Path) -> Run:
-    """A run where its checkpoint left it."""
+    """A run where its checkpoint left it. Raises ValueError for one of another base."""
+    if state["base"] != digest(base):
+        raise ValueError("the checkpoint is of streams for other weights; begin again with --fresh")
     run = start(training_of(state), base, build)
     run.judge.streams.load_state_dict(state["streams"])
     run.optimizer.load_state_dict(state["optimizer"])
