@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from ondevice.backends.base import Bytes, Float32, KVLayout
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
 from ondevice.draft_model import PreparedDraft, load_draft
