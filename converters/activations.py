@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout, Norm
-from ondevice.backends.cpu import BLOCK_NEURONS, CpuBackend, CpuFeedForward, make_engine
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu_weights import BLOCK_NEURONS, CpuFeedForward
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Activation, Sparsity

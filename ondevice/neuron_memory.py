@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.cpu import CpuFeedForward
+from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Bytes, Float32
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, ModelConfig, QuantConfig

@@ -10,6 +10,7 @@ from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
 from tests.sources import ArrayFeedForward, Bits, tiny_config
+from tests.test_gathered import Layer
 from tests.test_kernels import ENGINES, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
 from tests.test_token_tree import PARENTS, TokenTree
 
@@ -62,16 +63,62 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
         layer = _native.FeedForward(hidden, bits, layout.stride, first, second, second + up_bytes)
         segment = _native.Segment(layer.segment_bytes(blocks))
         layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
-        out = x.copy() if wide else np.empty_like(x)
-        if wide:
-            layer.begin(engine, x, norm, EPS)
-        else:
+        out, silu = x.copy(), ACTIVATIONS.index("silu")
+        if not wide:
             layer.begin(engine, normed(x, norm))
-        layer.add(engine, [segment], tokens, ACTIVATIONS.index("silu"))
-        if wide:
-            layer.finish(engine, out, out)
-        else:
+            layer.add(engine, [segment], tokens, silu)
             layer.finish(engine, out)
+            return out
+        layer.begin(engine, x, norm, EPS)
+        layer.add(engine, [segment], tokens, silu)
+        layer.finish(engine, out, out)
+        at_once = x.copy()
+        layer.forward(engine, at_once, [segment], silu, at_once, norm, EPS, at_once)
+        assert at_once.tobytes() == out.tobytes()
+        return out
+
+    expected = run(SCALAR, False) + x
+    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
+    tokens: int, hidden: int, neurons: int, whole: bool, bits: Bits
+) -> None:
+    """Scored, chosen and found in one call, or by others: by gates, or predicted for whole records."""
+    layer = Layer.of(hidden, neurons, bits)
+    x, norm, relu = normal(tokens, hidden, seed=3), normal(hidden, seed=4), ACTIVATIONS.index("relu")
+    slots = np.random.default_rng(0).permutation(neurons + 3)[:neurons].astype(np.int32)
+    stored = np.zeros((neurons + 3, layer.records.shape[1]), dtype=np.uint8)
+    stored[slots] = layer.records
+    part = 0 if whole else layer.source.layout.part_offsets[1]
+    addresses = stored.ctypes.data + part + np.arange(neurons + 3, dtype=np.uint64) * stored.shape[1]
+
+    rank, bias = 5, normal(neurons, seed=5) if whole else None
+    down, up = normal(rank, hidden, seed=6), normal(neurons, rank, seed=7)
+
+    def run(engine: _native.Engine, wide: bool) -> Float32:
+        out, native = x.copy(), layer.native
+        narrow = packed(engine, down, bits)[0] if whole else None
+        scorer = packed(engine, up if whole else layer.source.gate, bits)[0]
+        if wide:
+            places = (slots, addresses, whole, relu, out, norm, EPS, out)
+            count = native.forward_selected(engine, x, scorer, bias, narrow, *places)
+            assert 0 <= count <= neurons
+            return out
+        rows = given = normed(x, norm)
+        if narrow is not None:
+            given = np.empty((tokens, rank), dtype=np.float32)
+            narrow.forward(engine, rows, None, given)
+        scores = np.empty((tokens, neurons), dtype=np.float32)
+        scorer.forward(engine, given, bias, scores)
+        ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
+        native.begin(engine, rows)
+        native.add_gathered(engine, ids, addresses[slots[ids]], whole, scores, relu)
+        native.finish(engine, out)
         return out
 
     expected = run(SCALAR, False) + x
@@ -130,6 +177,15 @@ def test_arguments_are_checked() -> None:
         layer.begin(engine, x, wrong, EPS)
     with pytest.raises(ValueError, match="shape of out"):
         layer.finish(engine, x, out)
+    slots, places = np.zeros(16, np.int32), np.zeros(2, np.uint64)
+    for wrong_slots, narrow, message in (
+        (slots + 2, None, "a neuron has no slot"),
+        (slots - 1, None, "a neuron has no slot"),
+        (slots[1:].copy(), None, "slots are"),
+        (slots, matrix, "follow each other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.forward_selected(engine, x, matrix, None, narrow, wrong_slots, places, False, 3, x)
     qkv, angles, context = np.zeros((1, 24), np.float32), np.zeros((1, 4), np.float32), out[:, :8].copy()
     with pytest.raises(ValueError, match="past the last KV block"):
         _native.attend(engine, qkv, none, 0, 8, 1, 1, 0, 0, angles, angles, None, None, context)

@@ -101,6 +101,9 @@ class KVStore(Protocol):
         """Room for every position an op is given. Bytes are (block_bytes,), 64-byte aligned, writable."""
         ...
 
+    places: Any
+    """What an engine remembers of where the blocks lie; None once there are others."""
+
 
 class RowChunk(NamedTuple):
     """Rows row0 .. row0 + n of a stored matrix. The arrays are valid until the next chunk is asked for."""

@@ -6,16 +6,13 @@ canonical arithmetic); numpy only copies, indexes and adds. An op's result is va
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import (
-    Bytes,
     Cutoff,
     EmbeddingSource,
     FeedForwardSource,
@@ -27,15 +24,17 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
+from ondevice.backends.cpu_weights import BLOCK_NEURONS, CpuEmbedding, CpuFeedForward, CpuLinear
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout
-from ondevice.config import ACTIVATIONS, GROUP_SIZE, Activation
-from ondevice.errors import BackendUnavailableError, OndeviceError
+from ondevice.config import ACTIVATIONS, Activation
+from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 
 NO_NORM = Norm(None, 0.0)
-BLOCK_NEURONS = GROUP_SIZE
-"""Neurons are packed, lent and streamed in whole blocks of this many."""
+SCORES = ("scores", "more scores")
+"""Ops: the matrices of a selector."""
+VIEWS = 64
+"""Of output arrays, kept at once: prompts end in chunks of every length."""
 
 
 def make_engine(threads: int, target: str = "auto") -> _native.Engine:
@@ -56,76 +55,6 @@ def contributions(
     for gate, contribution in zip(gates, out, strict=True):
         _native.activate(engine, act, gate, importance, contribution)
         np.abs(contribution, out=contribution)
-
-
-@dataclass(frozen=True)
-class CpuLinear:
-    """A packed matrix; bias: (N,) or None."""
-
-    matrix: _native.Matrix
-    bias: Float32 | None
-
-
-Selected: TypeAlias = Callable[[Float32, int], Iterator[tuple[Int32, NDArray[np.uint64]]]]
-"""Scores (T, F) -> the neurons with a score above zero: ascending ids, addresses of what is read of them.
-Of the tokens from the second argument on, only those that are in memory."""
-
-
-class CpuFeedForward:
-    """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
-
-    With a `selector`, only those it selects are multiplied, from where `selected` says they lie. It owns
-    neither the memory nor what is read: `sparsity` lends both.
-    """
-
-    def __init__(
-        self,
-        engine: _native.Engine,
-        source: FeedForwardSource,
-        segment_neurons: int,
-        selector: Selector | None = None,
-    ) -> None:
-        self.selector = selector
-        self.selected: Selected = _unfed
-        self.foresee: Callable[[int, Callable[[], Float32]], None] | None = None
-        """Told, before the layer's turn, how many tokens are to come and what scores them by a guess."""
-        row = RowLayout(source.hidden_size, source.bits)
-        first, second = source.layout.part_offsets
-        self.source = source
-        self.segment_neurons = segment_neurons
-        self.segments: list[_native.Segment] = []
-        self.streamed: Callable[[], Iterator[Bytes | _native.Segment]] = lambda: iter(())
-        self.native = _native.FeedForward(
-            source.hidden_size, source.bits, source.layout.stride, first, second, second + row.nbytes
-        )
-        self._engine = engine
-
-    @property
-    def resident_neurons(self) -> int:
-        """Neurons 0 .. resident_neurons - 1 are held in segments."""
-        return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
-
-    @property
-    def num_segments(self) -> int:
-        """Segments that hold all neurons."""
-        return -(-self.source.num_neurons // self.segment_neurons)
-
-    def segment_range(self, index: int) -> range:
-        """The neurons that segment `index` of this layer holds."""
-        first = index * self.segment_neurons
-        return range(first, min(first + self.segment_neurons, self.source.num_neurons))
-
-    def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
-        """Put records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0."""
-        neurons = self.segment_range(index)
-        blocks = -(-len(neurons) // BLOCK_NEURONS)
-        block0 = (first - neurons.start) // BLOCK_NEURONS
-        self.native.pack(self._engine, segment, blocks, block0, records)
-
-
-def _unfed(scores: Float32, certain: int) -> Iterator[tuple[Int32, NDArray[np.uint64]]]:
-    """Neurons that nobody provides must not read as zeros."""
-    raise OndeviceError("nothing provides the neurons that are selected")
 
 
 class CpuBackend:
@@ -150,10 +79,10 @@ class CpuBackend:
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
         self._resident_embedding = resident_embedding
-        self._embedding: _Embedding | None = None
+        self._embedding: CpuEmbedding | None = None
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
-        self._blocks = np.zeros(0, dtype=np.uint64)
+        self._views: dict[tuple[str, tuple[int, int]], Float32] = {}
 
     def load_vector(self, values: Float32) -> Float32:
         return np.array(values, dtype=np.float32)
@@ -171,8 +100,8 @@ class CpuBackend:
         self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, selector))
         return self.feed_forwards[-1]
 
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
-        self._embedding = _Embedding(source)
+    def load_embedding(self, source: EmbeddingSource) -> CpuEmbedding:
+        self._embedding = CpuEmbedding(source)
         self.hold_embedding(self._resident_embedding)
         return self._embedding
 
@@ -184,11 +113,11 @@ class CpuBackend:
     def trim(self) -> None:
         """Give working memory back; the next pass takes what it needs. No result of an op is valid after."""
         self._buffers.clear()
+        self._views.clear()
         self.engine.trim()
 
-    def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
-        width = RowLayout(table.hidden_size, table.bits).padded_cols
-        out = np.empty((len(tokens), width), dtype=np.float32)
+    def embedding(self, table: CpuEmbedding, tokens: Int32) -> Float32:
+        out = np.empty((len(tokens), table.padded_cols), dtype=np.float32)
         _native.dequantize_rows(self.engine, table.bits, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])
 
@@ -225,14 +154,12 @@ class CpuBackend:
         window: int = 0,
         tree: TokenTree | None = None,
     ) -> Float32:
-        if layer == 0 or len(self._blocks) != len(kv.blocks):
-            self._blocks = _addresses(kv)
         layout, config = kv.layout, kv.layout.config
         out = self._buffer("attention", (len(qkv), config.query_size))
         _native.attend(
             self.engine,
             qkv,
-            self._blocks,
+            _addresses(kv),
             layer,
             layout.kv_bits,
             config.num_heads,
@@ -263,12 +190,36 @@ class CpuBackend:
     ) -> Float32:
         if weight.selector is None:
             return self.dense_feed_forward(x, weight, activation, norm, added, streamed=certain != 0)
-        native, act = weight.native, ACTIVATIONS.index(activation)
-        scores, gates = self._scored(x, weight.selector, norm)
-        native.begin(self.engine, x, *(norm or NO_NORM))
-        for ids, parts in weight.selected(scores, len(x) if certain is None else certain):
-            native.add_gathered(self.engine, ids, parts, weight.selector.predicted, gates, act)
-        return self._finished(x, weight, added)
+        native, selector, act = weight.native, weight.selector, ACTIVATIONS.index(activation)
+        certain = len(x) if certain is None else certain
+        out = self._buffer("feed_forward", x.shape) if added is None else added
+        scale, eps = norm or NO_NORM
+        whole = weight.turn(certain) if certain else None
+        if whole is not None and selector.cutoff is None:
+            *narrow, scorer = selector.matrices
+            count = native.forward_selected(
+                self.engine,
+                x,
+                scorer.matrix,
+                scorer.bias,
+                narrow[0].matrix if narrow else None,
+                whole.slots,
+                whole.addresses,
+                selector.predicted,
+                act,
+                out,
+                scale,
+                eps,
+                added,
+            )
+            whole.multiplied(count)
+            return out
+        scores, gates = self._scored(x, selector, norm)
+        native.begin(self.engine, x, scale, eps)
+        for ids, parts in weight.selected(scores, certain):
+            native.add_gathered(self.engine, ids, parts, selector.predicted, gates, act)
+        native.finish(self.engine, out, added)
+        return out
 
     def dense_feed_forward(
         self,
@@ -280,21 +231,23 @@ class CpuBackend:
         streamed: bool = True,
     ) -> Float32:
         """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory."""
-        native, tokens, act = weight.native, len(x), ACTIVATIONS.index(activation)
-        native.begin(self.engine, x, *(norm or NO_NORM))
+        native, act = weight.native, ACTIVATIONS.index(activation)
+        out = self._buffer("feed_forward", x.shape) if added is None else added
+        scale, eps = norm or NO_NORM
+        pieces = weight.streamed() if streamed else ()
+        if pieces == ():
+            native.forward(self.engine, x, weight.segments, act, out, scale, eps, added)
+            return out
+        native.begin(self.engine, x, scale, eps)
         if weight.segments:
-            native.add(self.engine, weight.segments, tokens, act)
-        for piece in weight.streamed() if streamed else ():
+            native.add(self.engine, weight.segments, len(x), act)
+        for piece in pieces:
             if isinstance(piece, np.ndarray):
                 staging = self._stage(native)
                 native.pack(self.engine, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
-            native.add(self.engine, [piece], tokens, act)
-        return self._finished(x, weight, added)
-
-    def _finished(self, x: Float32, weight: CpuFeedForward, added: Float32 | None) -> Float32:
-        out = self._buffer("feed_forward", x.shape) if added is None else added
-        weight.native.finish(self.engine, out, added)
+            native.add(self.engine, [piece], len(x), act)
+        native.finish(self.engine, out, added)
         return out
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
@@ -332,8 +285,8 @@ class CpuBackend:
 
     def _scored(self, x: Float32, selector: Selector, norm: Norm | None) -> tuple[Float32, Float32]:
         """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
-        for step, linear in enumerate(selector.matrices):
-            out = self._buffer(f"scores {step}", (len(x), linear.matrix.rows))
+        for op, linear in zip(SCORES, selector.matrices, strict=False):
+            out = self._buffer(op, (len(x), linear.matrix.rows))
             linear.matrix.forward(self.engine, x, linear.bias, out, *(norm or NO_NORM))
             x, norm = out, None
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
@@ -356,39 +309,27 @@ class CpuBackend:
             self._staging = _native.Segment(native.segment_bytes(self._stream_neurons // BLOCK_NEURONS))
         return self._staging
 
-    def _buffer(self, op: str, shape: tuple[int, ...]) -> Float32:
-        """An op's own output array, re-used: fresh pages for every call would cost more than many ops."""
-        size = math.prod(shape)
-        if op not in self._buffers or self._buffers[op].size < size:
-            self._buffers[op] = np.empty(size, dtype=np.float32)
-        return self._buffers[op][:size].reshape(shape)
+    def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
+        """An op's own output array, re-used: fresh pages for every call would cost more than many ops.
+
+        Views of it are, too: making one takes as long as a short product.
+        """
+        view = self._views.get((op, shape))
+        if view is None:
+            size = shape[0] * shape[1]
+            if op not in self._buffers or self._buffers[op].size < size:
+                self._buffers[op] = np.empty(size, dtype=np.float32)
+                self._views.clear()
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            view = self._views[op, shape] = self._buffers[op][:size].reshape(shape)
+        return view
 
 
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:
     """Where every block lies."""
-    return np.array([block.__array_interface__["data"][0] for block in kv.blocks], dtype=np.uint64)
-
-
-class _Embedding:
-    """The embedding table, on flash or held in memory, behind the same interface."""
-
-    def __init__(self, source: EmbeddingSource) -> None:
-        self.file = source.file
-        self.vocab_size = source.vocab_size
-        self.hidden_size = source.hidden_size
-        self.bits = source.bits
-        self.layout = source.layout
-        self._source = source
-        self._records: Bytes | None = None
-
-    def read(self, tokens: Int32) -> Bytes:
-        if self._records is None:
-            return self._source.read(tokens)
-        records: Bytes = self._records[tokens]
-        return records
-
-    def hold(self, resident: bool) -> None:
-        if not resident:
-            self._records = None
-        elif self._records is None:
-            self._records = self._source.read(np.arange(self.vocab_size, dtype=np.int32))
+    if kv.places is None:
+        found = [block.__array_interface__["data"][0] for block in kv.blocks]
+        kv.places = np.array(found, dtype=np.uint64)
+    places: NDArray[np.uint64] = kv.places
+    return places

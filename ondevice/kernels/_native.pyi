@@ -47,6 +47,33 @@ class FeedForward:
     def __init__(self, hidden: int, bits: int, stride: int, gate: int, up: int, down: int) -> None: ...
     def segment_bytes(self, blocks: int) -> int: ...
     def pack(self, engine: Engine, segment: Segment, blocks: int, block0: int, records: Bytes) -> None: ...
+    def forward(
+        self,
+        engine: Engine,
+        x: Float32,
+        segments: Sequence[Segment],
+        activation: int,
+        out: Float32,
+        norm: Float32 | None = None,
+        eps: float = 0.0,
+        added: Float32 | None = None,
+    ) -> None: ...
+    def forward_selected(
+        self,
+        engine: Engine,
+        x: Float32,
+        scorer: Matrix,
+        bias: Float32 | None,
+        narrow: Matrix | None,
+        slots: NDArray[np.int32],
+        addresses: NDArray[np.uint64],
+        whole: bool,
+        activation: int,
+        out: Float32,
+        norm: Float32 | None = None,
+        eps: float = 0.0,
+        added: Float32 | None = None,
+    ) -> int: ...
     def begin(self, engine: Engine, x: Float32, norm: Float32 | None = None, eps: float = 0.0) -> None: ...
     def add(self, engine: Engine, segments: Sequence[Segment], tokens: int, activation: int) -> None: ...
     def add_gathered(

@@ -1,6 +1,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "bindings.h"
 #include "layers.h"
 
@@ -23,6 +25,15 @@ const float* added_to(const CArray<float, 2>& out, const Added& added) {
   if (!added) return nullptr;
   require(added->shape(0) == out.shape(0) && added->shape(1) == out.shape(1), "added has the shape of out");
   return added->data();
+}
+
+// The same where out has a feed-forward's outputs.
+const float* added_to(const CArray<float, 2>& out, const FeedForward& layer, int64_t tokens,
+                      const Added& added) {
+  require(
+      static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == layer.hidden(),
+      "out is (T, hidden)");
+  return added_to(out, added);
 }
 
 void check_bits(int bits) { require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16"); }
@@ -59,6 +70,48 @@ void pack(FeedForward& layer, Engine& engine, Segment& segment, int64_t blocks, 
   layer.shape(segment, blocks);
   nb::gil_scoped_release release;
   layer.pack(engine, segment, block0, records.data(), count);
+}
+
+void check_pass(int64_t tokens, int activation) {
+  require(tokens > 0 && activation >= 0 && activation <= 4, "tokens or activation is out of range");
+}
+
+void forward(const FeedForward& layer, Engine& engine, const Rows& x,
+             const std::vector<const Segment*>& segments, int activation, const CArray<float, 2>& out,
+             const Weight& norm, float eps, const Added& added) {
+  const int64_t tokens = rows_of(x, layer.hidden());
+  check_pass(tokens, activation);
+  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const float* base = added_to(out, layer, tokens, added);
+  nb::gil_scoped_release release;
+  layer.forward(engine, segments, x.data(), x.stride(0), tokens, static_cast<Activation>(activation),
+                out.data(), norms, base);
+}
+
+int64_t forward_selected(const FeedForward& layer, Engine& engine, const Rows& x, const Matrix& scorer,
+                         const Weight& bias, const Matrix* narrow, const CArray<const int32_t, 1>& slots,
+                         const CArray<const uint64_t, 1>& addresses, bool whole, int activation,
+                         const CArray<float, 2>& out, const Weight& norm, float eps, const Added& added) {
+  const int64_t tokens = rows_of(x, layer.hidden()), neurons = scorer.rows();
+  check_pass(tokens, activation);
+  require((narrow ? narrow->cols() : scorer.cols()) == layer.hidden() &&
+              (!narrow || scorer.cols() == narrow->rows()),
+          "matrices don't follow each other, from x on");
+  require(!bias || static_cast<int64_t>(bias->shape(0)) == neurons, "bias is (rows,)");
+  require(static_cast<int64_t>(slots.shape(0)) == neurons, "slots are (F,)");
+  int32_t lowest = 0, highest = -1;
+  for (int64_t i = 0; i < neurons; ++i) {
+    lowest = std::min(lowest, slots.data()[i]);
+    highest = std::max(highest, slots.data()[i]);
+  }
+  require(lowest >= 0 && highest < static_cast<int64_t>(addresses.shape(0)), "a neuron has no slot");
+  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const float* base = added_to(out, layer, tokens, added);
+  const Placed placed{slots.data(), reinterpret_cast<const uint8_t* const*>(addresses.data()), whole};
+  nb::gil_scoped_release release;
+  return layer.forward_selected(engine, {scorer, bias ? bias->data() : nullptr, narrow}, placed, x.data(),
+                                x.stride(0), tokens, static_cast<Activation>(activation), out.data(), norms,
+                                base);
 }
 
 }  // namespace
@@ -129,6 +182,13 @@ void bind_layers(nb::module_& m) {
       .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
       .def("pack", &pack, nb::arg("engine"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
            nb::arg("records"))
+      .def("forward", &forward, nb::arg("engine"), nb::arg("x"), nb::arg("segments"), nb::arg("activation"),
+           nb::arg("out"), nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f,
+           nb::arg("added").none() = nb::none())
+      .def("forward_selected", &forward_selected, nb::arg("engine"), nb::arg("x"), nb::arg("scorer"),
+           nb::arg("bias").none(), nb::arg("narrow").none(), nb::arg("slots"), nb::arg("addresses"),
+           nb::arg("whole"), nb::arg("activation"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
+           nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none())
       .def(
           "begin",
           [](const FeedForward& layer, Engine& engine, const Rows& x, const Weight& norm, float eps) {
@@ -142,7 +202,7 @@ void bind_layers(nb::module_& m) {
           "add",
           [](const FeedForward& layer, Engine& engine, const std::vector<const Segment*>& segments,
              int64_t tokens, int activation) {
-            require(tokens > 0 && activation >= 0 && activation <= 4, "tokens or activation is out of range");
+            check_pass(tokens, activation);
             nb::gil_scoped_release release;
             layer.add(engine, segments, tokens, static_cast<Activation>(activation));
           },
@@ -154,7 +214,7 @@ void bind_layers(nb::module_& m) {
              int activation) {
             const int64_t count = ids.shape(0), tokens = scores.shape(0), neurons = scores.shape(1);
             require(parts.shape(0) == ids.shape(0), "ids and parts are (n,)");
-            require(tokens > 0 && activation >= 0 && activation <= 4, "tokens or activation is out of range");
+            check_pass(tokens, activation);
             for (int64_t k = 0; k < count; ++k)
               require(ids.data()[k] >= 0 && ids.data()[k] < neurons &&
                           (k == 0 || ids.data()[k] > ids.data()[k - 1]),
@@ -170,10 +230,10 @@ void bind_layers(nb::module_& m) {
       .def(
           "finish",
           [](const FeedForward& layer, Engine& engine, const CArray<float, 2>& out, const Added& added) {
-            require(static_cast<int64_t>(out.shape(1)) == layer.hidden(), "out is (T, hidden)");
-            const float* base = added_to(out, added);
+            const int64_t tokens = out.shape(0);
+            const float* base = added_to(out, layer, tokens, added);
             nb::gil_scoped_release release;
-            layer.finish(engine, static_cast<int64_t>(out.shape(0)), out.data(), base);
+            layer.finish(engine, tokens, out.data(), base);
           },
           nb::arg("engine"), nb::arg("out"), nb::arg("added").none() = nb::none());
 }

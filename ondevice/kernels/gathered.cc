@@ -94,6 +94,37 @@ void FeedForward::add_gathered(Engine& engine, const Gathered& neurons, int64_t 
   gathered_down(engine, neurons, tokens, up, width);
 }
 
+int64_t FeedForward::forward_selected(Engine& engine, const Scorer& scorer, const Placed& placed,
+                                      const float* x, int64_t x_stride, int64_t tokens, Activation activation,
+                                      float* out, const Norm& norm, const float* added) const {
+  const int64_t count = scorer.matrix.rows();
+  engine.scores_.grow(static_cast<size_t>(tokens * count) * sizeof(float));
+  float* scores = engine.scores_.as<float>();
+  if (scorer.narrow) {
+    const int64_t rank = scorer.narrow->rows();
+    engine.narrow_.grow(static_cast<size_t>(tokens * rank) * sizeof(float));
+    float* narrow = engine.narrow_.as<float>();
+    scorer.narrow->forward(engine, x, x_stride, tokens, nullptr, narrow, norm);
+    scorer.matrix.forward(engine, narrow, rank, tokens, scorer.bias, scores);
+  } else {
+    scorer.matrix.forward(engine, x, x_stride, tokens, scorer.bias, scores, norm);
+  }
+  // Gates have just multiplied with the very rows that their neurons do.
+  if (!scorer.narrow && scorer.matrix.bits() == bits_)
+    clear(engine, tokens);
+  else
+    begin(engine, x, x_stride, tokens, norm);
+  std::vector<int32_t>& ids = engine.selected_;
+  std::vector<const uint8_t*>& parts = engine.selected_parts_;
+  ids.resize(static_cast<size_t>(count));
+  parts.resize(static_cast<size_t>(count));
+  const int64_t chosen = select(scores, tokens, count, ids.data());
+  for (int64_t k = 0; k < chosen; ++k) parts[k] = placed.slot_parts[placed.slots[ids[k]]];
+  add_gathered(engine, {ids.data(), parts.data(), chosen, placed.whole, scores, count}, tokens, activation);
+  finish(engine, tokens, out, added);
+  return chosen;
+}
+
 void FeedForward::gathered_rows(Engine& engine, const Gathered& neurons, int64_t offset, int64_t tokens,
                                 float* out, int64_t out_stride) const {
   const KernelTable& kernels = engine.kernels();

@@ -64,12 +64,14 @@ class Engine {
   const KernelTable* table_;
   Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, scratch_;
   Buffer h_, y_, lanes_, tile_;
-  Buffer gathered_h_, ordered_lanes_;
+  Buffer gathered_h_, ordered_lanes_, narrow_, scores_;
   bool gathered_ = false;  // y_ and lanes_ are in the order of down_gathered
   std::vector<GatheredBlock> gathered_blocks_;
   std::vector<const uint8_t*> gathered_rows_;
   std::vector<uint8_t> gathered_index_;
   std::vector<int64_t> gathered_places_;
+  std::vector<int32_t> selected_;
+  std::vector<const uint8_t*> selected_parts_;
 };
 
 // A (rows, cols) matrix: 16 rows interleaved when quantised, row-major at 16 bits.
@@ -122,6 +124,21 @@ struct Gathered {
   int64_t scores_stride;
 };
 
+// Where a whole layer lies that is in memory: neuron i in slot slots[i], slot s at slot_parts[s], whole as in
+// Gathered.
+struct Placed {
+  const int32_t* slots;
+  const uint8_t* const* slot_parts;
+  bool whole;
+};
+
+// What scores a layer's neurons: their gates, or a predictor, whose first matrix is `narrow`.
+struct Scorer {
+  const Matrix& matrix;
+  const float* bias;  // (neurons,) or null
+  const Matrix* narrow;
+};
+
 class FeedForward {
  public:
   FeedForward(int64_t hidden, int bits, RecordShape record);
@@ -145,8 +162,16 @@ class FeedForward {
   // Instead of segments: the neurons selected, in whole blocks of 64 stored ids, ascending.
   void add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens, Activation activation) const;
   void finish(Engine& engine, int64_t tokens, float* out, const float* added = nullptr) const;
+  // A whole pass over segments that hold every neuron.
+  void forward(Engine& engine, const std::vector<const Segment*>& segments, const float* x, int64_t x_stride,
+               int64_t tokens, Activation activation, float* out, const Norm& norm, const float* added) const;
+  // A whole pass over the neurons with a score above zero for any token. Returns how many they are.
+  int64_t forward_selected(Engine& engine, const Scorer& scorer, const Placed& placed, const float* x,
+                           int64_t x_stride, int64_t tokens, Activation activation, float* out,
+                           const Norm& norm, const float* added) const;
 
  private:
+  void clear(Engine& engine, int64_t tokens) const;
   void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
                  Activation activation) const;
   void gathered_rows(Engine& engine, const Gathered& neurons, int64_t offset, int64_t tokens, float* out,

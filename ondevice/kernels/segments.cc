@@ -102,6 +102,11 @@ void FeedForward::begin(Engine& engine, const float* x, int64_t x_stride, int64_
     engine.pad(x, x_stride, tokens, hidden_, width, norm);
   else
     engine.quantize(x, x_stride, tokens, hidden_, bits_ == 4, norm);
+  clear(engine, tokens);
+}
+
+void FeedForward::clear(Engine& engine, int64_t tokens) const {
+  const int64_t width = groups_ * kGroup;
   const size_t y_bytes = static_cast<size_t>(tokens * width) * sizeof(float);
   const size_t lane_bytes = static_cast<size_t>(tokens * groups_ * kTile) * sizeof(float);
   engine.y_.grow(y_bytes);
@@ -209,6 +214,14 @@ void FeedForward::finish(Engine& engine, int64_t tokens, float* out, const float
                                     hidden_);
   }
   engine.gathered_ = false;
+}
+
+void FeedForward::forward(Engine& engine, const std::vector<const Segment*>& segments, const float* x,
+                          int64_t x_stride, int64_t tokens, Activation activation, float* out,
+                          const Norm& norm, const float* added) const {
+  begin(engine, x, x_stride, tokens, norm);
+  add(engine, segments, tokens, activation);
+  finish(engine, tokens, out, added);
 }
 
 }  // namespace ondevice

@@ -5,7 +5,7 @@ Grouped-query attention (arXiv 2305.13245) with optional query and key norms and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ondevice.backends.base import Array, Backend, Float32, HeadNorms, Norm
 from ondevice.backends.token_tree import TokenTree
@@ -14,8 +14,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.weights import LayerWeights, StreamLayer
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where T tokens stand: behind `position` tokens stored in kv, which has room reserved for them.
 
     window: of the layer; cos, sin: (T, Dh / 2); tree: how they follow each other, if they don't just follow.

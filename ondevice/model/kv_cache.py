@@ -7,6 +7,7 @@ nothing of attention: ops write and read the blocks by `KVLayout`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,7 @@ class KVCache:
     ) -> None:
         self.layout = layout
         self.blocks: list[Block] = []
+        self.places: Any = None
         self.tokens: list[int] = []
         self._allocate = allocate
         self._release = release
@@ -68,8 +70,10 @@ class KVCache:
         try:
             while len(self.blocks) + len(added) < self.layout.blocks(n_tokens):
                 added.append(self._allocate(self.layout.block_bytes))
-            self.blocks += added
-            added = []
+            if added:
+                self.blocks += added
+                self.places = None
+                added = []
         finally:
             for block in added:
                 self._release(block)
@@ -110,4 +114,5 @@ class KVCache:
 
     def _shrink(self, n_blocks: int) -> None:
         while len(self.blocks) > n_blocks:
+            self.places = None
             self._release(self.blocks.pop())

@@ -40,17 +40,28 @@ class Rope:
         self._cos = self._sin = np.zeros((0, len(frequencies)), dtype=np.float32)
         """Of the positions `_known`."""
 
+    def run(self, first: int, count: int) -> tuple[Float32, Float32]:
+        """Cosine and sine, each (count, Dh / 2), for logical positions first .. first + count - 1."""
+        if count > AHEAD:
+            return self._computed(np.arange(first, first + count))
+        start = self._row_of(first, first + count - 1)
+        return self._cos[start : start + count], self._sin[start : start + count]
+
     def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
-        """Cosine and sine, each (T, Dh / 2), for logical positions (T,), the first of which is the least."""
+        """The same for logical positions (T,), the first of which is the least."""
         first, last = int(positions[0]), int(positions.max())
         if last - first >= AHEAD:
             return self._computed(positions)
+        rows = positions - (first - self._row_of(first, last))
+        return self._cos[rows], self._sin[rows]
+
+    def _row_of(self, first: int, last: int) -> int:
+        """Where position `first` is in tables that have all positions up to `last`."""
         if not self._known.start <= first <= last < self._known.stop:
             # Passes of decoding ask for a few positions each, one after the other.
             self._known = range(first, first + 2 * AHEAD)
             self._cos, self._sin = self._computed(np.arange(first, first + 2 * AHEAD))
-        rows = positions - self._known.start
-        return self._cos[rows], self._sin[rows]
+        return first - self._known.start
 
     def _computed(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
         angles = positions.astype(np.float32)[:, None] * self.inverse_frequencies

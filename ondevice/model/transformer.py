@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -59,8 +59,7 @@ class Pass:
     """Index into `tokens` -> (S, D) for `Transformer.logits`: what its streams became in this pass."""
 
 
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """How a pass's rows lie: behind `position` stored tokens, as `tree` says; cos, sin of their places.
 
     Those from `certain` on are streams; adapters are added for those from `adapted` on.
@@ -168,10 +167,13 @@ class Transformer:
         its root) and which of them get streams; kv then holds those that went on. last: only the last
         token's results are wanted. Raises as `forward` does; kv then is as before.
         """
-        with ExitStack() as undo:
-            undo.callback(kv.truncate, kv.length)
+        length = kv.length
+        found: Pass | None = None
+        try:
             found = self._layers(tokens, kv, cancelled, x, tree, narrow, last, resident)
-            undo.pop_all()
+        finally:
+            if found is None:
+                kv.truncate(length)
         return found
 
     def stream_states(self, branches: Array, kv: KVCache) -> Array:
@@ -221,7 +223,7 @@ class Transformer:
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = Narrowed(range(len(ids))), self._rows(kv.length, len(ids), tree)
         if resident:
-            rows = replace(rows, certain=0)
+            rows = rows._replace(certain=0)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -233,7 +235,8 @@ class Transformer:
                 elif last:
                     branches = self._branches(x, [len(ids) - 1])
             x = self._layer(layer, x, kv, rows, last and layer == config.num_layers - 1)
-        kv.extend(ids[list(chosen.tokens)].tolist())
+        known = ids.tolist()
+        kv.extend([known[token] for token in chosen.tokens])
         count = 0 if self.streams is None else self.streams.count
         starts = range(len(chosen.tokens), len(chosen.tokens) + count * len(chosen.streams), count or 1)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
@@ -258,7 +261,10 @@ class Transformer:
         """`count` rows behind `position` stored tokens, of which those from `certain` on are streams."""
         if tree is not None and tree.is_chain:
             tree = None
-        cos, sin = self._rope.tables(position + (np.arange(count) if tree is None else tree.depths))
+        if tree is None:
+            cos, sin = self._rope.run(position, count)
+        else:
+            cos, sin = self._rope.tables(position + tree.depths)
         certain = count if certain is None else certain
         adapted = 0 if self.streams is not None and self.streams.shared else certain
         return _Rows(position, tree, cos, sin, certain, adapted)

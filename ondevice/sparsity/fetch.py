@@ -12,17 +12,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.cpu import BLOCK_NEURONS, CpuFeedForward
+from ondevice.backends.cpu_weights import BLOCK_NEURONS, Batches, CpuFeedForward, Whole
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.guessing import GUESS_TOKENS, Guessing, GuessQuality
-from ondevice.sparsity.neuron_cache import Addresses, NeuronCache, Placement
+from ondevice.sparsity.neuron_cache import NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 from ondevice.sparsity.warming import Warming
@@ -33,7 +34,6 @@ WHOLE_RECORD, UP_AND_DOWN = 0, 1
 BATCHES = 2
 WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
 """What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
-_NOBODY: Int32 = np.zeros(0, dtype=np.int32)
 READ_WEIGHT = 0.1
 """Of the newest measurement in the running mean of what a read takes."""
 
@@ -112,6 +112,7 @@ class NeuronFetcher:
         self._read_seconds = 0.0
         """What one missing neuron has lately taken those who waited for it."""
         for index, layer in enumerate(layers):
+            layer.turn = partial(self._turn, index)
             layer.selected = partial(self._selected, index)
             if options.guess:
                 layer.foresee = partial(self._guessing.foresee, index)
@@ -179,44 +180,45 @@ class NeuronFetcher:
             reads.close()
         self._cache.close()
         for layer in self._layers:
-            layer.selected = _closed
+            layer.turn = layer.selected = _closed
             layer.foresee = None
 
-    def _selected(self, index: int, scores: Float32, certain: int) -> Iterator[tuple[Int32, Addresses]]:
+    def _turn(self, index: int, certain: int) -> Whole | None:
+        """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
+        self._since = time.perf_counter()
+        if index == 0 and certain:
+            self._next_pass(certain)
+        cache, found = self._cache, None
+        if (
+            certain <= self._whole_tokens
+            and cache.holds_all
+            and cache.holds_layer(index)
+            and not self._guessing.expects(index)
+        ):
+            found = Whole(*cache.places(index), cache.count)
+        self._managed += self._lap()
+        return found
+
+    def _selected(self, index: int, scores: Float32, certain: int) -> Batches:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
 
         Of the tokens from `certain` on, only those that have slots. Each batch is valid until the next.
         """
         cache = self._cache
-        held = cache.held(index, selected(scores[certain:])) if certain < len(scores) else _NOBODY
         if certain == 0:
             if not cache.holds_layer(index):
                 self._guessing.expect(index, scores)
+            held = cache.held(index, selected(scores))
             yield held, cache.lie_at(index, held)
             return
-        scores = scores[:certain]
         self._since = time.perf_counter()
-        if index == 0:
-            self._guessing.next_pass()
-            # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
-            alone = len(scores) > GUESS_TOKENS
-            if alone:
-                self._warming.stop()
-            else:
-                self._warming.collect()
-            cache.divide(len(scores), keep=self._warming.under_way)
-            if self._fill_ahead and not alone:
-                self._warming.begin()
-        of_text = len(scores) - self._guesses
-        cache.observe(index, scores[:of_text])
-        if self._guesses and not cache.holds_all:
-            with np.errstate(over="ignore"):
-                self._held_back[index, : self._guesses] = scores[of_text:]
-        ids = selected(scores)
-        if len(held):
-            ids = np.union1d(ids, held)
+        if not cache.holds_all:
+            self._observe(index, scores[:certain])
+        ids = selected(scores[:certain])
+        if certain < len(scores):
+            ids = np.union1d(ids, cache.held(index, selected(scores[certain:])))
         guessed = self._guessing.adopt(index)
-        if len(scores) <= self._whole_tokens and cache.holds_layer(index) and not len(guessed):
+        if certain <= self._whole_tokens and cache.holds_layer(index) and not len(guessed):
             yield from self._whole(index, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
@@ -248,7 +250,7 @@ class NeuronFetcher:
             cache.settle(index)
             self._managed += self._lap()
 
-    def _whole(self, index: int, ids: Int32) -> Iterator[tuple[Int32, Addresses]]:
+    def _whole(self, index: int, ids: Int32) -> Batches:
         """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
         self._guessing.arrived()
         placement = self._cache.place(index, ids)
@@ -262,6 +264,27 @@ class NeuronFetcher:
         """Seconds since the last lap."""
         before, self._since = self._since, time.perf_counter()
         return self._since - before
+
+    def _next_pass(self, tokens: int) -> None:
+        """A pass of `tokens` tokens comes to the first layer."""
+        self._guessing.next_pass()
+        # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
+        alone = tokens > GUESS_TOKENS
+        if alone:
+            self._warming.stop()
+        else:
+            self._warming.collect()
+        self._cache.divide(tokens, keep=self._warming.under_way)
+        if self._fill_ahead and not alone:
+            self._warming.begin()
+
+    def _observe(self, index: int, scores: Float32) -> None:
+        """The cache learns of the text's tokens now, of the guesses when they are accepted."""
+        of_text = len(scores) - self._guesses
+        self._cache.observe(index, scores[:of_text])
+        if self._guesses:
+            with np.errstate(over="ignore"):
+                self._held_back[index, : self._guesses] = scores[of_text:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -322,5 +345,5 @@ class NeuronFetcher:
             start = stop
 
 
-def _closed(scores: Float32, certain: int) -> Iterator[tuple[Int32, Addresses]]:
+def _closed(*_: object) -> NoReturn:
     raise OndeviceError("the model's feed-forward memory was given back: it is closed")

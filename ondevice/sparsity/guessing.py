@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.cpu import CpuFeedForward
+from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
@@ -107,10 +107,11 @@ class Guessing:
 
         Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
         """
-        # A pass that was given up leaves others behind.
-        for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
-            self._guesses.remove(guess)
-            self._release(guess)
+        if self._guesses:
+            # A pass that was given up leaves others behind.
+            for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
+                self._guesses.remove(guess)
+                self._release(guess)
         if not self._on or tokens > GUESS_TOKENS or self._cache.holds_layer(layer):
             return
         started = time.perf_counter()
@@ -130,12 +131,16 @@ class Guessing:
         if 0 in self._expected:
             self.foresee(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
+    def expects(self, layer: int) -> bool:
+        """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
+        return bool(self._guesses) and self._guesses[0].claim.layer == layer
+
     def adopt(self, layer: int) -> Int32:
         """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
 
         `arrived` must hold before one of them is multiplied.
         """
-        if not self._guesses or self._guesses[0].claim.layer != layer:
+        if not self.expects(layer):
             return np.zeros(0, dtype=np.int32)
         guess = self._guesses.pop(0)
         claim, read = guess.claim, guess.halt()

@@ -62,6 +62,8 @@ class NeuronCache:
         self._reserve = reserve
         self._policy = policy
         self._lent = 0
+        self.holds_all = False
+        """Whether every neuron may stay, so that nobody needs to choose."""
         self._segments: list[Bytes] = []
         self._address: Addresses = np.zeros(0, dtype=np.uint64)
         """Where every slot that exists lies."""
@@ -89,11 +91,6 @@ class NeuronCache:
         return len(self._segments) * self._segment_slots * self.slot_bytes
 
     @property
-    def holds_all(self) -> bool:
-        """Whether every neuron may stay, so that nobody needs to choose."""
-        return self._room >= self._slot_of.size
-
-    @property
     def _room(self) -> int:
         """Slots that layers may keep, all together."""
         return max(0, self._lent * self._segment_slots - self._reserve) if self._keep else 0
@@ -104,6 +101,7 @@ class NeuronCache:
         No claim may be open: slots that are read into would be gone.
         """
         self._lent = segments
+        self.holds_all = self._room >= self._slot_of.size
         limit = segments * self._segment_slots
         if len(self._segments) > segments:
             gone = self._owner[limit:]
@@ -151,6 +149,15 @@ class NeuronCache:
             self._counts[layer] += len(missing)
         return Placement(self._address[own], missing)
 
+    def places(self, layer: int) -> tuple[Int32, Addresses]:
+        """Of a layer that is held: every neuron's slot, (F,), and where slots lie."""
+        return self._slot_of[layer], self._address
+
+    def count(self, multiplied: int) -> None:
+        """So many neurons were multiplied that nobody asked to place, as their layer is held."""
+        self.lookups += multiplied
+        self.hits += multiplied
+
     def has_room(self, count: int) -> bool:
         """Whether so many more neurons can be placed before anybody has to go."""
         segments = self._lent - len(self._segments)
@@ -169,6 +176,11 @@ class NeuronCache:
             scores = self._policy.scores(layer)[candidates]
             candidates = candidates[np.argpartition(scores, over)[:over]]
         self.forget(layer, candidates)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all neurons have slots."""
+        return sum(self._counts) == self._slot_of.size
 
     def holds_layer(self, layer: int) -> bool:
         """Whether all of a layer's neurons have slots."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ondevice.backends.base import Bytes
-from ondevice.backends.cpu import CpuFeedForward
+from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
@@ -64,6 +64,8 @@ class SegmentPool:
         self._pieces: list[list[tuple[int, int, Extent]]] = []
         """Per layer, what the stream reads; empty when residency has changed since it was scheduled."""
         self._starts: list[int] = []
+        self._complete = False
+        """Whether the last pass found every segment filled; until the next `resize`, all stay so."""
         self._waited = 0.0
         self.lookups = 0
         """Neurons that passes have multiplied, counted once per pass and layer."""
@@ -85,6 +87,7 @@ class SegmentPool:
     def resize(self, lent: Sequence[int]) -> None:
         """Lend lent[i] segments to layer i: those above go back at once, those below fill in passes."""
         self._lent = list(lent)
+        self._complete = False
         for layer, count in zip(self._layers, lent, strict=True):
             if len(layer.segments) > count:
                 del layer.segments[count:]
@@ -96,6 +99,7 @@ class SegmentPool:
         """Give back the buffers, every segment and the thread. The layers then refuse to be multiplied."""
         self._stop_stream()
         self._lent = [0] * len(self._layers)
+        self._complete = False
         while self._empty:
             self._drop_empty()
         if self._allocator is not None:
@@ -153,7 +157,7 @@ class SegmentPool:
                 ]
             )
 
-    def _streamed(self, index: int) -> Iterator[Bytes | _native.Segment]:
+    def _streamed(self, index: int) -> Iterable[Bytes | _native.Segment]:
         """A layer's neurons that aren't resident, ascending: records (n, stride), or a segment just filled.
 
         Each is valid until the next. Layers come in order in a pass, from the first.
@@ -161,10 +165,13 @@ class SegmentPool:
         if index == 0:
             self._begin_pass()
         layer = self._layers[index]
-        self.lookups += layer.source.num_neurons
-        self.hits += layer.resident_neurons
-        if layer.resident_neurons == layer.source.num_neurons:
-            return
+        neurons, resident = layer.source.num_neurons, layer.resident_neurons
+        self.lookups += neurons
+        self.hits += resident
+        return () if resident == neurons else self._read(index)
+
+    def _read(self, index: int) -> Iterator[Bytes | _native.Segment]:
+        layer = self._layers[index]
         stream = self._stream_at(index)
         end = self._starts[index] + len(self._pieces[index])
         filling: _native.Segment | None = None
@@ -207,6 +214,8 @@ class SegmentPool:
 
         Where nothing is left to stream, its buffers go.
         """
+        if self._complete:
+            return
         if self._passes:
             self._allocate(self._missing)
         self._passes += 1
@@ -215,7 +224,8 @@ class SegmentPool:
             for pieces, layer in zip(self._pieces, self._layers, strict=False)
         ):
             self._pieces = []
-        if all(len(layer.segments) == layer.num_segments for layer in self._layers):
+        self._complete = all(len(layer.segments) == layer.num_segments for layer in self._layers)
+        if self._complete:
             self._stop_stream()
 
     def _stream_at(self, index: int) -> ExtentStream:

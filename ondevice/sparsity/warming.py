@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.cpu import CpuFeedForward
+from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
@@ -57,7 +57,7 @@ class Warming:
 
     def begin(self) -> None:
         """Outside of passes: begin with the next layer that has room, if nothing is under way."""
-        if self._claim is not None:
+        if self._claim is not None or self._cache.is_full:
             return
         for _ in self._layers:
             layer, self._next = self._next, (self._next + 1) % len(self._layers)
