@@ -76,7 +76,9 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
         with load(stories_bundle, **options) as model:
             response = model.generate(tokens=prompt, max_tokens=200)
             chunk = model.runtime.prefill_chunk
-            assert response.stats.forward_passes == math.ceil(len(prompt) / chunk) + 199, options
+            most = math.ceil(len(prompt) / chunk) + 199
+            passes = response.stats.forward_passes
+            assert passes < most if options.get("speculation") != "off" else passes == most, options
             return response.tokens
 
     expected = tokens()

@@ -67,11 +67,15 @@ class Drafting:
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
-        if not self._paused:
-            self._drafter.judge(token)
-            self._drafter.learn(last, logits)
-        self._drafter.add(token)
         self._drawn += 1
+        if self._paused:
+            self._drafter.add(token)
+            return
+        started = time.perf_counter()
+        self._drafter.judge(token)
+        self._drafter.learn(last, logits)
+        self._drafter.add(token)
+        self._drafting_seconds += time.perf_counter() - started
 
     def narrow(self, draft: Draft, entering: Array) -> Narrowed:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
