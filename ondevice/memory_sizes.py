@@ -293,6 +293,8 @@ def draft_bytes(
     if streams is not None and runs_streams(runtime.speculation, streams):
         adapters = stream_bytes(config, streams)
     context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
+    if adapters and runtime.speculation == "auto":
+        adapters += drafter_bytes("streams", config, context, nodes)
     drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context, nodes)
     if not drafter:
         return adapters

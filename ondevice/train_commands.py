@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.bundle.streams import StreamMode
 from ondevice.config import TRAIN_TOKENS
 from ondevice.options import (
     CommandGroup,
@@ -21,6 +20,9 @@ from ondevice.options import (
 )
 from ondevice.settings import RUNTIME_OPTIONS
 from ondevice.terminal import print_result, progress, take_interrupts
+
+if TYPE_CHECKING:
+    from ondevice.bundle.streams import StreamMode
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +112,7 @@ def thresholds(
 @training_options
 @option(
     "--mode",
-    type=click.Choice(get_args(StreamMode)),
+    type=click.Choice(("lossless", "shared")),
     required=True,
     help="lossless: the text stays what it is; shared: the model changes with its streams.",
 )
@@ -135,7 +137,7 @@ def streams(
 
     content = read_text(text)
     take_interrupts()
-    chosen = {} if steps is None else {"steps": steps}
+    chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
     with progress() as show:
         found = training.train_streams(
             model, content, mode=mode, output=output, tokens=tokens, on_progress=show, **chosen

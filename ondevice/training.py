@@ -163,7 +163,7 @@ def train_streams(
     left = goal.with_name(f"{goal.name}.streams.training")
     trained = training.train_streams(prepared.bundle, pieces, left, chosen, on_progress, on_step)
     with _target(prepared, output) as folder:
-        found = trained.write(folder)
+        found: Streams = trained.write(folder)
     training.forget(left)
     return found
 

@@ -42,8 +42,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(3)),
     {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
 ]
-ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
 STREAMS = 3
+ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
 QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
 
 
@@ -55,6 +55,8 @@ class Scripted:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
+        self.preparing_seconds = self.growing_seconds = 0.0
+        self.resting = False
         self.streamed = 0
         """Nodes that had streams in their pass."""
 

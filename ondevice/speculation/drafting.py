@@ -21,7 +21,8 @@ class Drafting:
         """most_nodes: of a draft, its root included. The drafter is this object's own: see `close`."""
         self._drafter = drafter
         self._policy = TreePolicy(most_nodes)
-        self._drafting_seconds = 0.0
+        self.preparing_seconds = self.growing_seconds = 0.0
+        """What the newest draft took to prepare, and to grow."""
         self._drawn = 0
         """Tokens since the last draft."""
         self._paused = False
@@ -29,8 +30,8 @@ class Drafting:
 
     @property
     def resting(self) -> bool:
-        """Whether the next passes have no drafts, so that nothing need be computed for one."""
-        return self._policy.resting
+        """Whether this pass and the next have no drafts, so that nothing need be computed for one."""
+        return self._paused or self._policy.resting
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """A text is about to be continued: its token ids, of which there is at least one."""
@@ -42,7 +43,7 @@ class Drafting:
         kv: holds the text but for `root`. most_nodes: that there is room for; most_tokens: that may still
         be drawn.
         """
-        self._drawn, self._drafting_seconds = 0, 0.0
+        self._drawn, self.preparing_seconds, self.growing_seconds = 0, 0.0, 0.0
         self._paused = self._policy.pause()
         if self._paused:
             return plain(root)
@@ -58,11 +59,11 @@ class Drafting:
 
         self._drafter.prepare(kv, nodes)
         prepared = time.perf_counter()
-        self._policy.prepared(prepared - started)
+        self.preparing_seconds = prepared - started
+        self._policy.prepared(self.preparing_seconds)
         draft = grow(root, propose, self._policy.worth, nodes, most_tokens - 1, self._policy.promising)
-        ended = time.perf_counter()
-        self._policy.grown(ended - prepared, asked)
-        self._drafting_seconds = ended - started
+        self.growing_seconds = time.perf_counter() - prepared
+        self._policy.grown(self.growing_seconds, asked)
         return draft
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
@@ -88,7 +89,8 @@ class Drafting:
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""
         if not self._paused:
-            self._policy.record(len(draft), self._drawn, seconds, self._drafting_seconds)
+            drafting_seconds = self.preparing_seconds + self.growing_seconds
+            self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
 
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""

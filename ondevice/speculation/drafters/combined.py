@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
+from ondevice.model.transformer import Narrowed, Pass
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.tree import Proposals
+from ondevice.speculation.tree import Draft, Proposals
 
 MOST_GUESSES = 8
 """Behind a node: what is less likely than so many others never has its turn."""
@@ -36,6 +37,17 @@ class Combined(Drafter):
         for member in self.members:
             member.prepare(kv, most_nodes)
 
+    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+        for member in self.members:
+            chosen = member.narrow(draft, entering)
+            if chosen.streams or len(chosen.tokens) < len(draft):
+                return chosen
+        return super().narrow(draft, entering)
+
+    def entered(self, found: Pass, node: int) -> None:
+        for member in self.members:
+            member.entered(found, node)
+
     def propose(self, path: Sequence[int]) -> Proposals:
         chances: dict[int, float] = {}
         for member in self.members:
@@ -55,3 +67,44 @@ class Combined(Drafter):
     def close(self) -> None:
         for member in self.members:
             member.close()
+
+
+class WhileReading(Drafter):
+    """A drafter that computes, asked only while passes wait for flash: elsewhere it costs what it brings.
+
+    Streams take rows of the upper layers for every token. Where all neurons are in memory, rows are what a
+    pass takes its time for; where they are read, they are nearly free.
+    """
+
+    def __init__(self, drafter: Drafter, reads: Callable[[], bool]) -> None:
+        self._drafter = drafter
+        self._reads = reads
+        self._asked = False
+        """In this pass."""
+
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+        self._drafter.begin(text, sampling)
+
+    def add(self, token: int) -> None:
+        self._drafter.add(token)
+
+    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+        self._asked = self._reads()
+        if self._asked:
+            self._drafter.prepare(kv, most_nodes)
+
+    def propose(self, path: Sequence[int]) -> Proposals:
+        return self._drafter.propose(path) if self._asked else []
+
+    def judge(self, token: int) -> None:
+        if self._asked:
+            self._drafter.judge(token)
+
+    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+        return self._drafter.narrow(draft, entering) if self._asked else super().narrow(draft, entering)
+
+    def entered(self, found: Pass, node: int) -> None:
+        self._drafter.entered(found, node)
+
+    def close(self) -> None:
+        self._drafter.close()
