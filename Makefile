@@ -109,6 +109,8 @@ train: $(RECIPE_BUILD)/streams.json
 	@$(VENV)/bin/ondevice convert $(RECIPE_BUILD)/export/small-relu --output $(RECIPE_BUILD)/bundles/small-relu-q8 \
 		--quant q8 --force </dev/null >&2
 	@$(RECIPE).predictors --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
+	@$(RECIPE).streams --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8) --steps 2000 --stride 2 \
+		--write $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
 	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-relu-q8; to ship it: cp $(RECIPE_BUILD)/bundles/small-relu-q8/* $(MODEL_FOLDER)/" >&2
 
 evaluate-model: $(RECIPE_BUILD)/streams.json

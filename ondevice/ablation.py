@@ -265,6 +265,7 @@ def _prepared(model: Name | None, runtime: RuntimeConfig) -> tuple[Prepared, Pre
         raise UsageError(
             f"--speculation {runtime.speculation}: an ablation compares single tokens; leave it off"
         )
+    runtime = replace(runtime, speculation="off")
     bundle = open_model(model, runtime).bundle
     sparsity = runtime.sparsity
     if sparsity == "auto":

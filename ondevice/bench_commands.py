@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from ondevice.bench_prompts import BUILT_IN, MOST_PROMPTS, Task, paragraphs
 from ondevice.command_model import loaded_model, prepared_model
-from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS
+from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, SamplingConfig
 from ondevice.errors import UsageError
-from ondevice.options import Command, add_options, complete_path, json_option, model_option, option, read_text
-from ondevice.settings import MAX_CONTEXT, RUNTIME_OPTIONS, runtime_config
+from ondevice.options import (
+    Command,
+    Text,
+    add_options,
+    complete_path,
+    json_option,
+    model_option,
+    option,
+    read_text,
+)
+from ondevice.settings import (
+    MAX_CONTEXT,
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    runtime_config,
+    sampling_config,
+)
 from ondevice.terminal import print_result, progress, say, take_interrupts
 
 BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS, BENCH_WARM_UP_TOKENS = 128, 64, 3, 8
 ABLATION_MAX_TOKENS = 16
+EVERY_DRAFTER = "all"
+_RUNTIME = {name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "speculation"}
+_SAMPLING = {name: entry for name, entry in SAMPLING_OPTIONS.items() if name != "max_tokens"}
+_ONLY_COMPARED = ("text", "chat", "prompts", "output", *_SAMPLING)
+_NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
+"""Of the parameters of `bench`: those that --speculation all alone takes, and those that it doesn't."""
 
 
 @click.command(cls=Command)
@@ -39,7 +63,35 @@ ABLATION_MAX_TOKENS = 16
     is_flag=True,
     help='Take the ideas of "LLM in a flash" one by one: a row each of where time and bytes go, run once.',
 )
-@add_options(RUNTIME_OPTIONS)
+@option(
+    "--speculation",
+    type=click.Choice([*RUNTIME_OPTIONS["speculation"].choices, EVERY_DRAFTER]),
+    default=str(RUNTIME_OPTIONS["speculation"].default),
+    help=f"How tokens are drafted; {EVERY_DRAFTER}: compare every way that the model can have with none.",
+)
+@option(
+    "--text",
+    metavar="FILE|-",
+    type=Text(),
+    multiple=True,
+    shell_complete=complete_path,
+    help=f"With --speculation {EVERY_DRAFTER}: prompts in place of those that ship, separated by empty "
+    "lines; may be given several times, a task each.",
+)
+@option("--chat", is_flag=True, help="The prompts of --text are a user's messages, for the chat template.")
+@option(
+    "--prompts",
+    type=click.IntRange(1),
+    default=MOST_PROMPTS,
+    help=f"With --speculation {EVERY_DRAFTER}: prompts of a task at most, spread over its text.",
+)
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help=f"With --speculation {EVERY_DRAFTER}: a new folder for speculation.png and speculation.json.",
+)
+@add_options(_RUNTIME, _SAMPLING)
 @json_option
 @click.pass_context
 def bench(
@@ -50,6 +102,11 @@ def bench(
     max_tokens: int,
     runs: int,
     ablation: bool,
+    speculation: str,
+    text: tuple[str, ...],
+    chat: bool,
+    prompts: int,
+    output: Path | None,
     as_json: bool,
     **values: Any,
 ) -> None:
@@ -58,7 +115,20 @@ def bench(
     With --ablation, one configuration after the other: everything read from flash for every token, only the
     neurons, only those that are selected, with a cache, in one read each, and overlapped with computing. The
     first tokens behind the prompt warm up and aren't counted. Give a --dram-budget smaller than the model.
+
+    With --speculation all, every drafter that the model can have on every kind of text, beside plain decoding
+    in the same run: tokens per pass, guesses and how many of them were right by depth, time per pass, reads,
+    and the speed over plain decoding, greedily if no sampling is asked for. That texts stay the same is
+    checked: if one doesn't, the exit code is 1.
     """
+    compared = speculation == EVERY_DRAFTER
+    _refuse(context, _NEVER_COMPARED if compared else _ONLY_COMPARED, compared)
+    if compared:
+        tasks = [task.at_most(prompts) for task in _tasks(context, text, chat)]
+        sampling = replace(sampling_config(values), max_tokens=max_tokens)
+        compare(model, tasks, sampling, output, as_json, values)
+        return
+    values["speculation"] = speculation
     if ablation:
         if context.get_parameter_source("runs") is ParameterSource.COMMANDLINE:
             raise UsageError(
@@ -104,6 +174,48 @@ def run_ablation(
             on_progress=show,
         )
     print_result(as_json, found.to_dict(), report.ablation_table(found))
+
+
+def compare(
+    model: str | None,
+    tasks: list[Task],
+    sampling: SamplingConfig,
+    output: Path | None,
+    as_json: bool,
+    values: dict[str, Any],
+) -> None:
+    """Measure and print what `bench --speculation all` does. Raises TextChangedError once it is printed."""
+    from ondevice import plots
+    from ondevice.speculation_bench import compare_drafters
+    from ondevice.speculation_report import comparison_table
+
+    runtime = runtime_config(values)
+    take_interrupts()
+    with progress() as show:
+        found = plots.draw_comparison(
+            output, lambda: compare_drafters(model, runtime, tasks, sampling, on_progress=show)
+        )
+    print_result(as_json, found.to_dict(), comparison_table(found))
+    found.require_same_texts()
+
+
+def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> None:
+    """Raises UsageError for what the command line has and this kind of benchmark doesn't take."""
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            kind = "with" if compared else "without"
+            raise UsageError(f"{flags[name]} has no meaning {kind} --speculation {EVERY_DRAFTER}")
+
+
+def _tasks(context: click.Context, texts: tuple[str, ...], chat: bool) -> list[Task]:
+    """A task for every text, else those that ship. Raises UsageError for a text that isn't there."""
+    # Set elsewhere than in the command line, a text is meant for `eval`.
+    if context.get_parameter_source("text") is not ParameterSource.COMMANDLINE:
+        if chat:
+            raise UsageError("--chat says what the prompts of --text are; give both")
+        return list(BUILT_IN)
+    return [Task(Path(text).stem, paragraphs(read_text(text)), chat) for text in texts]
 
 
 @click.command(cls=Command)

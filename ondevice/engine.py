@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from ondevice.backends.base import Bytes, Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend, make_engine
-from ondevice.backends.cpu_weights import CpuFeedForward
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
-from ondevice.draft_model import PreparedDraft, load_draft
+from ondevice.draft_model import load_draft
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Event, Generator, common_prefix
 from ondevice.kernels import _native
+from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import (
     FETCH_DEPTH,
     NARROW_TOKENS,
-    WHOLE_TOKENS,
-    SegmentShape,
     SlotShape,
     draft_nodes,
-    fetch_neurons,
-    guess_neurons,
     logits_rows,
     segment_shape,
 )
@@ -41,11 +39,10 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer
 from ondevice.models import operating_point
+from ondevice.neuron_memory import neuron_memory
 from ondevice.preparation import Prepared
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.guessing import GuessQuality
-from ondevice.sparsity.neuron_cache import NeuronCache
-from ondevice.sparsity.policies import make_policy
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import Target, make_drafter, runs_streams
@@ -55,6 +52,8 @@ from ondevice.units import format_bytes, process_memory, trim_heap
 log = logging.getLogger(__name__)
 
 IsCancelled = Callable[[], bool]
+FILL_SECONDS = 0.0005
+"""Between two looks at what is read ahead while nothing is asked."""
 
 
 class Engine:
@@ -89,6 +88,8 @@ class Engine:
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._cpu: CpuBackend | None = None
         self._drafting: Drafting | None = None
+        self._draftings: dict[str, Drafting | None] = {}
+        """By `--speculation`: what has been drafted with, `_drafting` among it."""
         self._costs, threads = UNMEASURED, DEFAULT_THREADS
         if isinstance(self.plan.segment, SlotShape):
             layers = range(self._bundle.config.num_layers)
@@ -191,6 +192,28 @@ class Engine:
         """Keep to another budget from now on. Raises BudgetError, and changes nothing, if it is too small."""
         plan = self.plan.with_budget(budget_bytes)
         plan.require_fit(self._bundle.name)
+        self._keep_to(plan)
+
+    def draft_as(self, prepared: Prepared) -> None:
+        """Draft, and divide the memory, as `prepared` says: the same model with another `--speculation`.
+
+        What is not resident is read anew, as if just loaded; what each way of drafting has learned stays for
+        the next time. This engine must have been made with streams if they are to draft. What those that
+        rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
+        """
+        prepared.plan.require_fit(self._bundle.name)
+        name, transformer = prepared.runtime.speculation, self._generator.transformer
+        if name not in self._draftings:
+            self._draftings[name] = self._make_drafting(transformer, prepared, lambda: False)
+        self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
+        self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
+        if self.plan.streams or prepared.plan.streams:
+            self._lend(self.plan.segment.least)
+        self._keep_to(prepared.plan)
+        while self.fill_ahead():
+            time.sleep(FILL_SECONDS)
+
+    def _keep_to(self, plan: Plan) -> None:
         self.plan = plan
         if not plan.embedding_resident and self._cpu is not None:
             self._cpu.hold_embedding(False)
@@ -215,8 +238,9 @@ class Engine:
             self._neurons = None
         self._cpu = None
         self._reader.close()
-        if self._drafting is not None:
-            self._drafting.close()
+        for drafting in self._draftings.values():
+            if drafting is not None:
+                drafting.close()
         self._generator = None  # type: ignore[assignment]
 
     def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
@@ -238,9 +262,12 @@ class Engine:
             streams = load_streams(self._bundle, self._reader, backend, last, cancelled)
         transformer = Transformer(config, backend, weights, streams)
         if self._cpu is not None:
-            self._neurons = self._neuron_memory(self._cpu.feed_forwards)
+            self._neurons = neuron_memory(
+                self._bundle, plan, self._cpu.feed_forwards, self._reader, self._costs, self._fetch
+            )
             self._lend(self._room(plan.kv_block_bytes))
-        self._drafting = self._make_drafting(transformer, prepared.draft, cancelled)
+        self._drafting = self._make_drafting(transformer, prepared, cancelled)
+        self._draftings[runtime.speculation] = self._drafting
         self._reader.trim()
         trim_heap()
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
@@ -264,48 +291,16 @@ class Engine:
         )
 
     def _make_drafting(
-        self, transformer: Transformer, draft: PreparedDraft | None, cancelled: IsCancelled
+        self, transformer: Transformer, prepared: Prepared, cancelled: IsCancelled
     ) -> Drafting | None:
         second = None
-        if draft is not None and self._cpu is not None:
-            second = load_draft(draft, self._cpu.engine, cancelled)
+        if prepared.draft is not None and self._cpu is not None:
+            second = load_draft(prepared.draft, self._cpu.engine, cancelled)
         nodes = draft_nodes(self._runtime)
-        target = Target(self._bundle.config, self.plan.max_context, nodes, transformer, second)
-        drafter = make_drafter(self._runtime.speculation, target)
+        config, context = self._bundle.config, self.plan.max_context
+        target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
+        drafter = make_drafter(prepared.runtime.speculation, target)
         return None if drafter is None else Drafting(drafter, nodes)
-
-    def _neuron_memory(self, layers: Sequence[CpuFeedForward]) -> SegmentPool | NeuronFetcher:
-        config, segment, stream = self._bundle.config, self.plan.segment, self.plan.stream
-        if isinstance(segment, SegmentShape):
-            return SegmentPool(
-                layers,
-                self._reader,
-                segment_bytes=segment.nbytes,
-                stream_neurons=stream.neurons,
-                slot_bytes=stream.slot_bytes,
-                slots=stream.slots,
-            )
-        neurons = config.intermediate_size
-        cache = NeuronCache(
-            config.num_layers,
-            neurons,
-            slot_bytes=segment.slot_bytes,
-            segment_slots=segment.slots,
-            reserve=segment.reserve,
-            policy=make_policy(self._fetch.policy, config.num_layers, neurons, self._bundle.frequencies()),
-            keep=self._fetch.keep,
-        )
-        return NeuronFetcher(
-            layers,
-            self._reader,
-            cache,
-            part_bytes=self._bundle.neuron_file(0).crc_units,
-            batch=fetch_neurons(config),
-            whole_tokens=WHOLE_TOKENS,
-            guesses=guess_neurons(config),
-            costs=self._costs,
-            options=self._fetch,
-        )
 
     def _cache(self, key: int) -> KVCache:
         kv = self._caches.setdefault(key, self._new_cache())

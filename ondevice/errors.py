@@ -72,6 +72,10 @@ class FlashReadError(OndeviceError):
     exit_code = 6
 
 
+class TextChangedError(OndeviceError):
+    """A drafter changed a text, which none may: what was measured of it means nothing."""
+
+
 def thread_refused(reason: RuntimeError) -> OndeviceError:
     """For what Python raises when the system has no thread to give."""
     return OndeviceError(

@@ -157,7 +157,9 @@ class Generator:
             draft = self.drafting.draft(written.history[-1], kv, places - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
-        narrow = None if self.drafting is None else partial(self._narrow, draft, self.drafting)
+        narrow = None
+        if self.drafting is not None and not self.drafting.resting:
+            narrow = partial(self._narrow, draft, self.drafting)
         found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, narrow=narrow)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
@@ -174,6 +176,8 @@ class Generator:
         if len(draft) > 1:
             self.accepted(path)
         if self.drafting is not None:
+            meter.drafts.passed(verified, path, written.ended)
+            meter.drafts.spent(len(draft) - 1, self.drafting.preparing_seconds, self.drafting.growing_seconds)
             self.drafting.entered(found, path[-1])
             self.drafting.passed(draft, time.perf_counter() - started)
 

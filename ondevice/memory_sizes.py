@@ -293,9 +293,14 @@ def draft_bytes(
     if streams is not None and runs_streams(runtime.speculation, streams):
         adapters = stream_bytes(config, streams)
     context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
+    if adapters and runtime.speculation == "auto":
+        adapters += drafter_bytes("streams", config, context, nodes)
     drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context, nodes)
     if not drafter:
         return adapters
+    if runs_streams(runtime.speculation, streams) or runtime.speculation == "resident":
+        # What drafting would have liked to have: the first that the next pass reads.
+        adapters += 4 * config.num_layers * config.intermediate_size if runtime.sparsity != "dense" else 0
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
     paths = threads * 2 * KVLayout(config, runtime.kv_bits).head_bytes
     return adapters + drafter + paths + (held_back if runtime.sparsity != "dense" else 0)

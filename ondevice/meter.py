@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
+from ondevice.speculation.draft_count import DraftCount
 from ondevice.stats import GenerationStats, per_second
 
 
@@ -31,6 +32,7 @@ class Meter:
     def __init__(self, counters: Counters) -> None:
         self.passes = 0
         self.sampled = 0
+        self.drafts = DraftCount()
         self._before = counters
         self._started = self._paused = time.perf_counter()
         self._prefill_seconds = 0.0
@@ -58,6 +60,7 @@ class Meter:
     ) -> GenerationStats:
         decode_passes = self.passes - self._prefill_passes if self.sampled else 0
         later = max(0, self.sampled - 1)
+        decode_seconds = self.elapsed() - self._prefill_seconds
         lookups = after.neuron_cache_lookups - self._before.neuron_cache_lookups
         hits = after.neuron_cache_hits - self._before.neuron_cache_hits
         guessed = after.guesses_used - self._before.guesses_used
@@ -66,7 +69,7 @@ class Meter:
             prompt_tokens=prompt_tokens,
             generated_tokens=generated_tokens,
             prefill_tokens_per_second=per_second(self._prefill_tokens, self._prefill_seconds),
-            decode_tokens_per_second=per_second(later, self.elapsed() - self._prefill_seconds),
+            decode_tokens_per_second=per_second(later, decode_seconds),
             time_to_first_token_seconds=self._prefill_seconds,
             peak_memory_bytes=after.peak_memory_bytes,
             flash_bytes_read=after.flash_bytes_read - self._before.flash_bytes_read,
@@ -77,4 +80,7 @@ class Meter:
             guess_wasted_bytes=after.guess_wasted_bytes - self._before.guess_wasted_bytes,
             forward_passes=self.passes,
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
+            decode_passes=decode_passes,
+            decode_seconds=decode_seconds if decode_passes else 0.0,
+            drafting=self.drafts.stats,
         )

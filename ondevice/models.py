@@ -275,12 +275,12 @@ def check_runtime(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
     if needs(runtime.speculation) == "streams" and streams is None:
-        have = ", ".join(("auto", "off", *(name for name in DRAFTERS if needs(name) != "streams")))
+        have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
             f"`ondevice train streams` makes them. It can have: {have}"
         )
-    if runtime.speculation in DRAFTERS and runtime.backend == "reference":
+    if runtime.speculation not in ("auto", "off") and runtime.backend == "reference":
         raise BackendUnavailableError(
             f"--speculation {runtime.speculation}: with --backend reference a token's last bits depend on "
             "what goes through the model beside it, so guesses could change the text; use --backend cpu"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +47,11 @@ class SettableOption(click.Option):
         if source is ParameterSource.DEFAULT_MAP:
             return f"{context.obj.keys[self.name]} in {context.obj.path}"
         return None
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """As click's; where several may be given, the settings file may have one, as it is."""
+        value, source = super().consume_value(ctx, opts)
+        return ([value] if self.multiple and isinstance(value, str) else value), source
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
         origin = None if ctx is None else self.origin(ctx)

@@ -1,4 +1,4 @@
-"""A profile drawn: a folder of SVG files, and the numbers behind them. The one module that needs matplotlib.
+"""Profiles and comparisons of drafters drawn, beside their numbers. The one module that needs matplotlib.
 
 It draws without a display, and matplotlib's global state stays as it is.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import util
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api import Name
@@ -19,6 +20,7 @@ from ondevice.config import PROFILE_TOKENS
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.profiling import Profile, profile
 from ondevice.sparsity.policies import DEFAULT_POLICY
+from ondevice.speculation_bench import ALL_TASKS, OFF, Comparison
 from ondevice.training import OnProgress
 
 if TYPE_CHECKING:
@@ -27,7 +29,11 @@ if TYPE_CHECKING:
 NUMBERS = "profile.json"
 SPARSITY, AGGREGATED = "sparsity.svg", "aggregated_neurons.svg"
 MISSES, READS = "cache_misses.svg", "read_throughput.svg"
+SPECULATION, SPECULATION_NUMBERS = "speculation.png", "speculation.json"
 INCHES = (6.4, 4.0)
+COMPARISON_INCHES, COMPARISON_DPI = (9.0, 10.0), 120
+BARS_WIDTH = 0.8
+"""Of the distance between two tasks, what a task's bars take."""
 TICKED_LAYERS = 40
 """With more layers, not every bar has its number."""
 
@@ -49,6 +55,21 @@ def draw_profile(
         found = profile(model, text, tokens=tokens, on_progress=on_progress)
         if output is not None:
             draw(found, output)
+    return found
+
+
+def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> Comparison:
+    """What `compare()` finds, drawn in the new or empty folder `output`, if there is one: PNG and JSON.
+
+    Raises what `draw_profile` raises before anything is measured, OndeviceError where the disk refuses, and
+    what `compare` raises.
+    """
+    with nullcontext() if output is None else _new_folder(output):
+        found = compare()
+        if output is not None:
+            with disk_errors(output, "make room, or choose another --output"):
+                _save_comparison(found, output / SPECULATION)
+                _write_numbers(output / SPECULATION_NUMBERS, found.to_dict())
     return found
 
 
@@ -84,9 +105,13 @@ def draw(found: Profile, folder: Path) -> list[Path]:
     with disk_errors(folder, "make room, or choose another --output"):
         for name, draw_on in drawn.items():
             _save(found, folder / name, draw_on)
-        numbers = json.dumps(found.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)
-        (folder / NUMBERS).write_text(numbers + "\n", encoding="utf-8")
+        _write_numbers(folder / NUMBERS, found.to_dict())
     return [*(folder / name for name in drawn), folder / NUMBERS]
+
+
+def _write_numbers(path: Path, numbers: dict[str, Any]) -> None:
+    text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _save(found: Profile, path: Path, draw_on: Callable[[Profile, Axes], None]) -> None:
@@ -115,7 +140,7 @@ def _draw_sparsity(found: Profile, axes: Axes) -> None:
     if len(zeros) <= TICKED_LAYERS:
         axes.set_xticks(range(len(zeros)))
     axes.legend(loc="lower right")
-    _title(axes, found, "activation sparsity by layer")
+    _title(axes, found.model, "activation sparsity by layer")
 
 
 def _draw_aggregated(found: Profile, axes: Axes) -> None:
@@ -134,7 +159,7 @@ def _draw_aggregated(found: Profile, axes: Axes) -> None:
     axes.plot(spans, mean, color="black", linewidth=2.5, label="mean")
     axes.set(xlabel="neighbouring tokens", ylabel="distinct neurons that fire, %", ylim=(0, 100))
     axes.legend(loc="lower right")
-    _title(axes, found, "aggregated neurons")
+    _title(axes, found.model, "aggregated neurons")
 
 
 def _draw_misses(found: Profile, axes: Axes) -> None:
@@ -151,7 +176,7 @@ def _draw_misses(found: Profile, axes: Axes) -> None:
     axes.set(xlabel="neurons in the cache, %", ylabel="firing neurons that miss it, %", ylim=(0, 100))
     axes.set_xlim(0, 100)
     axes.legend(loc="upper right")
-    _title(axes, found, "cache misses by policy")
+    _title(axes, found.model, "cache misses by policy")
 
 
 def _draw_reads(found: Profile, axes: Axes) -> None:
@@ -170,9 +195,73 @@ def _draw_reads(found: Profile, axes: Axes) -> None:
     axes.set_ylim(bottom=0)
     if rates:
         axes.legend()
-    _title(axes, found, f"random {found.reads.io} reads of neuron files")
+    _title(axes, found.model, f"random {found.reads.io} reads of neuron files")
 
 
-def _title(axes: Axes, found: Profile, what: str) -> None:
-    # A dollar would begin a formula.
-    axes.set_title(f"{found.model}: {what}".replace("$", r"\$"), fontsize="medium")
+def _save_comparison(found: Comparison, path: Path) -> None:
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    with matplotlib.style.context("default"):
+        figure = Figure(figsize=COMPARISON_INCHES, dpi=COMPARISON_DPI, layout="constrained")
+        speeds, tokens, depths = figure.subplots(3)
+        for axes in (speeds, tokens, depths):
+            axes.grid(True, alpha=0.3)
+            axes.set_axisbelow(True)
+        _draw_speed_ups(found, speeds)
+        _draw_tokens(found, tokens)
+        _draw_depths(found, depths)
+        figure.legend(*speeds.get_legend_handles_labels(), loc="outside upper center", ncols=8)
+        figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _drafters(found: Comparison) -> list[str]:
+    return [row.drafter for row in found.rows if row.task == ALL_TASKS and row.drafter != OFF]
+
+
+def _bars(found: Comparison) -> Iterator[tuple[str, list[float], float]]:
+    """Each drafter with its bars' middles, one for every task, and their width."""
+    drafters = _drafters(found)
+    width = BARS_WIDTH / max(1, len(drafters))
+    for place, drafter in enumerate(drafters):
+        shift = (place - (len(drafters) - 1) / 2) * width
+        yield drafter, [task + shift for task in range(len(found.tasks))], width
+
+
+def _draw_speed_ups(found: Comparison, axes: Axes) -> None:
+    for drafter, middles, width in _bars(found):
+        # A text may have no pass to compare.
+        ratios = [found.row(task, drafter).speed_ups or (1.0,) for task in found.tasks]
+        heights = [median(of_task) for of_task in ratios]
+        below = [height - min(of_task) for height, of_task in zip(heights, ratios, strict=True)]
+        above = [max(of_task) - height for height, of_task in zip(heights, ratios, strict=True)]
+        axes.bar(middles, heights, width, yerr=(below, above), label=drafter, error_kw={"linewidth": 1})
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(found.tasks)), [_plain(task) for task in found.tasks])
+    axes.set(ylabel="speed over plain decoding")
+    _title(axes, found.model, "median of pairs, with least and most")
+
+
+def _draw_tokens(found: Comparison, axes: Axes) -> None:
+    for drafter, middles, width in _bars(found):
+        axes.bar(middles, [found.row(task, drafter).tokens_per_pass for task in found.tasks], width)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(found.tasks)), [_plain(task) for task in found.tasks])
+    axes.set(ylabel="tokens per pass")
+
+
+def _draw_depths(found: Comparison, axes: Axes) -> None:
+    for drafter in _drafters(found):
+        shares = [100 * share for share in found.row(ALL_TASKS, drafter).drafting.acceptance_by_depth]
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=drafter)
+    axes.set(xlabel="depth in the draft", ylabel="right, all before being right, %", ylim=(0, 105))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _title(axes: Axes, model: str, what: str) -> None:
+    axes.set_title(_plain(f"{model}: {what}"), fontsize="medium")
+
+
+def _plain(text: str) -> str:
+    """A dollar would begin a formula."""
+    return text.replace("$", r"\$")

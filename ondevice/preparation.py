@@ -68,10 +68,12 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
 
 
 def _speculation(runtime: RuntimeConfig) -> Speculation:
-    """What `auto` means: the second model that is named, if one is."""
+    """What `auto` means: the second model, if one is named; nothing where guesses could change a text."""
     if runtime.speculation != "auto":
         return runtime.speculation
-    return "model" if runtime.draft_model and runtime.backend != "reference" else "off"
+    if runtime.backend == "reference":
+        return "off"
+    return "model" if runtime.draft_model else "auto"
 
 
 def _prepared_draft(bundle: Bundle, tokenizer: Tokenizer | None, runtime: RuntimeConfig) -> PreparedDraft:

@@ -108,6 +108,8 @@ OTHER_SETTINGS: dict[str, type] = {
     "prompt_tokens": int,
     "runs": int,
     "ablation": bool,
+    "prompts": int,
+    "chat": bool,
     "tokens": int,
     "no_calibrate": bool,
     "resume": bool,

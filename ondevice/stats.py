@@ -6,8 +6,55 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
 
 from ondevice.errors import UsageError
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """What drafting did beside a generation's decode passes.
+
+    `drafts` are passes that had guesses, `guesses` those of all of them. By depth, from 1 on: drafts that
+    had a guess there behind right ones alone, and those of them in which one was right. A guess at what
+    comes behind the end of the text counts for neither. Every right one is a token that its pass gave
+    beside the first. `preparing_seconds` were spent computing what drafts grow from, `growing_seconds`
+    choosing their nodes; what a drafter adds to the passes themselves is in neither.
+    """
+
+    drafts: int = 0
+    guesses: int = 0
+    guessed_by_depth: tuple[int, ...] = ()
+    accepted_by_depth: tuple[int, ...] = ()
+    preparing_seconds: float = 0.0
+    growing_seconds: float = 0.0
+
+    def __add__(self, other: DraftStats) -> DraftStats:
+        """Those of both generations."""
+        return DraftStats(
+            self.drafts + other.drafts,
+            self.guesses + other.guesses,
+            _sums(self.guessed_by_depth, other.guessed_by_depth),
+            _sums(self.accepted_by_depth, other.accepted_by_depth),
+            self.preparing_seconds + other.preparing_seconds,
+            self.growing_seconds + other.growing_seconds,
+        )
+
+    @property
+    def acceptance_by_depth(self) -> tuple[float, ...]:
+        """Share of the drafts with a guess at each depth, behind right ones, in which one was right."""
+        return tuple(
+            right / guessed
+            for right, guessed in zip(self.accepted_by_depth, self.guessed_by_depth, strict=True)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        counts = {
+            key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()
+        }
+        return counts | {"acceptance_by_depth": list(self.acceptance_by_depth)}
 
 
 @dataclass(frozen=True)
@@ -19,7 +66,8 @@ class GenerationStats:
     `guess_recall` the share of the others whose read had begun from a guess, `guess_wasted_bytes` what was
     read from guesses for nothing. `flash_read_seconds` is wall time with a read in flight,
     `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
-    `peak_memory_bytes` is the whole process's peak, interpreter included.
+    `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
+    the prompt's, and took `decode_seconds`.
     """
 
     prompt_tokens: int = 0
@@ -40,10 +88,13 @@ class GenerationStats:
     sparsity: str = ""
     speculation: str = ""
     io: str = ""
+    decode_passes: int = 0
+    decode_seconds: float = 0.0
+    drafting: DraftStats = DraftStats()
 
-    def to_dict(self) -> dict[str, int | float | str]:
+    def to_dict(self) -> dict[str, Any]:
         """The JSON object, keys in the contract's order."""
-        return dataclasses.asdict(self)
+        return vars(self) | {"drafting": self.drafting.to_dict()}
 
 
 @dataclass(frozen=True)
@@ -62,6 +113,8 @@ def per_second(count: float, seconds: float) -> float:
 def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
     """Field-wise median of repeated runs; counts are rounded to whole ones, words come from the first.
 
+    `drafting` is that of all runs together: its parts belong to each other.
+
     Raises UsageError for no runs.
     """
     if not runs:
@@ -73,4 +126,9 @@ def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
             medians[field.name] = round(statistics.median(values))
         elif isinstance(values[0], float):
             medians[field.name] = statistics.median(values)
-    return dataclasses.replace(runs[0], **medians)  # type: ignore[arg-type]
+    drafting = sum((run.drafting for run in runs), DraftStats())
+    return dataclasses.replace(runs[0], drafting=drafting, **medians)  # type: ignore[arg-type]
+
+
+def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))

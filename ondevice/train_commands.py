@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,9 @@ from ondevice.options import (
 )
 from ondevice.settings import RUNTIME_OPTIONS
 from ondevice.terminal import print_result, progress, take_interrupts
+
+if TYPE_CHECKING:
+    from ondevice.bundle.streams import StreamMode
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,12 +48,15 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=TRAIN_TOKENS,
             help="Tokens of the text to use at most.",
         ),
-        add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]}),
         json_option,
     )
     for decorate in reversed(decorators):
         command = decorate(command)
     return command
+
+
+measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
+"""Beside them, what every training takes whose result runs to be measured."""
 
 
 @click.group(cls=CommandGroup)
@@ -60,6 +66,7 @@ def train() -> None:
 
 @train.command()
 @training_options
+@measuring_options
 def predictors(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:
@@ -81,6 +88,7 @@ def predictors(
 
 @train.command()
 @training_options
+@measuring_options
 def thresholds(
     model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
 ) -> None:
@@ -98,3 +106,41 @@ def thresholds(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
     print_result(as_json, report.trained_figures(found), report.threshold_table(found))
+
+
+@train.command()
+@training_options
+@option(
+    "--mode",
+    type=click.Choice(("lossless", "shared")),
+    required=True,
+    help="lossless: the text stays what it is; shared: the model changes with its streams.",
+)
+@option("--steps", type=click.IntRange(1), help="Gradient steps; the more, the longer, the better.")
+def streams(
+    model: str | None,
+    text: str,
+    output: Path | None,
+    tokens: int,
+    as_json: bool,
+    mode: StreamMode,
+    steps: int | None,
+) -> None:
+    """Train streams, which guess several tokens at once, for --speculation streams.
+
+    They are measured on the last tenth of the text, which doesn't train them: how often each guesses right
+    where all before it had. What was interrupted goes on if the same command is given again. Takes MLX.
+    """
+    from ondevice import report, training
+    from ondevice.bundle.reader import Bundle
+    from ondevice.models import find_model
+
+    content = read_text(text)
+    take_interrupts()
+    chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
+    with progress() as show:
+        found = training.train_streams(
+            model, content, mode=mode, output=output, tokens=tokens, on_progress=show, **chosen
+        )
+    config = Bundle.open(find_model(model)).config
+    print_result(as_json, report.stream_figures(found, config), report.stream_table(found, config))

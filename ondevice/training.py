@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from ondevice.api import Name, load, open_model, text_tokenizer
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import RuntimeConfig
-from ondevice.errors import UsageError
+from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.preparation import Prepared
 from ondevice.scoring import Tally, windows
+from ondevice.settings import require_fields
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
@@ -128,6 +131,54 @@ def train_thresholds(
     return found
 
 
+def train_streams(
+    model: Name | None = None,
+    text: str | None = None,
+    *,
+    pieces: Pieces | None = None,
+    output: Name | None = None,
+    on_progress: OnProgress = lambda fraction, what: None,
+    on_step: Callable[[int, float], None] = lambda tokens, loss: None,
+    **options: Any,
+) -> Streams:
+    """Train adapters on `text` that guess several tokens at once, and add them to the model.
+
+    model, pieces, output, on_progress: as in `train_predictors`. options: fields of `StreamOptions`, such as
+    mode="shared", which makes another model of it; "lossless" leaves the model as it is. on_step gets, after
+    each step, the tokens whose streams have been trained and the loss in nats.
+
+    What was interrupted goes on where it stopped, if it is called again with the same arguments, and comes to
+    the same numbers: beside the output, or the model's folder, it keeps a folder `<name>.streams.training`
+    meanwhile. Raises, before it trains, BackendUnavailableError without MLX, UsageError for an option out of
+    range, too little text, an output that exists, a model that can't be written to or what is left of a
+    training with other arguments, and what `load` raises.
+    """
+    training = _stream_training()
+    require_fields(training.StreamOptions, options)
+    chosen = training.StreamOptions(**options)
+    prepared = open_model(model, RuntimeConfig())
+    pieces = _pieces(prepared, text, pieces, chosen.tokens)
+    training.check(prepared.bundle, pieces, chosen)
+    goal = _check_target(prepared, output)
+    left = goal.with_name(f"{goal.name}.streams.training")
+    trained = training.train_streams(prepared.bundle, pieces, left, chosen, on_progress, on_step)
+    with _target(prepared, output) as folder:
+        found: Streams = trained.write(folder)
+    training.forget(left)
+    return found
+
+
+def _stream_training() -> ModuleType:
+    """What trains streams. Raises BackendUnavailableError where MLX can't be imported."""
+    try:
+        from ondevice.converters import train_streams
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"training streams takes MLX, which can't be imported ({error}): pip install 'ondevice[mlx]'"
+        ) from error
+    return train_streams
+
+
 def text_pieces(prepared: Prepared, text: str, tokens: int) -> list[list[int]]:
     """Ids of the text's first `tokens` tokens, in pieces that are read from an empty context each.
 
@@ -157,19 +208,30 @@ def _pieces(prepared: Prepared, text: str | None, pieces: Pieces | None, tokens:
     return text_pieces(prepared, text or "", tokens) if pieces is None else pieces
 
 
+def _check_target(prepared: Prepared, output: Name | None) -> Path:
+    """The folder to add to: the model's own, or `output`.
+
+    Raises UsageError if the one can't be written to or the other exists, and what `load` raises for a budget
+    that is too small.
+    """
+    prepared.plan.require_fit(prepared.bundle.name)
+    folder = prepared.bundle.path if output is None else Path(output).absolute()
+    if output is None and not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder} can't be written to; give a new folder with --output")
+    if output is not None and os.path.lexists(folder):
+        raise UsageError(f"{output} exists; choose a new folder, or leave --output out to add to the bundle")
+    return folder
+
+
 @contextmanager
 def _target(prepared: Prepared, output: Name | None) -> Iterator[Path]:
-    """The folder to add to: the model's own, or `output`, made now and taken away if what follows fails."""
+    """The folder to add to; `output` is made now, as a copy, and taken away if what follows fails."""
     from ondevice.converters.additions import copy_bundle
 
-    prepared.plan.require_fit(prepared.bundle.name)
-    folder = prepared.bundle.path
+    folder, whole = _check_target(prepared, output), False
     if output is None:
-        if not os.access(folder, os.W_OK):
-            raise UsageError(f"{folder} can't be written to; give a new folder with --output")
         yield folder
         return
-    folder, whole = Path(output), False
     copy_bundle(prepared.bundle, folder)
     try:
         yield folder

@@ -36,6 +36,7 @@ LAYERS = (
         "draft_model",
         "owner",
         "preparation",
+        "neuron_memory",
         "engine",
         "scoring",
         "response",
@@ -43,8 +44,8 @@ LAYERS = (
         "api",
         "training",
     ),
-    ("profiling", "ablation"),
-    ("report", "plots", "options", "chat_commands", "terminal"),
+    ("profiling", "ablation", "bench_prompts", "speculation_bench"),
+    ("report", "speculation_report", "plots", "options", "chat_commands", "terminal"),
     ("command_model", "train_commands", "bench_commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]

@@ -119,7 +119,7 @@ def test_rests_double_while_trials_lose_and_shorten_when_one_wins() -> None:
 
 
 def test_what_cannot_be_guessed_is_hardly_ever_tried() -> None:
-    """A drafter that knows how bad its guesses are: three trees at first, then nothing."""
+    """A drafter that knows how bad its guesses are."""
     simulation = Simulation()
     found = simulation.run(4000, claimed=0.02, node=0.5)
     assert sum(size > 1 for size in found) == 0
@@ -178,6 +178,37 @@ def test_a_switch_knows_nothing_before_it_has_seen_plain_passes() -> None:
         switch.record_draft(3, 1.5, 1.5)
     assert not switch.trial
     assert not switch.resting
+
+
+def test_looking_for_guesses_is_rare_where_it_costs_and_finds_nothing() -> None:
+    """At most a hundredth of the time, or one pass of eight where that is more."""
+    for asking, every in ((0.0001, 1), (0.02, 4), (1.0, 8)):
+        simulation = Simulation()
+        for _ in range(600):
+            if not simulation.policy.pause():
+                simulation.run(1, claimed=0.01, propose=asking)
+        looked = 0
+        for _ in range(240):
+            if not simulation.policy.pause():
+                simulation.run(1, claimed=0.01, propose=asking)
+                looked += 1
+        assert looked == pytest.approx(240 / every, abs=2)
+    simulation = Simulation()
+    simulation.run(100, claimed=0.9, node=0.05)
+    assert not any(simulation.policy.pause() for _ in range(20)), "not while guesses are worth it"
+
+
+def test_a_rest_ends_without_looking() -> None:
+    simulation = Simulation()
+    simulation.run(60, claimed=0.9, right=0.0, node=0.5, propose=0.1)
+    assert simulation.policy.resting
+    passes = 0
+    while simulation.policy.resting:
+        passes += 1
+        if not simulation.policy.pause():
+            simulation.run(1, claimed=0.9, right=0.0, node=0.5)
+    assert passes <= 2 * SHORTEST_REST
+    assert max(simulation.run(8, claimed=0.9, node=0.05)) > 1
 
 
 def test_quiet_is_not_resting() -> None:

@@ -36,7 +36,8 @@ MB = 10**6
 
 
 def plan_for(config: ModelConfig, quant: QuantConfig, budget: int, **options: Any) -> Plan:
-    runtime = RuntimeConfig(**options)
+    """Without drafts: what they hold is added as it is."""
+    runtime = RuntimeConfig(**{"speculation": "off", **options})
     return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB)
 
 

@@ -23,11 +23,13 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass, Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
-from ondevice.speculation.tree import Draft, grow
+from ondevice.speculation.tree import Draft, Proposals, grow
 from ondevice.speculation.verify import verify
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
@@ -41,6 +43,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
 ]
 STREAMS = 3
+ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
 QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
 
 
@@ -52,6 +55,8 @@ class Scripted:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
+        self.preparing_seconds = self.growing_seconds = 0.0
+        self.resting = False
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
@@ -142,12 +147,13 @@ def test_any_tree_leaves_every_token_as_it_is(
 
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ALONE)
 def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
     drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However little it is worth here: the largest trees.
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
+    monkeypatch.setattr(TreePolicy, "pause", lambda policy: False)
     for question in ("worth", "promising"):
         monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
     with (
@@ -277,11 +283,10 @@ def test_an_ablation_is_of_single_tokens(relu_bundle: Path) -> None:
 
 
 def test_a_plan_counts_what_drafting_holds() -> None:
-    plans = {
-        name: ondevice.inspect(SHIPPED, sparsity="exact", speculation=name) for name in ("off", *DRAFTERS)
-    }
+    plans = {name: ondevice.inspect(SHIPPED, sparsity="exact", speculation=name) for name in ("off", *ALONE)}
     assert plans["off"].draft_bytes == 0
-    assert all(plans[name].draft_bytes > 0 for name in DRAFTERS)
+    assert all(plans[name].draft_bytes > 0 for name in ALONE)
+    assert plans["auto"].draft_bytes > plans["lookup"].draft_bytes
     needed = {name: plan.minimum_budget_bytes - plan.process_bytes for name, plan in plans.items()}
     for name, plan in plans.items():
         assert needed[name] == needed["off"] + plan.draft_bytes
@@ -351,6 +356,27 @@ def test_lookup_says_what_followed_the_longest_run() -> None:
         lookup.judge(3)
     ((_, never),) = lookup.propose(())
     assert never < 0.05
+
+
+def test_combined_guesses_are_the_surest_of_all() -> None:
+    class Fixed(Drafter):
+        def __init__(self, *guesses: tuple[int, float]) -> None:
+            self._guesses = guesses
+            self.judged: list[int] = []
+
+        def propose(self, path: Sequence[int]) -> Proposals:
+            return self._guesses
+
+        def judge(self, token: int) -> None:
+            self.judged.append(token)
+
+    members = Fixed((1, 0.5), (2, 0.2)), Fixed((2, 0.6), (3, 0.1)), Fixed()
+    combined = Combined(members)
+    assert combined.propose(()) == [(2, 0.6), (1, 0.5), (3, 0.1)]
+    combined.judge(3)
+    assert [member.judged for member in members] == [[3]] * 3
+    many = Combined([Fixed(*((token, 0.9 - token / 100) for token in range(20)))])
+    assert [token for token, _ in many.propose(())] == list(range(8))
 
 
 def test_recycling_keeps_what_the_model_said_last() -> None:

@@ -29,6 +29,9 @@ CONTRACT = [
     "sparsity",
     "speculation",
     "io",
+    "decode_passes",
+    "decode_seconds",
+    "drafting",
 ]
 
 

@@ -150,6 +150,7 @@ class NeuronFetcher:
     def hold_back(self, guesses: int) -> None:
         """The next passes' last `guesses` tokens say nothing of the text until `accept`."""
         self._guesses = guesses
+        self._guessing.begin_expected()
         if guesses > self._held_back.shape[1]:
             neurons = self._layers[0].source.num_neurons
             self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
@@ -192,7 +193,7 @@ class NeuronFetcher:
             certain <= self._whole_tokens
             and cache.holds_all
             and cache.holds_layer(index)
-            and not self._guessing.expects(index)
+            and not self._guessing.awaits(index)
         ):
             found = Whole(*cache.places(index), cache.count)
         self._managed += self._lap()
@@ -205,6 +206,8 @@ class NeuronFetcher:
         """
         cache = self._cache
         if certain == 0:
+            if not cache.holds_layer(index):
+                self._guessing.expect(index, scores)
             held = cache.held(index, selected(scores))
             yield held, cache.lie_at(index, held)
             return

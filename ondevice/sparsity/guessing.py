@@ -89,6 +89,8 @@ class Guessing:
         """Of a layer whose turn is about to come, and of the one behind it."""
         self._arriving: _Guess | None = None
         """Adopted: its claim has the neurons that are held, and the slots that are claimed still."""
+        self._expected: dict[int, Float32] = {}
+        """By layer, the highest scores (F,) that drafting has seen since the layer was last foreseen."""
         self._passes = 0
         self._on = True
         self._judged = GuessQuality()
@@ -113,23 +115,32 @@ class Guessing:
         if not self._on or tokens > GUESS_TOKENS or self._cache.holds_layer(layer):
             return
         started = time.perf_counter()
-        ids = self._surest(layer, scores().max(axis=0))
+        ids = self._surest(layer, self._with_expected(layer, scores().max(axis=0)))
         for guess in self._guesses:
             guess.halt()
         if len(ids):
             self._begin(layer, ids)
         self._chosen_seconds += time.perf_counter() - started
 
-    def expects(self, layer: int) -> bool:
+    def awaits(self, layer: int) -> bool:
         """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
         return bool(self._guesses) and self._guesses[0].claim.layer == layer
+
+    def expect(self, layer: int, scores: Float32) -> None:
+        """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
+        self._expected[layer] = self._with_expected(layer, scores.max(axis=0))
+
+    def begin_expected(self) -> None:
+        """A pass is about to begin: read what it is expected to want of the first layer."""
+        if 0 in self._expected:
+            self.foresee(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
     def adopt(self, layer: int) -> Int32:
         """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
 
         `arrived` must hold before one of them is multiplied.
         """
-        if not self.expects(layer):
+        if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
         guess = self._guesses.pop(0)
         claim, read = guess.claim, guess.halt()
@@ -196,6 +207,11 @@ class Guessing:
         if len(ids) > self._most:
             ids = np.sort(ids[np.argpartition(-scores[ids], self._most)[: self._most]])
         return ids.astype(np.int32)
+
+    def _with_expected(self, layer: int, scores: Float32) -> Float32:
+        """scores (F,), or what was expected of a neuron where that is more; it is expected no longer."""
+        expected = self._expected.pop(layer, None)
+        return scores if expected is None else np.maximum(scores, expected)
 
     def _begin(self, layer: int, ids: Int32) -> None:
         reads = self._idle[-1]

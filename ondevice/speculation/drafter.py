@@ -52,7 +52,7 @@ class Drafter(ABC):
     def learn(self, token: int, logits: Float32) -> None:  # noqa: B027
         """logits (V,): what the model says may follow `token`, at the end of the text.
 
-        Not told of every token while drafting rests.
+        Where nothing is worth a guess, it isn't told of every token.
         """
 
     def narrow(self, draft: Draft, entering: Array) -> Narrowed:

@@ -13,9 +13,6 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 
-QUIET_LEARNS = 4
-"""Where nothing is worth a guess, a drafter learns from one token in so many."""
-
 
 class Drafting:
     """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
@@ -24,14 +21,17 @@ class Drafting:
         """most_nodes: of a draft, its root included. The drafter is this object's own: see `close`."""
         self._drafter = drafter
         self._policy = TreePolicy(most_nodes)
-        self._drafting_seconds = 0.0
-        self._drawn = self._unlearned = 0
-        """Tokens since the last draft; those since one that was learned from."""
+        self.preparing_seconds = self.growing_seconds = 0.0
+        """What the newest draft took to prepare, and to grow."""
+        self._drawn = 0
+        """Tokens since the last draft."""
+        self._paused = False
+        """In this pass, for nothing is in sight: the drafter hears the text and no more."""
 
     @property
     def resting(self) -> bool:
-        """Whether the next passes have no drafts, so that nothing need be computed for one."""
-        return self._policy.resting
+        """Whether this pass and the next have no drafts, so that nothing need be computed for one."""
+        return self._paused or self._policy.resting
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """A text is about to be continued: its token ids, of which there is at least one."""
@@ -43,7 +43,10 @@ class Drafting:
         kv: holds the text but for `root`. most_nodes: that there is room for; most_tokens: that may still
         be drawn.
         """
-        self._drawn, self._drafting_seconds = 0, 0.0
+        self._drawn, self.preparing_seconds, self.growing_seconds = 0, 0.0, 0.0
+        self._paused = self._policy.pause()
+        if self._paused:
+            return plain(root)
         nodes = min(self._policy.begin(), most_nodes)
         if nodes < 2 or most_tokens < 2:
             return plain(root)
@@ -56,20 +59,18 @@ class Drafting:
 
         self._drafter.prepare(kv, nodes)
         prepared = time.perf_counter()
-        self._policy.prepared(prepared - started)
+        self.preparing_seconds = prepared - started
+        self._policy.prepared(self.preparing_seconds)
         draft = grow(root, propose, self._policy.worth, nodes, most_tokens - 1, self._policy.promising)
-        ended = time.perf_counter()
-        self._policy.grown(ended - prepared, asked)
-        self._drafting_seconds = ended - started
+        self.growing_seconds = time.perf_counter() - prepared
+        self._policy.grown(self.growing_seconds, asked)
         return draft
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
-        self._drafter.judge(token)
-        self._unlearned += 1
-        if not self._policy.quiet or self._unlearned >= QUIET_LEARNS:
+        if not self._paused:
+            self._drafter.judge(token)
             self._drafter.learn(last, logits)
-            self._unlearned = 0
         self._drafter.add(token)
         self._drawn += 1
 
@@ -83,7 +84,9 @@ class Drafting:
 
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""
-        self._policy.record(len(draft), self._drawn, seconds, self._drafting_seconds)
+        if not self._paused:
+            drafting_seconds = self.preparing_seconds + self.growing_seconds
+            self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
 
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""

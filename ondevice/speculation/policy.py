@@ -17,8 +17,10 @@ the next has a few guesses whatever they take, to find out."""
 LEAST_CHANCE = 0.1
 """Of such a guess: what is less likely isn't worth any time that it could take."""
 QUIET_PASSES = 8
-"""So many passes in a row without a guess that was worth it: there is nothing to learn in a hurry."""
-DRAFTING_SHARE = 0.02
+"""So many passes in a row without a guess: nothing is in sight."""
+QUIET_COST, MOST_PAUSE = 0.01, 8
+"""Then looking for guesses may cost this part of the time: it is done in one pass of several, at most 8."""
+DRAFTING_SHARE = 0.05
 """A pass without a guess counts as one with a draft where looking for guesses took this part of it."""
 TIME_WEIGHT = 0.1
 """Of the newest time that asking for guesses took, in its running mean."""
@@ -34,7 +36,9 @@ class TreePolicy:
         self._switch = Switch()
         self._propose_seconds = 0.0
         """What asking a drafter once has lately taken."""
-        self._drafts = self._plain_in_a_row = 0
+        self._asking_seconds = 0.0
+        """What looking for guesses has lately taken in a pass."""
+        self._drafts = self._plain_in_a_row = self._paused = 0
         self._finding_out = False
         self._expected = 1.0
         """Tokens that the draft that grows is expected to bring, its root's own included."""
@@ -50,6 +54,23 @@ class TreePolicy:
     def quiet(self) -> bool:
         """Whether nothing has lately been worth a guess."""
         return self.resting or self._plain_in_a_row >= QUIET_PASSES
+
+    def pause(self) -> bool:
+        """Whether the next pass goes without looking for guesses, and isn't recorded: nothing is in sight.
+
+        Around them, finding out and keeping accounts take longer than the look itself; twice that is assumed.
+        """
+        if not self.quiet:
+            return False
+        cost = 2 * self._asking_seconds
+        self._paused += 1
+        saved = self._paused * QUIET_COST * self._pass_time.plain_seconds
+        if saved >= cost or self._paused == MOST_PAUSE:
+            self._paused = 0
+            return False
+        self._plain_in_a_row += 1
+        self._switch.pause()
+        return True
 
     def begin(self) -> int:
         """A pass is about to be. Returns how many nodes its draft may have, the root included."""
@@ -88,6 +109,8 @@ class TreePolicy:
         seconds: with drawing its tokens, and with drafting_seconds, what looking for guesses took.
         """
         pass_seconds = seconds - drafting_seconds
+        if drafting_seconds:
+            self._asking_seconds += TIME_WEIGHT * (drafting_seconds - self._asking_seconds)
         if nodes > 1 or drafting_seconds > DRAFTING_SHARE * seconds:
             expected = self._pass_time.seconds(nodes) + drafting_seconds
             self._switch.record_draft(tokens, seconds, expected)

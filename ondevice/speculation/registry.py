@@ -11,6 +11,7 @@ from ondevice.config import ModelConfig
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.draft_context import DraftModel
 from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafters.combined import Combined, WhileReading
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
@@ -26,13 +27,14 @@ Needs = Literal["nothing", "streams", "draft model"]
 class Target:
     """The model that drafts are for; its transformer and a second model, which few drafters ask for.
 
-    most_nodes: tokens of a pass with a draft, at most.
+    most_nodes: tokens of a pass with a draft, at most. reads: whether its passes wait for flash now.
     """
 
     config: ModelConfig
     max_context: int
     most_nodes: int
     transformer: Transformer
+    reads: Callable[[], bool]
     draft_model: DraftModel | None = None
 
 
@@ -49,6 +51,10 @@ def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
     """The text, logits of every stream twice, and what streams begin with for every node of a pass."""
     rows = (nodes + 1) * MAX_STREAMS * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
+
+
+AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
+"""Together in `auto`: those that need nothing. Streams join them in a model that has some."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {
@@ -74,6 +80,13 @@ DRAFTERS: dict[str, DrafterKind] = {
     "model": DrafterKind(
         "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
     ),
+    "auto": DrafterKind(
+        "nothing",
+        lambda config, context, nodes: sum(
+            DRAFTERS[name].nbytes(config, context, nodes) for name in AUTOMATIC
+        ),
+        lambda target: _automatic(target),
+    ),
 }
 
 
@@ -84,7 +97,7 @@ def drafter_bytes(name: str, config: ModelConfig, max_context: int, most_nodes: 
 
 def runs_streams(name: str, streams: Streams | None) -> bool:
     """Whether a model's streams are loaded: they draft, or are part of the model itself."""
-    return streams is not None and (streams.mode == "shared" or needs(name) == "streams")
+    return streams is not None and (streams.mode == "shared" or name in ("streams", "auto"))
 
 
 def needs(name: str) -> Needs:
@@ -95,6 +108,13 @@ def needs(name: str) -> Needs:
 def make_drafter(name: str, target: Target) -> Drafter | None:
     """A drafter of its own for `target`; None for what is none, such as `off`."""
     return DRAFTERS[name].make(target) if name in DRAFTERS else None
+
+
+def _automatic(target: Target) -> Drafter:
+    members = [DRAFTERS[name].make(target) for name in AUTOMATIC]
+    if target.transformer.streams is not None:
+        members.append(WhileReading(DRAFTERS["streams"].make(target), target.reads))
+    return Combined(members)
 
 
 def _model_drafter(target: Target) -> Drafter:

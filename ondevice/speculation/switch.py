@@ -74,6 +74,10 @@ class Switch:
         self._left = max(0, self._left - 1)
         self._in_a_row = 0
 
+    def pause(self) -> None:
+        """A pass without a draft that nobody timed."""
+        self._left = max(0, self._left - 1)
+
     def record_draft(self, tokens: int, seconds: float, expected_seconds: float) -> None:
         """A pass with a draft gave so many tokens, and took so long, growing the draft included."""
         seconds = min(seconds, OUTLIER * expected_seconds)

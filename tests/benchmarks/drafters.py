@@ -28,6 +28,7 @@ from ondevice.config import Sparsity
 from ondevice.speculation.registry import DRAFTERS
 
 PROMPT_TOKENS = 96
+ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
 
 
 def main() -> int:
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--temp", type=float, default=0.8, help="0 is greedy, and repeats itself")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
-    names = ("off", *DRAFTERS)
+    names = ("off", *ALONE)
     options = {"sparsity": args.sparsity, "threads": args.threads}
     # All texts are as long.
     no_end = dict.fromkeys(Bundle.open(args.model).manifest.tokenizer.eos_ids, -math.inf)
@@ -60,8 +61,8 @@ def main() -> int:
                 load(args.model, dram_budget=budget, speculation=name, **options)
             )
         for domain in DOMAINS:
-            ratios: dict[str, list[float]] = {name: [] for name in DRAFTERS}
-            per_pass: dict[str, list[float]] = {name: [] for name in DRAFTERS}
+            ratios: dict[str, list[float]] = {name: [] for name in ALONE}
+            per_pass: dict[str, list[float]] = {name: [] for name in ALONE}
             for window in held_out_windows(args.data, domain, 512 * args.windows):
                 found = {
                     name: models[name].generate(
@@ -73,12 +74,12 @@ def main() -> int:
                     for name in names
                 }
                 plain = found["off"]
-                for name in DRAFTERS:
+                for name in ALONE:
                     changed += found[name].tokens != plain.tokens
                     speed = found[name].stats.decode_tokens_per_second
                     ratios[name].append(speed / plain.stats.decode_tokens_per_second)
                     per_pass[name].append(found[name].stats.accepted_tokens_per_pass)
-            for name in DRAFTERS:
+            for name in ALONE:
                 low, median, high = np.quantile(ratios[name], (0.25, 0.5, 0.75))
                 tokens = float(np.mean(per_pass[name]))
                 rows.append({"text": domain, "drafter": name, "tokens_per_pass": tokens, "ratio": median})

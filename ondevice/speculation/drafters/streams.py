@@ -8,6 +8,7 @@ way they read no neurons. Stream j of a token guesses the token j places behind 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,29 +17,45 @@ from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass, Transformer
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.ranking import Ranking
+from ondevice.speculation.ranking import MOST_GUESSES, Ranking
 from ondevice.speculation.tree import Draft, Proposals
 
-MOST_ENDS = 2
-"""Nodes of a draft that get streams in its own pass, at most: each takes a row for every stream."""
-LEAST_END = 0.15
-"""And how likely the accepted path must be to end there: streams that run later take a pass of their own."""
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """How streams draft: it decides how many tokens passes give and take, never which.
+
+    most_ends: nodes of a draft that get streams in its own pass, at most; each takes a row for every stream.
+    least_end: how likely the accepted path must be to end in such a node; streams that run later take a pass
+    of their own. guesses: of each stream. streams: that guess, from the first on; 0: all. pruning_threshold:
+    a node whose chance, by the pruning adapter, is below it doesn't enter the stream layers (section 3.2.3);
+    0 prunes nothing.
+    """
+
+    most_ends: int = 2
+    least_end: float = 0.15
+    guesses: int = MOST_GUESSES
+    streams: int = 0
+    pruning_threshold: float = 0.0
+
+
+DEFAULT_STREAMS = StreamOptions()
 
 
 class StreamDrafter(Drafter):
     """Streams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
 
-    def __init__(self, transformer: Transformer, most_rows: int, pruning_threshold: float = 0.0) -> None:
-        """transformer: with streams. most_rows: of a pass, streams included.
-
-        pruning_threshold: a node whose chance, by the pruning adapter, is below it doesn't enter the stream
-        layers (section 3.2.3); 0 prunes nothing.
-        """
+    def __init__(
+        self, transformer: Transformer, most_rows: int, options: StreamOptions = DEFAULT_STREAMS
+    ) -> None:
+        """transformer: with streams. most_rows: of a pass, streams included."""
         assert transformer.streams is not None
         self._transformer = transformer
         self._count = transformer.streams.count
-        self._threshold = pruning_threshold if transformer.streams.pruning is not None else 0.0
-        self._rankings = [Ranking() for _ in range(self._count)]
+        self._options = options
+        self._prunes = options.pruning_threshold > 0 and transformer.streams.pruning is not None
+        self._used = min(options.streams or self._count, self._count)
+        self._rankings = [Ranking(options.guesses) for _ in range(self._used)]
         self._branches: Array | None = None
         """(S, D) what the newest token's streams begin with."""
         self._states: Array | None = None
@@ -81,7 +98,7 @@ class StreamDrafter(Drafter):
             self._logits = self._transformer.checked_logits(self._states)
 
     def propose(self, path: Sequence[int]) -> Proposals:
-        if self._logits is None or len(path) >= self._count:
+        if self._logits is None or len(path) >= self._used:
             return []
         stream, position = len(path), len(self._text) + len(path)
         ranked = self._ranked[stream]
@@ -92,7 +109,7 @@ class StreamDrafter(Drafter):
 
     def judge(self, token: int) -> None:
         stream = self._drawn
-        if self._logits is not None and stream < self._count:
+        if self._logits is not None and stream < self._used:
             self._rankings[stream].judge(self._logits[stream], len(self._text), token, self._text)
 
     def narrow(self, draft: Draft, entering: Array) -> Narrowed:
@@ -109,12 +126,12 @@ class StreamDrafter(Drafter):
         index = {node: place for place, node in enumerate(kept)}
         for place, node in enumerate(kept[1:], 1):
             ends[index[draft.parents[node]]] -= reached[place]
-        most = min(MOST_ENDS, (self._places - len(kept)) // self._count)
+        most = min(self._options.most_ends, (self._places - len(kept)) // self._count)
         best = np.argsort(-ends, kind="stable")[: max(0, most)]
-        return Narrowed(kept, sorted(int(place) for place in best if ends[place] >= LEAST_END))
+        return Narrowed(kept, sorted(int(place) for place in best if ends[place] >= self._options.least_end))
 
     def _unpruned(self, draft: Draft, entering: Array) -> list[int]:
-        if not self._threshold or len(draft) == 1:
+        if not self._prunes or len(draft) == 1:
             return list(range(len(draft)))
         logits = self._transformer.backend.to_numpy(self._transformer.pruning_logits(entering))
         chances = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -122,6 +139,6 @@ class StreamDrafter(Drafter):
         kept = [0]
         for node in range(1, len(draft)):
             parent = draft.parents[node]
-            if parent in kept and chances[parent, draft.tokens[node]] >= self._threshold:
+            if parent in kept and chances[parent, draft.tokens[node]] >= self._options.pruning_threshold:
                 kept.append(node)
         return kept
