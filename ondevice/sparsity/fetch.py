@@ -193,7 +193,7 @@ class NeuronFetcher:
             certain <= self._whole_tokens
             and cache.holds_all
             and cache.holds_layer(index)
-            and not self._guessing.expects(index)
+            and not self._guessing.awaits(index)
         ):
             found = Whole(*cache.places(index), cache.count)
         self._managed += self._lap()

@@ -122,6 +122,10 @@ class Guessing:
             self._begin(layer, ids)
         self._chosen_seconds += time.perf_counter() - started
 
+    def awaits(self, layer: int) -> bool:
+        """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
+        return bool(self._guesses) and self._guesses[0].claim.layer == layer
+
     def expect(self, layer: int, scores: Float32) -> None:
         """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
         self._expected[layer] = self._with_expected(layer, scores.max(axis=0))
@@ -131,16 +135,12 @@ class Guessing:
         if 0 in self._expected:
             self.foresee(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
-    def expects(self, layer: int) -> bool:
-        """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
-        return bool(self._guesses) and self._guesses[0].claim.layer == layer
-
     def adopt(self, layer: int) -> Int32:
         """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
 
         `arrived` must hold before one of them is multiplied.
         """
-        if not self.expects(layer):
+        if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
         guess = self._guesses.pop(0)
         claim, read = guess.claim, guess.halt()
