@@ -66,8 +66,8 @@ def stories_bundle(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def model(chat_bundle: Path) -> Iterator[Model]:
-    """The chat bundle loaded, everything resident, one thread."""
-    with load(chat_bundle, threads=1) as loaded:
+    """The chat bundle loaded, everything resident, one thread, a token a pass."""
+    with load(chat_bundle, threads=1, speculation="off") as loaded:
         yield loaded
 
 

@@ -76,13 +76,15 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
         with load(stories_bundle, **options) as model:
             response = model.generate(tokens=prompt, max_tokens=200)
             chunk = model.runtime.prefill_chunk
-            assert response.stats.forward_passes == math.ceil(len(prompt) / chunk) + 199, options
+            most = math.ceil(len(prompt) / chunk) + 199
+            passes = response.stats.forward_passes
+            assert passes == most if options.get("speculation") == "off" else passes <= most, options
             return response.tokens
 
     expected = tokens()
     assert len(expected) == 200
     ways: list[dict[str, Any]] = [{"prefill_chunk": chunk} for chunk in (1, 7, 64)]
-    ways += [{"threads": 1}, {"threads": 2}, {"io": "buffered"}]
+    ways += [{"threads": 1}, {"threads": 2}, {"io": "buffered"}, {"speculation": "off"}]
     assert [way for way in ways if tokens(**way) != expected] == []
     for quarters in range(5):
         assert tokens(dram_budget=budget_between(stories_bundle, quarters)) == expected, quarters

@@ -10,7 +10,7 @@ import pytest
 
 from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.speculation.pass_time import PassTime
-from ondevice.speculation.policy import FIRST_DRAFTS, QUIET_PASSES, STALE_PASSES, TRIAL_NODES, TreePolicy
+from ondevice.speculation.policy import FIRST_DRAFTS, STALE_PASSES, TRIAL_NODES, TreePolicy
 from ondevice.speculation.switch import (
     FIRST_PLAIN,
     LONGEST_REST,
@@ -121,7 +121,7 @@ def test_rests_double_while_trials_lose_and_shorten_when_one_wins() -> None:
 def test_what_cannot_be_guessed_is_hardly_ever_tried() -> None:
     """A drafter that knows how bad its guesses are."""
     simulation = Simulation()
-    found = simulation.run(4000, claimed=0.02, node=0.5)
+    found = simulation.run(4000, claimed=0.02, node=0.5, propose=0.001)
     assert sum(size > 1 for size in found) == 0
     assert simulation.policy.quiet
     simulation = Simulation()
@@ -159,11 +159,21 @@ def test_pass_times_are_a_line() -> None:
     assert times.guess_seconds == pytest.approx(0.25), "what can't be seen stays as it was"
     times.record(1, 100.0)
     assert times.seconds(1) < 2.5
+    for _ in range(3):
+        times.record(1, 20.0)
+        times.record(1, 2.0)
+    assert times.seconds(1) < 2.5, "outliers that don't stay"
+    for _ in range(8):
+        times.record(1, 20.0)
+    assert times.seconds(1) == pytest.approx(20.0, rel=0.2)
+    assert times.guess_seconds > 1.0, "all passes are slower, these included"
     for _ in range(100):
         times.record(1, 20.0)
         times.record(3, 20.0)
-    assert times.seconds(1) == pytest.approx(20.0, rel=0.2)
-    assert times.guess_seconds < 1.0
+    assert times.guess_seconds < 0.5
+    for _ in range(8):
+        times.record(1, 2.0)
+    assert times.seconds(1) == pytest.approx(2.0, rel=0.2)
 
 
 def test_a_switch_knows_nothing_before_it_has_seen_plain_passes() -> None:
@@ -175,14 +185,14 @@ def test_a_switch_knows_nothing_before_it_has_seen_plain_passes() -> None:
     assert switch.on
     assert switch.trial
     for _ in range(SHORTEST_REST):
-        switch.record_draft(3, 1.5, 1.5)
+        switch.record_draft(3, 1.5)
     assert not switch.trial
     assert not switch.resting
 
 
 def test_looking_for_guesses_is_rare_where_it_costs_and_finds_nothing() -> None:
     """At most a hundredth of the time, or one pass of eight where that is more."""
-    for asking, every in ((0.0001, 1), (0.02, 4), (1.0, 8)):
+    for asking, every in ((0.0001, 1), (0.04, 4), (0.14, 8)):
         simulation = Simulation()
         for _ in range(600):
             if not simulation.policy.pause():
@@ -213,8 +223,18 @@ def test_a_rest_ends_without_looking() -> None:
 
 def test_quiet_is_not_resting() -> None:
     simulation = Simulation()
-    simulation.run(FIRST_PLAIN + QUIET_PASSES + 1, claimed=0.01)
+    simulation.run(FIRST_PLAIN + 10, claimed=0.01, propose=0.02)
     assert simulation.policy.quiet
     assert not simulation.policy.resting
     assert max(simulation.run(5, claimed=0.95, node=0.05)) > 1
     assert not simulation.policy.quiet
+
+
+def test_chances_are_corrected_by_what_they_come_to() -> None:
+    """A drafter that is surer than right gets shorter drafts, a shy one longer ones."""
+    honest = np.median(Simulation().run(400, node=0.1, claimed=0.6)[-100:])
+    boastful = np.median(Simulation().run(400, node=0.1, claimed=0.9, right=0.6)[-100:])
+    shy = np.median(Simulation().run(400, node=0.1, claimed=0.35, right=0.6)[-100:])
+    assert boastful < np.median(Simulation().run(400, node=0.1, claimed=0.9)[-100:])
+    assert shy > np.median(Simulation().run(400, node=0.1, claimed=0.35)[-100:])
+    assert abs(honest - boastful) < 6

@@ -84,9 +84,9 @@ class CountingTransformer:
         self.lengths.append(len(tokens))
         return self._inner.forward(tokens, *rest)
 
-    def hidden_states(self, tokens: Sequence[int], *rest: Any, **more: Any) -> Any:
+    def run(self, tokens: Sequence[int], *rest: Any, **more: Any) -> Any:
         self.lengths.append(len(tokens))
-        return self._inner.hidden_states(tokens, *rest, **more)
+        return self._inner.run(tokens, *rest, **more)
 
     def every_logits(self, tokens: Sequence[int], *rest: Any) -> Any:
         self.lengths.append(len(tokens))

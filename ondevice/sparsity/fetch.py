@@ -185,7 +185,7 @@ class NeuronFetcher:
 
     def _turn(self, index: int, certain: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
-        if index == 0:
+        if index == 0 and certain:
             self._since = time.perf_counter()
             self._next_pass(certain)
             self._managed += self._lap()

@@ -23,6 +23,8 @@ class Drafting:
         self._policy = TreePolicy(most_nodes)
         self.preparing_seconds = self.growing_seconds = 0.0
         """What the newest draft took to prepare, and to grow."""
+        self._learning_seconds = 0.0
+        """What its tokens took, once drawn."""
         self._drawn = 0
         """Tokens since the last draft."""
         self._paused = False
@@ -43,7 +45,7 @@ class Drafting:
         kv: holds the text but for `root`. most_nodes: that there is room for; most_tokens: that may still
         be drawn.
         """
-        self._drawn, self.preparing_seconds, self.growing_seconds = 0, 0.0, 0.0
+        self._drawn, self.preparing_seconds, self.growing_seconds, self._learning_seconds = 0, 0.0, 0.0, 0.0
         self._paused = self._policy.pause()
         if self._paused:
             return plain(root)
@@ -68,11 +70,15 @@ class Drafting:
 
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
-        if not self._paused:
-            self._drafter.judge(token)
-            self._drafter.learn(last, logits)
-        self._drafter.add(token)
         self._drawn += 1
+        if self._paused:
+            self._drafter.add(token)
+            return
+        started = time.perf_counter()
+        self._drafter.judge(token)
+        self._drafter.learn(last, logits)
+        self._drafter.add(token)
+        self._learning_seconds += time.perf_counter() - started
 
     def narrow(self, draft: Draft, entering: Array) -> Narrowed:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
@@ -85,7 +91,7 @@ class Drafting:
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""
         if not self._paused:
-            drafting_seconds = self.preparing_seconds + self.growing_seconds
+            drafting_seconds = self.preparing_seconds + self.growing_seconds + self._learning_seconds
             self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
 
     def close(self) -> None:

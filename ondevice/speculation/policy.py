@@ -11,19 +11,24 @@ from ondevice.speculation.switch import Switch
 
 TRIAL_NODES = 4
 """Most of a draft while drafts are tried."""
-FIRST_DRAFTS, STALE_PASSES = 2, 512
+FIRST_DRAFTS, STALE_PASSES = 6, 192
 """Drafts before what nodes take is taken as known, and passes without a draft after which it no longer is:
 the next has a few guesses whatever they take, to find out."""
 LEAST_CHANCE = 0.1
 """Of such a guess: what is less likely isn't worth any time that it could take."""
-QUIET_PASSES = 8
-"""So many passes in a row without a guess: nothing is in sight."""
 QUIET_COST, MOST_PAUSE = 0.01, 8
-"""Then looking for guesses may cost this part of the time: it is done in one pass of several, at most 8."""
-DRAFTING_SHARE = 0.05
+"""Where looking for guesses doesn't pay for itself it may cost this part of the time: it is done in one pass
+of several, at most 8."""
+DRAFTING_SHARE = 0.15
 """A pass without a guess counts as one with a draft where looking for guesses took this part of it."""
-TIME_WEIGHT = 0.1
-"""Of the newest time that asking for guesses took, in its running mean."""
+MOST_DRAFTING = 3.0
+"""Looking for guesses counts as at most so many plain passes."""
+TIME_WEIGHT, GAIN_WEIGHT = 0.1, 0.2
+"""Of the newest pass in the running means: of what looking takes, and of what it brings."""
+HONESTY_DECAY, HONESTY_PRIOR = 0.98, 8.0
+"""Of guesses that were right and that were to be, and how many of each are assumed at first."""
+MOST_HONESTY = 2.0
+"""Chances are corrected by at most this factor, either way."""
 
 
 class TreePolicy:
@@ -34,14 +39,18 @@ class TreePolicy:
         self._most_nodes = most_nodes
         self._pass_time = PassTime()
         self._switch = Switch()
-        self._propose_seconds = 0.0
-        """What asking a drafter once has lately taken."""
-        self._asking_seconds = 0.0
-        """What looking for guesses has lately taken in a pass."""
+        self._propose_seconds = self._looking_seconds = 0.0
+        """What asking a drafter once has lately taken, and what looking for guesses has in a pass."""
+        self._gain = 1.0
+        """Speed that looking for guesses is expected to have brought lately, over plain decoding."""
+        self._right = self._claimed = HONESTY_PRIOR
+        """Guesses that were right, and that drafters' chances said would be, lately."""
         self._drafts = self._plain_in_a_row = self._paused = 0
         self._finding_out = False
         self._expected = 1.0
         """Tokens that the draft that grows is expected to bring, its root's own included."""
+        self._claims = 0.0
+        """Those of them that are guesses, as drafters have it."""
         self._drafting_seconds = 0.0
         """What that draft has taken so far."""
 
@@ -52,20 +61,16 @@ class TreePolicy:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing has lately been worth a guess."""
-        return self.resting or self._plain_in_a_row >= QUIET_PASSES
+        """Whether looking for guesses has lately not paid for itself."""
+        return self.resting or self._gain < 1
 
     def pause(self) -> bool:
-        """Whether the next pass goes without looking for guesses, and isn't recorded: nothing is in sight.
-
-        Around them, finding out and keeping accounts take longer than the look itself; twice that is assumed.
-        """
+        """Whether the next pass goes without looking for guesses, and isn't recorded."""
         if not self.quiet:
             return False
-        cost = 2 * self._asking_seconds
         self._paused += 1
         saved = self._paused * QUIET_COST * self._pass_time.plain_seconds
-        if saved >= cost or self._paused == MOST_PAUSE:
+        if saved >= self._looking_seconds or self._paused == MOST_PAUSE:
             self._paused = 0
             return False
         self._plain_in_a_row += 1
@@ -74,7 +79,7 @@ class TreePolicy:
 
     def begin(self) -> int:
         """A pass is about to be. Returns how many nodes its draft may have, the root included."""
-        self._expected, self._drafting_seconds = 1.0, 0.0
+        self._expected, self._claims, self._drafting_seconds = 1.0, 0.0, 0.0
         if not self._switch.on:
             return 1
         self._finding_out = self._drafts < FIRST_DRAFTS or self._plain_in_a_row >= STALE_PASSES
@@ -88,7 +93,8 @@ class TreePolicy:
         """Whether a draft of `nodes` should get another, which is accepted with that chance."""
         if not self._pays(nodes, chance, self._pass_time.guess_seconds):
             return False
-        self._expected += chance
+        self._expected += min(1.0, chance * self._honesty)
+        self._claims += chance
         return True
 
     def promising(self, nodes: int, chance: float) -> bool:
@@ -106,19 +112,32 @@ class TreePolicy:
     def record(self, nodes: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
         """A pass over so many nodes, that gave so many tokens, took so long.
 
-        seconds: with drawing its tokens, and with drafting_seconds, what looking for guesses took.
+        seconds: with drawing its tokens, and with drafting_seconds: looking for guesses and learning.
         """
-        pass_seconds = seconds - drafting_seconds
-        if drafting_seconds:
-            self._asking_seconds += TIME_WEIGHT * (drafting_seconds - self._asking_seconds)
-        if nodes > 1 or drafting_seconds > DRAFTING_SHARE * seconds:
-            expected = self._pass_time.seconds(nodes) + drafting_seconds
-            self._switch.record_draft(tokens, seconds, expected)
+        pass_seconds = self._pass_time.record(nodes, seconds - drafting_seconds)
+        plain_seconds = self._pass_time.plain_seconds
+        if self._pass_time.scale != 1.0:
+            self._switch.rescale(self._pass_time.scale)
+        # Catching up with a long text is done once: it isn't what drafting takes.
+        drafting_seconds = min(drafting_seconds, MOST_DRAFTING * plain_seconds)
+        self._looking_seconds += TIME_WEIGHT * (drafting_seconds - self._looking_seconds)
+        gain = self._expected * plain_seconds / (self._pass_time.seconds(nodes) + drafting_seconds)
+        self._gain += GAIN_WEIGHT * (gain - self._gain)
+        if nodes > 1:
+            self._right = HONESTY_DECAY * self._right + tokens - 1
+            self._claimed = HONESTY_DECAY * self._claimed + self._claims
+        if nodes > 1 or drafting_seconds > DRAFTING_SHARE * pass_seconds:
+            self._switch.record_draft(tokens, pass_seconds + drafting_seconds)
         else:
             self._switch.record_plain(pass_seconds)
-        self._pass_time.record(nodes, pass_seconds)
         self._drafts += nodes > 1
         self._plain_in_a_row = 0 if nodes > 1 else self._plain_in_a_row + 1
+
+    @property
+    def _honesty(self) -> float:
+        """How much likelier guesses are than drafters say."""
+        ratio = (self._right + 1) / (self._claimed + 1)
+        return min(MOST_HONESTY, max(1 / MOST_HONESTY, ratio))
 
     @property
     def _trying(self) -> bool:
@@ -128,4 +147,4 @@ class TreePolicy:
         if self._finding_out:
             return chance >= LEAST_CHANCE
         seconds = self._pass_time.seconds(nodes) + self._drafting_seconds
-        return chance * seconds > self._expected * more_seconds
+        return min(1.0, chance * self._honesty) * seconds > self._expected * more_seconds

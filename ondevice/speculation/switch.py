@@ -18,8 +18,6 @@ TRIAL_DRAFTS = 4
 """So many drafts that aren't behind win a trial."""
 SLACK = 0.5
 """In tokens: n drafts may be behind by this over the root of n. A pass's tokens vary about as much."""
-OUTLIER = 3.0
-"""A pass that took more times what was expected counts as so many."""
 
 
 class Rate:
@@ -35,6 +33,10 @@ class Rate:
     def record(self, tokens: float, seconds: float) -> None:
         self._tokens = self._decay * self._tokens + tokens
         self._seconds = self._decay * self._seconds + seconds
+
+    def rescale(self, factor: float) -> None:
+        """All passes take so many times as long."""
+        self._seconds *= factor
 
     @property
     def value(self) -> float:
@@ -69,8 +71,7 @@ class Switch:
 
     def record_plain(self, seconds: float) -> None:
         """A pass without a draft, which gave one token, took so long."""
-        expected = 1 / self._plain.value if self._plain.value else seconds
-        self._plain.record(1, min(seconds, OUTLIER * expected))
+        self._plain.record(1, seconds)
         self._left = max(0, self._left - 1)
         self._in_a_row = 0
 
@@ -78,9 +79,13 @@ class Switch:
         """A pass without a draft that nobody timed."""
         self._left = max(0, self._left - 1)
 
-    def record_draft(self, tokens: int, seconds: float, expected_seconds: float) -> None:
+    def rescale(self, factor: float) -> None:
+        """All passes are taken to take so many times as long as they did."""
+        for rate in (self._plain, self._slow, self._fast):
+            rate.rescale(factor)
+
+    def record_draft(self, tokens: int, seconds: float) -> None:
         """A pass with a draft gave so many tokens, and took so long, growing the draft included."""
-        seconds = min(seconds, OUTLIER * expected_seconds)
         self._in_a_row += 1
         self._drafts += 1
         self._slow.record(tokens, seconds)

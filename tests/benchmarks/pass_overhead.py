@@ -140,7 +140,7 @@ def run(engine: Engine, prompt: list[int], sampling: SamplingConfig, rounds: int
 
 def measure(bundle: Bundle, mode: Sparsity, args: argparse.Namespace) -> dict[str, float]:
     """Medians of one mode."""
-    runtime = RuntimeConfig(dram_budget="8GB", sparsity=mode, speculation="off", threads=args.threads)
+    runtime = RuntimeConfig(speculation="off", dram_budget="8GB", sparsity=mode, threads=args.threads)
     prepared = prepare(bundle, runtime)
     assert prepared.tokenizer is not None
     with closing(Engine(prepared, lambda: False)) as engine:

@@ -163,7 +163,7 @@ def read_for_streams(engine: Engine) -> None:
             return found
         # The text's own is the first, where there is one: the cache learns nothing of the others yet.
         neurons._guesses = count - min(certain, 1)
-        return replace(found, certain=count)
+        return found._replace(certain=count)
 
     transformer._rows = certain_rows  # type: ignore[method-assign]
 

@@ -1,0 +1,297 @@
+"""What stream adapters are trained by: a loss through the model's own forward pass, differentiable by MLX.
+
+"Speculative Streaming" (arXiv 2402.11131), section 3.2. Only the layers that have streams run, on the hidden
+states that enter them, with `model/`'s pass over this module's backend. Where these states come from, which
+windows are taken and what becomes of gradients is not known here.
+
+A window's streams stand in runs of neighbouring tokens: what comes before a run passes without streams, so
+that a gradient in lossless mode goes through no more rows than the run's.
+
+Legend: T tokens of a window, P tokens of its runs, S streams, D width, F neurons, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import FeedForwardSource, Float32, KVLayout, LinearSource, Norm, Selector
+from ondevice.backends.mlx import MlxBackend, MlxFeedForward, MlxLinear, activate, block_allocator
+from ondevice.backends.token_tree import MAX_DEPTH
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import EMBEDDINGS, PRUNING, Streams, layer_prefix
+from ondevice.config import Activation, ModelConfig
+from ondevice.converters.quantize import dequantize, quantize
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Narrowed, Transformer
+from ondevice.model.weights import LowRank, ModelWeights, StreamLayer, StreamWeights
+from ondevice.units import usable_cores
+
+STREAM_WEIGHT = 0.1
+"""Of every stream's loss in shared mode, where the text's own has 1 (section 3.2.4)."""
+EMBEDDING_DEVIATION = 0.02
+LOGIT_ROWS = 256
+"""Rows whose logits are in memory at once while guesses are counted."""
+
+Parameters = Mapping[str, mx.array]
+"""What is trained, by the names of `streams.safetensors`, matrices in their logical shapes."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A piece of text. tokens: (T,); entering: (T, D), what enters the stream layers."""
+
+    tokens: Sequence[int]
+    entering: mx.array
+
+
+@dataclass(frozen=True)
+class TopLayers:
+    """The last layers of a model and its head, frozen; `config` is of these layers alone."""
+
+    config: ModelConfig
+    weights: ModelWeights
+
+    def model(self, parameters: Parameters, streams: Streams, resident_tokens: int = 0) -> Transformer:
+        """The layers with streams, of this shape, whose matrices are `parameters`; see `ResidentBackend`."""
+        adapters = stream_weights(parameters, streams, self.config.num_layers)
+        return Transformer(self.config, ResidentBackend(resident_tokens), self.weights, adapters)
+
+
+class ResidentBackend(MlxBackend):
+    """Streams make do with the neurons that the last tokens used, as they do where neurons are cached.
+
+    resident_tokens: how many of them, their own token included; 0: every neuron is at hand. For one text,
+    whose passes follow each other, of a model with ReLU gates. Where a pass has streams, all its tokens do.
+    """
+
+    def __init__(self, resident_tokens: int) -> None:
+        super().__init__()
+        self._tokens = resident_tokens
+        self._used: dict[int, mx.array] = {}
+        """By a layer's neurons, which of them the last tokens used: (at most resident_tokens - 1, F)."""
+
+    def feed_forward(
+        self,
+        x: mx.array,
+        weight: MlxFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: mx.array | None = None,
+        certain: int | None = None,
+    ) -> mx.array:
+        if not self._tokens:
+            return super().feed_forward(x, weight, activation, norm, added, certain)
+        x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
+        gates = activate(x @ weight.gate.T, activation)
+        own = x.shape[0] if certain is None else certain
+        used = mx.stop_gradient(gates[:own]) != 0
+        if id(weight) in self._used:
+            used = mx.concatenate([self._used[id(weight)], used])
+        if own < x.shape[0]:
+            last = mx.arange(used.shape[0] - own, used.shape[0])[:, None] - mx.arange(self._tokens)
+            resident = used[mx.maximum(last, 0)].any(axis=1)
+            resident = mx.repeat(resident, (x.shape[0] - own) // own, axis=0)
+            gates = mx.concatenate([gates[:own], mx.where(resident, gates[own:], 0.0)])
+        if self._tokens > 1:
+            self._used[id(weight)] = used[1 - self._tokens :]
+        product = (gates * (x @ weight.up.T)) @ weight.down
+        return product if added is None else added + product
+
+
+def load_top(bundle: Bundle, first_layer: int) -> TopLayers:
+    """The layers of `bundle` from `first_layer` on, dequantised. Raises FlashReadError, BundleError."""
+    backend = _TopBackend(first_layer)
+    with FlashReader(bundle_files(bundle)) as reader:
+        weights = load_weights(bundle, reader, backend)
+    return TopLayers(top_config(bundle.config, first_layer), replace(weights, layers=backend.top(weights)))
+
+
+def top_config(config: ModelConfig, first_layer: int) -> ModelConfig:
+    """The shape of the layers from `first_layer` on."""
+    windows = config.layer_windows[first_layer:]
+    return replace(config, num_layers=config.num_layers - first_layer, layer_windows=windows)
+
+
+class _TopBackend(MlxBackend):
+    """Passes over the matrices of the layers before `first_layer`: they are read and not kept."""
+
+    def __init__(self, first_layer: int) -> None:
+        super().__init__()
+        self._first_layer = first_layer
+        self._layer = 0
+
+    def load_linear(self, source: LinearSource) -> Any:
+        if self._layer >= self._first_layer:
+            return super().load_linear(source)
+        for _ in source.chunks():
+            pass
+        return None
+
+    def load_feed_forward(
+        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+    ) -> Any:
+        # The last of a layer's parts.
+        self._layer = layer + 1
+        return super().load_feed_forward(layer, source, selector) if layer >= self._first_layer else None
+
+    def top(self, weights: ModelWeights) -> Sequence[Any]:
+        """The layers that were kept."""
+        return weights.layers[self._first_layer :]
+
+
+def stream_weights(parameters: Parameters, streams: Streams, num_layers: int) -> StreamWeights:
+    """Streams of `num_layers` layers, `TopLayers`, whose matrices are these arrays. streams: their shape."""
+
+    def low_rank(name: str) -> LowRank:
+        return LowRank(*(MlxLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))
+
+    layers = tuple(
+        StreamLayer(low_rank(f"{prefix}.qkv"), low_rank(f"{prefix}.out"), low_rank(f"{prefix}.feed_forward"))
+        for prefix in map(layer_prefix, range(streams.first_layer, streams.first_layer + num_layers))
+    )
+    embeddings = tuple(parameters[EMBEDDINGS][stream] for stream in range(streams.streams))
+    pruning = low_rank(PRUNING) if streams.pruning_rank else None
+    return StreamWeights(embeddings, 0, layers, pruning, streams.mode == "shared")
+
+
+def initial_parameters(streams: Streams, config: ModelConfig, seed: int) -> dict[str, mx.array]:
+    """Where training begins: adapters that add nothing yet, and embeddings that hardly do."""
+    rng = np.random.default_rng(seed)
+    shape = (streams.streams, config.hidden_size)
+    found = {EMBEDDINGS: mx.array(EMBEDDING_DEVIATION * rng.standard_normal(shape, np.float32))}
+    for name, (rows, cols) in streams.matrices(config).items():
+        values = rng.standard_normal((rows, cols), np.float32) / math.sqrt(cols)
+        found[name] = mx.array(values) if name.endswith(".down") else mx.zeros((rows, cols))
+    return found
+
+
+def stored_parameters(arrays: Mapping[str, Float32], bits: int) -> dict[str, mx.array]:
+    """What arrays read back as once they are written. Raises CheckpointError beyond float16."""
+    engine = _native.Engine(usable_cores(), "auto")
+    rows = {name: quantize(engine, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}
+    read = {name: dequantize(of, bits, arrays[name].shape[1]) for name, of in rows.items()}
+    return {name: mx.array(read.get(name, of)) for name, of in arrays.items()}
+
+
+def longest_run(streams: int) -> int:
+    """Tokens of a run at most: it and a token's streams are a path of the pass's tree."""
+    return MAX_DEPTH + 1 - streams
+
+
+def stream_loss(
+    parameters: Parameters,
+    streams: Streams,
+    top: TopLayers,
+    window: Window,
+    run: range,
+    resident_tokens: int = 0,
+) -> mx.array:
+    """The loss of the streams of the tokens `run`, nats per token, of which run.stop + S < T.
+
+    Stream j of the token at t guesses the one at t + 1 + j. Lossless, the mean cross-entropy to what the
+    model itself says there, given the text up to t + j; shared, of the text's own next tokens and, at a tenth
+    of their weight, of every stream's. The pruning adapter's guess of the token at t + 1 is added.
+    """
+    model = top.model(parameters, streams, resident_tokens)
+    shared, count = streams.mode == "shared", streams.streams
+    main, ends = states(model, window, [run], len(window.tokens) if shared else run.stop + count)
+    guesses = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)
+    early = model.pruning_logits(window.entering[run.start : run.stop]) if streams.pruning_rank else None
+    if not shared:
+        said = mx.softmax(mx.stop_gradient(model.logits(main[run.start : run.stop + count])), axis=-1)
+        to_be_said = mx.stack([said[1 + stream : 1 + stream + len(run)] for stream in range(count)], axis=1)
+        loss = _soft_cross_entropy(guesses, to_be_said).mean()
+        return loss if early is None else loss + _soft_cross_entropy(early, said[: len(run)]).mean()
+    text = mx.array(np.array(window.tokens, dtype=np.int32))
+    loss = _cross_entropy(model.logits(main[:-1]), text[1:]).mean()
+    for stream in range(count):
+        to_come = text[run.start + 2 + stream : run.stop + 2 + stream]
+        loss = loss + STREAM_WEIGHT * _cross_entropy(guesses[:, stream], to_come).mean()
+    next_tokens = text[run.start + 1 : run.stop + 1]
+    return loss if early is None else loss + _cross_entropy(early, next_tokens).mean()
+
+
+def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:
+    """(T - S, S) whether the likeliest of every stream is the likeliest of what the model says there.
+
+    Of all tokens but the last S; every neuron is at hand.
+    """
+    assert model.streams is not None
+    count = model.streams.count
+    length, step = len(window.tokens) - count, longest_run(count)
+    runs = [range(start, min(start + step, length)) for start in range(0, length, step)]
+    main, ends = states(model, window, runs, len(window.tokens))
+    said = _likeliest(model, main)
+    guessed = _likeliest(model, ends.reshape(-1, ends.shape[2])).reshape(length, count)
+    right: NDArray[np.bool_] = guessed == np.stack(
+        [said[1 + j : 1 + j + length] for j in range(count)], axis=1
+    )
+    return right
+
+
+def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
+    """Of each stream, the share that it guessed right where all streams before it had; 0 of nothing.
+
+    right: (n, S) of every window.
+    """
+    so_far = np.concatenate([np.cumprod(of, axis=1) for of in right])
+    counts = [len(so_far), *so_far.sum(axis=0).tolist()]
+    return tuple(count / max(1, before) for before, count in pairwise(counts))
+
+
+def states(model: Transformer, window: Window, runs: Sequence[range], stop: int) -> tuple[mx.array, mx.array]:
+    """What the window's tokens before `stop` become, (stop, D), and the streams of `runs`, (P, S, D).
+
+    runs: ascending, none longer than `longest_run`.
+    """
+    layout = KVLayout(model.config, 32)
+    kv = KVCache(layout, block_allocator(layout))
+    main: list[mx.array] = []
+    ends: list[mx.array] = []
+    at = 0
+    for run in (*runs, range(stop, stop)):
+        if at < run.start:
+            tokens, x = window.tokens[at : run.start], window.entering[at : run.start]
+            main.append(model.run(tokens, kv, x=x).hidden)
+        if len(run):
+            tokens, x = window.tokens[run.start : run.stop], window.entering[run.start : run.stop]
+            found = model.run(tokens, kv, x=x, narrow=_all_with_streams)
+            main.append(found.hidden)
+            ends += [found.streams[token] for token in range(len(run))]
+        at = run.stop
+    return mx.concatenate(main), mx.stack(ends)
+
+
+def _all_with_streams(x: mx.array) -> Narrowed:
+    tokens = range(x.shape[0])
+    return Narrowed(tokens, tokens)
+
+
+def _soft_cross_entropy(logits: mx.array, chances: mx.array) -> mx.array:
+    """(...,) nats, of (..., V) each; chances sum to one."""
+    return mx.logsumexp(logits, axis=-1) - (logits * chances).sum(axis=-1)
+
+
+def _cross_entropy(logits: mx.array, tokens: mx.array) -> mx.array:
+    """(n,) nats, of logits (n, V) and what came (n,)."""
+    picked = mx.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return mx.logsumexp(logits, axis=-1) - picked
+
+
+def _likeliest(model: Transformer, hidden: mx.array) -> NDArray[np.int64]:
+    """(n,) the likeliest token of (n, D)."""
+    found: list[Float32] = []
+    for start in range(0, hidden.shape[0], LOGIT_ROWS):
+        found.append(np.array(mx.argmax(model.logits(hidden[start : start + LOGIT_ROWS]), axis=-1)))
+    return np.concatenate(found).astype(np.int64)
