@@ -14,34 +14,33 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.weights import LayerWeights, StreamLayer
 
 
-class Place(NamedTuple):
-    """Where T tokens stand: behind `position` tokens stored in kv, which has room reserved for them.
+class Rows(NamedTuple):
+    """How a pass's rows lie: behind `position` tokens stored in kv, which has room reserved for them.
 
-    window: of the layer; cos, sin: (T, Dh / 2); tree: how they follow each other, if they don't just follow.
+    tree: how they follow each other, if they don't just follow; cos, sin: (R, Dh / 2) of their places. Rows
+    from `certain` on are streams; adapters are added for those from `adapted` on.
     """
 
     kv: KVCache
-    layer: int
     position: int
-    window: int
+    tree: TokenTree | None
     cos: Float32
     sin: Float32
-    tree: TokenTree | None
+    certain: int
+    adapted: int
 
 
 def attention(
     backend: Backend,
     config: ModelConfig,
     weights: LayerWeights,
+    layer: int,
     x: Array,
-    place: Place,
+    rows: Rows,
     adapters: StreamLayer | None = None,
-    adapted: int = 0,
 ) -> Array:
-    """x: (T, D). Returns x + attention, (T, D). Writes the layer's keys and values of the T tokens.
-
-    adapters: are added for the tokens from `adapted` on. x may be overwritten.
-    """
+    """x: (R, D), may be overwritten. Returns x + attention, (R, D). Writes keys and values of the rows."""
+    kv, position, tree, cos, sin, _, adapted = rows
     eps, heads = config.rms_norm_eps, None
     if config.qk_norm:
         heads = HeadNorms(weights.q_norm, weights.k_norm, eps)
@@ -50,9 +49,7 @@ def attention(
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
-    context = backend.attend(
-        qkv, place.kv, place.layer, place.position, place.cos, place.sin, heads, place.window, place.tree
-    )
+    context = backend.attend(qkv, kv, layer, position, cos, sin, heads, config.layer_windows[layer], tree)
     x = backend.linear(context, weights.out, added=x)
     if adapters is not None:
         x = backend.add_low_rank(x, context[adapted:], adapters.out.down, adapters.out.up, adapted)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ondevice.backends.base import Array, Backend, Float32, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError
-from ondevice.model.attention import Place, attention
+from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, foresee
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
@@ -57,20 +57,6 @@ class Pass:
     """(n * S, D) what every token's streams begin with; the last token's alone where only that is wanted."""
     streams: Mapping[int, Array] = field(default_factory=dict)
     """Index into `tokens` -> (S, D) for `Transformer.logits`: what its streams became in this pass."""
-
-
-class _Rows(NamedTuple):
-    """How a pass's rows lie: behind `position` stored tokens, as `tree` says; cos, sin of their places.
-
-    Those from `certain` on are streams; adapters are added for those from `adapted` on.
-    """
-
-    position: int
-    tree: TokenTree | None
-    cos: Float32
-    sin: Float32
-    certain: int
-    adapted: int
 
 
 class Transformer:
@@ -184,9 +170,9 @@ class Transformer:
         """
         assert self.streams is not None
         kv.reserve(kv.length + self.streams.count)
-        rows, x = self._rows(kv.length, self.streams.count, None, certain=0), branches
+        rows, x = self._rows(kv, self.streams.count, None, certain=0), branches
         for layer in range(self.streams.first_layer, self.config.num_layers):
-            x = self._layer(layer, x, kv, rows)
+            x = self._layer(layer, x, rows)
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
@@ -221,7 +207,7 @@ class Transformer:
             x = self.backend.embedding(self.weights.embedding, ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        chosen, rows = Narrowed(range(len(ids))), self._rows(kv.length, len(ids), tree)
+        chosen, rows = Narrowed(range(len(ids))), self._rows(kv, len(ids), tree)
         if resident:
             rows = rows._replace(certain=0)
         for layer in range(config.num_layers):
@@ -234,31 +220,33 @@ class Transformer:
                     branches = self._branches(x, range(len(chosen.tokens)))
                 elif last:
                     branches = self._branches(x, [len(ids) - 1])
-            x = self._layer(layer, x, kv, rows, last and layer == config.num_layers - 1)
+            x = self._layer(layer, x, rows, last and layer == config.num_layers - 1)
         known = ids.tolist()
         kv.extend([known[token] for token in chosen.tokens])
-        count = 0 if self.streams is None else self.streams.count
-        starts = range(len(chosen.tokens), len(chosen.tokens) + count * len(chosen.streams), count or 1)
+        if self.streams is None or not chosen.streams:
+            return Pass(chosen.tokens, x, branches)
+        kept, count = len(chosen.tokens), self.streams.count
+        starts = range(kept, kept + count * len(chosen.streams), count)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
-        return Pass(chosen.tokens, x[: len(chosen.tokens)], branches, ended)
+        return Pass(chosen.tokens, x[:kept], branches, ended)
 
-    def _layer(self, layer: int, x: Array, kv: KVCache, rows: _Rows, last: bool = False) -> Array:
+    def _layer(self, layer: int, x: Array, rows: Rows, last: bool = False) -> Array:
         """One layer over x (R, D). last: only the last row's result is wanted, (1, D)."""
         backend, config, weights = self.backend, self.config, self.weights.layers[layer]
-        adapters = None if self.streams is None else self.streams.layer(layer)
-        if rows.adapted == x.shape[0]:
-            adapters = None
-        window = config.layer_windows[layer]
-        place = Place(kv, layer, rows.position, window, rows.cos, rows.sin, rows.tree)
-        x = attention(backend, config, weights, x, place, adapters, rows.adapted)
+        adapters = None
+        if self.streams is not None and rows.adapted < x.shape[0]:
+            adapters = self.streams.layer(layer)
+        x = attention(backend, config, weights, layer, x, rows, adapters)
         x = x[-1:] if last else x
-        if layer + 1 < config.num_layers and rows.certain:
-            foresee(backend, config, self.weights.layers[layer + 1], x[: rows.certain])
         certain = rows.certain if rows.certain < x.shape[0] else None
+        if layer + 1 < config.num_layers and rows.certain:
+            known = x if certain is None else x[:certain]
+            foresee(backend, config, self.weights.layers[layer + 1], known)
         return feed_forward(backend, config, weights, x, certain, adapters, rows.adapted)
 
-    def _rows(self, position: int, count: int, tree: TokenTree | None, certain: int | None = None) -> _Rows:
-        """`count` rows behind `position` stored tokens, of which those from `certain` on are streams."""
+    def _rows(self, kv: KVCache, count: int, tree: TokenTree | None, certain: int | None = None) -> Rows:
+        """`count` rows behind what kv holds, of which those from `certain` on are streams."""
+        position = kv.length
         if tree is not None and tree.is_chain:
             tree = None
         if tree is None:
@@ -267,14 +255,14 @@ class Transformer:
             cos, sin = self._rope.tables(position + tree.depths)
         certain = count if certain is None else certain
         adapted = 0 if self.streams is not None and self.streams.shared else certain
-        return _Rows(position, tree, cos, sin, certain, adapted)
+        return Rows(kv, position, tree, cos, sin, certain, adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """What the streams of `tokens` begin with: (n * S, D)."""
         assert self.streams is not None
         return self.backend.add_streams(x, tokens, self.streams.embeddings)[x.shape[0] :]
 
-    def _narrow(self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None) -> tuple[Array, _Rows]:
+    def _narrow(self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None) -> tuple[Array, Rows]:
         """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""
         assert self.streams is not None
         count, position, kept = self.streams.count, kv.length, len(chosen.tokens)
@@ -291,7 +279,7 @@ class Transformer:
         if chosen.streams:
             kv.reserve(position + len(parents))
             x = self.backend.add_streams(x, chosen.streams, self.streams.embeddings)
-        return x, self._rows(position, len(parents), TokenTree(parents), kept)
+        return x, self._rows(kv, len(parents), TokenTree(parents), kept)
 
     def checked_logits(self, hidden: Array) -> Float32:
         """hidden: (n, D) from `hidden_states`. Returns (n, V). Raises BundleError if they aren't finite."""

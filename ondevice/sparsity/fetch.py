@@ -185,19 +185,14 @@ class NeuronFetcher:
 
     def _turn(self, index: int, certain: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
-        self._since = time.perf_counter()
         if index == 0 and certain:
+            self._since = time.perf_counter()
             self._next_pass(certain)
-        cache, found = self._cache, None
-        if (
-            certain <= self._whole_tokens
-            and cache.holds_all
-            and cache.holds_layer(index)
-            and not self._guessing.awaits(index)
-        ):
-            found = Whole(*cache.places(index), cache.count)
-        self._managed += self._lap()
-        return found
+            self._managed += self._lap()
+        cache = self._cache
+        if certain > self._whole_tokens or not cache.holds_all or not cache.holds_layer(index):
+            return None
+        return None if self._guessing.awaits(index) else Whole(*cache.places(index), cache.count)
 
     def _selected(self, index: int, scores: Float32, certain: int) -> Batches:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.

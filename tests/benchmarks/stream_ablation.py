@@ -33,6 +33,7 @@ from ondevice.config import SamplingConfig
 from ondevice.engine import Engine
 from ondevice.memory_plan import REPEAT_MARGIN_BYTES
 from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Pass
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
@@ -157,8 +158,8 @@ def read_for_streams(engine: Engine) -> None:
     neurons.hold_back(4 * NARROW_TOKENS)
     neurons.hold_back(0)
 
-    def certain_rows(position: int, count: int, tree: TokenTree | None, certain: int | None = None) -> Any:
-        found = rows(position, count, tree, certain)
+    def certain_rows(kv: KVCache, count: int, tree: TokenTree | None, certain: int | None = None) -> Any:
+        found = rows(kv, count, tree, certain)
         if certain is None:
             return found
         # The text's own is the first, where there is one: the cache learns nothing of the others yet.
