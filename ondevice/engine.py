@@ -45,7 +45,7 @@ from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.guessing import GuessQuality
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import Target, make_drafter, runs_streams
+from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter, runs_streams
 from ondevice.stats import GenerationStats, PassTimes
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -300,7 +300,8 @@ class Engine:
         config, context = self._bundle.config, self.plan.max_context
         target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
         drafter = make_drafter(prepared.runtime.speculation, target)
-        return None if drafter is None else Drafting(drafter, nodes)
+        least = LEAST_PASS_SECONDS if prepared.runtime.speculation == "auto" else 0.0
+        return None if drafter is None else Drafting(drafter, nodes, least)
 
     def _cache(self, key: int) -> KVCache:
         kv = self._caches.setdefault(key, self._new_cache())

@@ -13,18 +13,30 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 
+AGAIN_PASSES, TIMED = 256, 4
+"""Where passes are too short for drafts, that is measured again so often, by so many passes."""
+
 
 class Drafting:
     """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
 
-    def __init__(self, drafter: Drafter, most_nodes: int) -> None:
-        """most_nodes: of a draft, its root included. The drafter is this object's own: see `close`."""
+    def __init__(self, drafter: Drafter, most_nodes: int, least_pass_seconds: float = 0.0) -> None:
+        """most_nodes: of a draft, its root included. The drafter is this object's own: see `close`.
+
+        least_pass_seconds: models whose passes are shorter write their text plainly.
+        """
         self._drafter = drafter
         self._policy = TreePolicy(most_nodes)
         self.preparing_seconds = self.growing_seconds = 0.0
         """What the newest draft took to prepare, and to grow."""
         self._learning_seconds = 0.0
         """What its tokens took, once drawn."""
+        self._least_pass_seconds = least_pass_seconds
+        self._passes = 0
+        self._text: list[int] = []
+        self._sampling = SamplingConfig()
+        self._deaf = self._behind = False
+        """Passes are too short to guess beside: the drafter hears nothing; it has missed some of the text."""
         self._drawn = 0
         """Tokens since the last draft."""
         self._paused = False
@@ -36,8 +48,10 @@ class Drafting:
         return self._paused or self._policy.resting
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        """A text is about to be continued: its token ids, of which there is at least one."""
-        self._drafter.begin(text, sampling)
+        """A text is about to be continued: its token ids, of which there is at least one; the list grows."""
+        self._text, self._sampling, self._behind = text, sampling, self._deaf
+        if not self._deaf:
+            self._drafter.begin(text, sampling)
 
     def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
         """Guesses behind the text, whose last token is `root` and has not been through the model.
@@ -46,6 +60,15 @@ class Drafting:
         be drawn.
         """
         self._drawn, self.preparing_seconds, self.growing_seconds, self._learning_seconds = 0, 0.0, 0.0, 0.0
+        self._passes += 1
+        too_short = self._policy.plain_seconds < self._least_pass_seconds
+        self._deaf = too_short and self._passes % AGAIN_PASSES > TIMED
+        if self._deaf:
+            self._behind = self._paused = True
+            return plain(root)
+        if self._behind:
+            self._drafter.begin(list(self._text), self._sampling)
+            self._behind = False
         self._paused = self._policy.pause()
         if self._paused:
             return plain(root)
@@ -71,6 +94,8 @@ class Drafting:
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
         self._drawn += 1
+        if self._deaf:
+            return
         if self._paused:
             self._drafter.add(token)
             return
@@ -86,7 +111,8 @@ class Drafting:
 
     def entered(self, found: Pass, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
-        self._drafter.entered(found, node)
+        if not self._deaf:
+            self._drafter.entered(found, node)
 
     def passed(self, draft: Draft, seconds: float) -> None:
         """A pass over `draft`, growing it and drawing from it took so long."""

@@ -55,6 +55,11 @@ class TreePolicy:
         """What that draft has taken so far."""
 
     @property
+    def plain_seconds(self) -> float:
+        """What a pass without guesses has lately taken; 0 before any."""
+        return self._pass_time.plain_seconds
+
+    @property
     def resting(self) -> bool:
         """Whether drafts are out of the question for a while."""
         return self._switch.resting
