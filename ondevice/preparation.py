@@ -49,22 +49,33 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     possible = []
     for sparsity in choices:
         settled = replace(runtime, sparsity=sparsity)
-        plan = plan_memory(
-            bundle.config,
-            bundle.quant,
-            settled,
-            budget_bytes=0,
-            process_bytes=process_bytes,
-            threads=runtime.threads,
-            predictors=bundle.predictors,
-            streams=bundle.streams,
-            draft_model_bytes=0 if draft is None else draft.nbytes,
-        )
-        plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
+        plan = _plan(bundle, settled, process_bytes, draft)
+        if runtime.speculation == "auto" and (plan.streams or not plan.fits):
+            # Where what drafting holds is what is missing, it isn't worth having.
+            plain = replace(settled, speculation="off")
+            without = _plan(bundle, plain, process_bytes, draft)
+            if (without.fits, not without.streams) > (plan.fits, not plan.streams):
+                settled, plan = plain, without
         possible.append(Prepared(bundle, tokenizer, settled, plan, draft))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
     by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
     return by_preference[0] if by_preference[0].plan.fits else possible[-1]
+
+
+def _plan(bundle: Bundle, runtime: RuntimeConfig, process_bytes: int, draft: PreparedDraft | None) -> Plan:
+    """The plan of a model whose options are settled, under its budget."""
+    plan = plan_memory(
+        bundle.config,
+        bundle.quant,
+        runtime,
+        budget_bytes=0,
+        process_bytes=process_bytes,
+        threads=runtime.threads,
+        predictors=bundle.predictors,
+        streams=bundle.streams,
+        draft_model_bytes=0 if draft is None else draft.nbytes,
+    )
+    return plan.with_budget(budget_bytes(runtime.dram_budget, plan))
 
 
 def _speculation(runtime: RuntimeConfig) -> Speculation:

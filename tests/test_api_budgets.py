@@ -20,6 +20,8 @@ from ondevice.memory_sizes import NARROW_TOKENS
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, budget_between, greedy, squeeze
 
+SHIPPED = Path(__file__).resolve().parents[1] / "weights/small-relu"
+
 
 def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Model) -> None:
     expected = greedy(model, 100)
@@ -243,3 +245,13 @@ def test_the_process_stays_below_its_budget(chat_bundle: Path, call: str) -> Non
     peak, budget, total = map(int, done.stdout.split())
     assert peak <= budget
     assert abs(peak - total) <= max(0.05 * total, 16 << 20)
+
+
+def test_auto_yields_the_memory_that_plain_decoding_lacks() -> None:
+    plans = {name: ondevice.inspect(SHIPPED, sparsity="dense", speculation=name) for name in ("off", "auto")}
+    drafts, off = plans["auto"].draft_bytes, plans["off"]
+    assert drafts > 0
+    for enough in (off.minimum_budget_bytes, off.full_bytes - off.embedding_bytes):
+        found = ondevice.inspect(SHIPPED, sparsity="dense", dram_budget=enough + drafts // 10)
+        assert found.fits
+        assert found.draft_bytes == 0

@@ -36,7 +36,7 @@ from tests.models import write_checkpoint
         (["generate", "-m", "unheard-of", "-p", "x"], 3, "ondevice convert CHECKPOINT --output"),
         (["generate", "-m", "llama-7b", "-p", "x"], 3, "ondevice convert huggyllama/llama-7b --output"),
         (["generate", "-m", "{bundle}", "-p", "x", "--sparsity", "exact"], 3, "It can have: dense"),
-        (["generate", "-m", "{bundle}", "-p", "x", "--speculation", "streams"], 3, "auto, off"),
+        (["generate", "-m", "{bundle}", "-p", "x", "--speculation", "streams"], 3, "ondevice train streams"),
         (["convert", "nobody/nothing", "-o", "{tmp}/out", "--offline"], 3, "--offline"),
         (["generate", "-m", "{bundle}", "-p", "x" * CONTEXT], 4, "shorten"),
         (["generate", "-m", "{bundle}", "-p", "x", "--dram-budget", "0"], 5, "the smallest that works is"),

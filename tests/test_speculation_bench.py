@@ -41,7 +41,7 @@ TASKS = (
     Task("songs", ("Row, row, row your boat, row, row, row your", "La la la la, la la la la, la la")),
     Task("talk", ("Hello there, hello there",), chat=True),
 )
-SAMPLING = SamplingConfig(max_tokens=40)
+SAMPLING = SamplingConfig(max_tokens=16)
 EAGER_NODES = 6
 TREE = Draft((9, 1, 2, 3, 4), (-1, 0, 0, 1, 3))
 
@@ -322,7 +322,7 @@ def test_what_is_refused(ondevice: Run, relu_bundle: Path, token_bundle: Path, t
     with pytest.raises(UsageError, match="no prompts"):
         compare_drafters(relu_bundle, RuntimeConfig(), (), SAMPLING)
     with pytest.raises(ContextOverflowError):
-        compare_drafters(relu_bundle, RuntimeConfig(max_context=40), TASKS, SAMPLING)
+        compare_drafters(relu_bundle, RuntimeConfig(max_context=20), TASKS, SAMPLING)
 
 
 def test_what_a_model_cannot_have_is_left_out(chat_bundle: Path) -> None:

@@ -266,7 +266,7 @@ def test_every_text_is_that_of_plain_decoding(
     options = drafter_options(drafter, resident, stories_bundle)
     with load(bundle, sparsity=sparsity, threads=1, **options) as model:
         if not resident:
-            squeeze(model, model.plan.segment.least)
+            squeeze(model)
         found = list(texts(model, prompts, report, name))
     wrong = [
         f"prompt {number // len(SAMPLINGS)}, {SAMPLINGS[number % len(SAMPLINGS)]}: {mine[0]} for {plain[0]}"

@@ -36,7 +36,7 @@ def refuse_array(*arguments: Any) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "name", "refuse"),
-    [(_native, "allocate", refuse_array), (CpuBackend, "attention", refuse_call)],
+    [(_native, "allocate", refuse_array), (CpuBackend, "attend", refuse_call)],
     ids=["a block", "an array"],
 )
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ class Schedule:
             self._steps += [(self._guessed(every[block]), taken) for _ in range(passes)]
         self._next = 0
         self._bytes = 0
+        self.preparing_seconds = self.growing_seconds = 0.0
         self.resting = True
         """Nothing is drafted by streams here."""
 

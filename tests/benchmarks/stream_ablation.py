@@ -146,7 +146,7 @@ def hold_to(model: Model, share: float) -> None:
     model._engine.plan = replace(model.plan, narrow_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     slots = int(share * (segment.total - segment.least))
-    model.set_dram_budget(bare + (segment.least + slots) * segment.nbytes)
+    model.set_dram_budget(bare + slots * segment.nbytes)
 
 
 def read_for_streams(engine: Engine) -> None:
