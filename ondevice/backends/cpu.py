@@ -124,8 +124,10 @@ class CpuBackend:
     def linear(
         self, x: Float32, weight: CpuLinear, norm: Norm | None = None, added: Float32 | None = None
     ) -> Float32:
-        out = self._buffer("linear", (len(x), weight.matrix.rows)) if added is None else added
-        weight.matrix.forward(self.engine, x, weight.bias, out, *(norm or NO_NORM), added)
+        matrix = weight.matrix
+        out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
+        scale, eps = norm or NO_NORM
+        matrix.forward(self.engine, x, weight.bias, out, scale, eps, added)
         return out
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:

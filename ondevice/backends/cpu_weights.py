@@ -127,7 +127,7 @@ class CpuEmbedding:
     def read(self, tokens: Int32) -> Bytes:
         if self._records is None:
             return self._source.read(tokens)
-        records: Bytes = self._records[tokens]
+        records: Bytes = self._records.take(tokens, axis=0)
         return records
 
     def hold(self, resident: bool) -> None:

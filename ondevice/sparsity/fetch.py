@@ -185,11 +185,11 @@ class NeuronFetcher:
 
     def _turn(self, index: int, certain: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
-        if index == 0 and certain:
+        cache = self._cache
+        if index == 0 and certain and not (cache.holds_all and cache.is_full):
             self._since = time.perf_counter()
             self._next_pass(certain)
             self._managed += self._lap()
-        cache = self._cache
         if certain > self._whole_tokens or not cache.holds_all or not cache.holds_layer(index):
             return None
         return None if self._guessing.awaits(index) else Whole(*cache.places(index), cache.count)

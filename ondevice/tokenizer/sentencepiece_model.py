@@ -31,6 +31,7 @@ class SentencePieceTokenizer(Vocabulary):
         with LibraryErrors("tokenizer.model"):
             library.LoadFromSerializedProto(data)
             self.vocab_size = library.vocab_size()
+            self._unknown: int = library.unk_id()
             ids = range(self.vocab_size)
             self._pieces: list[str] = library.id_to_piece(list(ids))
             control = {i for i in ids if library.is_control(i)}
@@ -57,11 +58,13 @@ class SentencePieceTokenizer(Vocabulary):
     def token_bytes(self, token: int) -> bytes:
         if token in self._silent or not 0 <= token < self.vocab_size:
             return b""
-        if self._library.is_unknown(token):
+        if token == self._unknown:
             return " ⁇ ".encode()
-        if self._library.is_byte(token):
-            return byte_of(self._pieces[token])
-        return self._pieces[token].replace(SPACE_MARK, " ").encode()
+        piece = self._pieces[token]
+        # The library takes its time over every question, and bytes have no other names.
+        if piece.startswith("<0x") and self._library.is_byte(token):
+            return byte_of(piece)
+        return piece.replace(SPACE_MARK, " ").encode()
 
     def begins_word(self, token: int) -> bool:
         return self.piece(token).startswith(SPACE_MARK)

@@ -68,6 +68,9 @@ void run(Engine& engine, int bits) {
                                   2 * kGroups};
   twice("load_rows", bits, [&] { matrix.load_rows(engine, 0, kRows, rows); });
   twice("linear", bits, [&] { matrix.forward(engine, x.data(), kCols, kTokens, nullptr, y.data()); });
+  const ondevice::Norm norm{x.data(), 1e-5f};
+  twice("normed linear", bits,
+        [&] { matrix.forward(engine, x.data(), kCols, kTokens, nullptr, y.data(), norm, y.data()); });
 
   const int64_t row = kGroups * 8 * bits + (bits == 16 ? 0 : 4 * kGroups);
   const ondevice::FeedForward layer(kCols, bits, {3 * row, 0, row, 2 * row});
@@ -95,6 +98,16 @@ void run(Engine& engine, int bits) {
     layer.add_gathered(engine, neurons, kTokens, ondevice::Activation::kRelu);
     layer.finish(engine, kTokens, y.data());
   });
+  std::vector<int32_t> slots;
+  std::vector<const uint8_t*> places;
+  for (int32_t n = 0; n < kRows; ++n) {
+    slots.push_back(n);
+    places.push_back(records.data() + (3 * n + 1) * row);
+  }
+  twice("feed_forward of a layer in memory", bits, [&] {
+    layer.forward_selected(engine, {matrix, nullptr, nullptr}, {slots.data(), places.data(), false}, x.data(),
+                           kCols, kTokens, ondevice::Activation::kRelu, y.data(), norm, nullptr);
+  });
 }
 
 void attention(Engine& engine, int bits) {
@@ -107,6 +120,12 @@ void attention(Engine& engine, int bits) {
   const ondevice::KvView kv{blocks, 0, head_bytes, kHeads, kDim, bits};
   twice("attention", bits, [&] {
     engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
+  });
+  std::vector<float> qkv(3 * q.size(), 0.5f);
+  const ondevice::Norm norm{q.data(), 1e-5f};
+  twice("attention from a projection", bits, [&] {
+    engine.attend(qkv.data(), {norm, norm, q.data(), q.data()},
+                  {qkv.data(), 3 * kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
   });
   const int32_t parents[kTokens] = {-1, 0, 0, 1, 3}, depths[kTokens] = {0, 1, 1, 2, 3};
   twice("attention in a tree", bits, [&] {

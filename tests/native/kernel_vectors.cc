@@ -59,6 +59,12 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
     matrix.forward(engine, x.data(), cols, tokens, tokens % 2 ? bias.data() : nullptr, y.data());
     keep(out, name + " tokens=" + std::to_string(tokens), y);
   }
+  const Floats norm = random.values(cols), added = random.values(5 * rows);
+  for (const int64_t tokens : {1, 5}) {
+    Floats y(added.begin(), added.begin() + tokens * rows);
+    matrix.forward(engine, x.data(), cols, tokens, bias.data(), y.data(), {norm.data(), 1e-5f}, y.data());
+    keep(out, name + " normed tokens=" + std::to_string(tokens), y);
+  }
   // Activations whose scale is subnormal.
   Floats tiny = random.values(cols), y(static_cast<size_t>(rows));
   for (float& value : tiny) value *= 0x1p-130f;
@@ -73,18 +79,15 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
   }
 }
 
-// Products of the records' gate rows, (T, neurons).
-Floats gate_products(Engine& engine, int bits, int64_t hidden, const Records& records, const Floats& x,
-                     int64_t tokens) {
+// The records' gate rows.
+ondevice::Matrix gate_matrix(Engine& engine, int bits, int64_t hidden, const Records& records) {
   const int64_t stride = records.shape.stride;
   const int64_t neurons = static_cast<int64_t>(records.bytes.size()) / stride;
   const int64_t groups = (hidden + kGroup - 1) / kGroup, codes = groups * kGroup * bits / 8;
   const uint8_t* rows = records.bytes.data();
   ondevice::Matrix gate(neurons, hidden, bits);
   gate.load_rows(engine, 0, neurons, {rows, rows + codes, rows + codes + 2 * groups, stride, stride, stride});
-  Floats gates(static_cast<size_t>(tokens * neurons));
-  gate.forward(engine, x.data(), hidden, tokens, nullptr, gates.data());
-  return gates;
+  return gate;
 }
 
 // The neurons with a gate above zero for any token, from their records where they lie.
@@ -104,6 +107,22 @@ void add_gathered(Engine& engine, const ondevice::FeedForward& layer, const Reco
   layer.add_gathered(engine, {ids.data(), parts.data(), count, false, gates.data(), neurons}, tokens, act);
 }
 
+// The neurons that fire, from slots that hold the records in reverse, on top of x.
+Floats forward_selected(Engine& engine, const ondevice::FeedForward& layer, const Records& records,
+                        const ondevice::Matrix& gate, const Floats& x, const ondevice::Norm& norm,
+                        int64_t tokens, Activation act) {
+  std::vector<int32_t> slots;
+  std::vector<const uint8_t*> parts;
+  for (int64_t n = 0; n < gate.rows(); ++n) {
+    slots.push_back(static_cast<int32_t>(gate.rows() - 1 - n));
+    parts.push_back(records.bytes.data() + slots.back() * records.shape.stride + records.shape.up);
+  }
+  Floats y(x.begin(), x.begin() + tokens * layer.hidden());
+  layer.forward_selected(engine, {gate, nullptr, nullptr}, {slots.data(), parts.data(), false}, y.data(),
+                         layer.hidden(), tokens, act, y.data(), norm, y.data());
+  return y;
+}
+
 // The same neurons in one segment, or split: in segments of one block, and where gates may be zero those that
 // fire alone. Equal bytes are kept under equal names.
 void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
@@ -120,22 +139,33 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
   }
   std::vector<const ondevice::Segment*> order;
   for (const ondevice::Segment& segment : segments) order.push_back(&segment);
-  const Floats x = Random(7).values(17 * hidden);
+  const Floats x = Random(7).values(17 * hidden), weight = Random(8).values(hidden);
+  const ondevice::Matrix gate = gate_matrix(engine, bits, hidden, records);
+  const ondevice::Norm norm{weight.data(), 1e-5f};
   for (int act = 0; act < 5; ++act)
     for (const int64_t tokens : {1, 2, 5, 17}) {
       Floats y(static_cast<size_t>(tokens * hidden));
-      const Floats gates = gate_products(engine, bits, hidden, records, x, tokens);
+      Floats gates(static_cast<size_t>(tokens * neurons));
+      gate.forward(engine, x.data(), hidden, tokens, nullptr, gates.data());
       const Activation activation = static_cast<Activation>(act);
+      const bool gathered = split && (activation == Activation::kRelu || activation == Activation::kRelu2);
       layer.begin(engine, x.data(), hidden, tokens);
-      if (split && (activation == Activation::kRelu || activation == Activation::kRelu2))
+      if (gathered)
         add_gathered(engine, layer, records, gates, tokens, activation);
       else
         layer.add(engine, order, tokens, activation);
       layer.finish(engine, tokens, y.data());
-      keep(out,
-           "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) + "x" +
-               std::to_string(neurons) + " act=" + std::to_string(act) + " tokens=" + std::to_string(tokens),
-           y);
+      const std::string name = "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) +
+                               "x" + std::to_string(neurons) + " act=" + std::to_string(act) +
+                               " tokens=" + std::to_string(tokens);
+      keep(out, name, y);
+      if (gathered) {
+        y = forward_selected(engine, layer, records, gate, x, norm, tokens, activation);
+      } else {
+        y.assign(x.begin(), x.begin() + tokens * hidden);
+        layer.forward(engine, order, y.data(), hidden, tokens, activation, y.data(), norm, y.data());
+      }
+      keep(out, name + " normed", y);
     }
 }
 
@@ -176,6 +206,14 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
         {q.data(), heads * dim, heads, kv, position, window, y.data(), {parents.data(), depths.data()}},
         tokens);
     keep(out, name + " tree position=" + std::to_string(position), y);
+    Floats qkv = random.values(tokens * (heads + 2 * kv_heads) * dim);
+    const Floats weight = random.values(dim), turn = random.values(tokens * dim / 2);
+    const ondevice::Norm norm{weight.data(), 1e-5f};
+    engine.attend(
+        qkv.data(), {norm, norm, turn.data(), turn.data()},
+        {qkv.data(), (heads + 2 * kv_heads) * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
+        tokens);
+    keep(out, name + " from a projection position=" + std::to_string(position), y);
     if (tokens > 2) engine.kernels().kv_move(kv, position + 2, position + 1);
     position += tokens;
   }
