@@ -2,7 +2,6 @@
 //
 //   kernel_vectors --write FILE     and keep them
 //   kernel_vectors --compare FILE   and compare with those another build (or another processor) kept
-//
 // Inputs come from integers by exact arithmetic, so that every build makes the same ones.
 
 #include <cmath>
@@ -65,7 +64,6 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
     matrix.forward(engine, x.data(), cols, tokens, bias.data(), y.data(), {norm.data(), 1e-5f}, y.data());
     keep(out, name + " normed tokens=" + std::to_string(tokens), y);
   }
-  // Activations whose scale is subnormal.
   Floats tiny = random.values(cols), y(static_cast<size_t>(rows));
   for (float& value : tiny) value *= 0x1p-130f;
   matrix.forward(engine, tiny.data(), cols, 1, nullptr, y.data());
@@ -79,7 +77,6 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
   }
 }
 
-// The records' gate rows.
 ondevice::Matrix gate_matrix(Engine& engine, int bits, int64_t hidden, const Records& records) {
   const int64_t stride = records.shape.stride;
   const int64_t neurons = static_cast<int64_t>(records.bytes.size()) / stride;
@@ -107,7 +104,6 @@ void add_gathered(Engine& engine, const ondevice::FeedForward& layer, const Reco
   layer.add_gathered(engine, {ids.data(), parts.data(), count, false, gates.data(), neurons}, tokens, act);
 }
 
-// The neurons that fire, from slots that hold the records in reverse, on top of x.
 Floats forward_selected(Engine& engine, const ondevice::FeedForward& layer, const Records& records,
                         const ondevice::Matrix& gate, const Floats& x, const ondevice::Norm& norm,
                         int64_t tokens, Activation act) {
@@ -138,14 +134,13 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
     layer.pack(engine, segments.back(), 0, records.bytes.data() + first * records.shape.stride, count);
   }
   std::vector<const ondevice::Segment*> order;
-  for (const ondevice::Segment& segment : segments) order.push_back(&segment);
+  for (const auto& segment : segments) order.push_back(&segment);
   const Floats x = Random(7).values(17 * hidden), weight = Random(8).values(hidden);
   const ondevice::Matrix gate = gate_matrix(engine, bits, hidden, records);
   const ondevice::Norm norm{weight.data(), 1e-5f};
   for (int act = 0; act < 5; ++act)
     for (const int64_t tokens : {1, 2, 5, 17}) {
-      Floats y(static_cast<size_t>(tokens * hidden));
-      Floats gates(static_cast<size_t>(tokens * neurons));
+      Floats y(static_cast<size_t>(tokens * hidden)), gates(static_cast<size_t>(tokens * neurons));
       gate.forward(engine, x.data(), hidden, tokens, nullptr, gates.data());
       const Activation activation = static_cast<Activation>(act);
       const bool gathered = split && (activation == Activation::kRelu || activation == Activation::kRelu2);
