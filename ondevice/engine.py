@@ -24,7 +24,6 @@ from ondevice.kernels import _native
 from ondevice.memory_sizes import (
     FETCH_DEPTH,
     NARROW_TOKENS,
-    WHOLE_TOKENS,
     SegmentShape,
     SlotShape,
     draft_nodes,
@@ -279,7 +278,6 @@ class Engine:
             cache,
             part_bytes=self._bundle.neuron_file(0).crc_units,
             batch=fetch_neurons(config),
-            whole_tokens=WHOLE_TOKENS,
             guesses=guess_neurons(config),
             costs=self._costs,
             options=self._fetch,

@@ -77,7 +77,7 @@ float* Engine::scratch(int64_t floats) {
 
 void Engine::trim() {
   for (Buffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &scratch_, &h_, &y_,
-                         &lanes_, &tile_, &gathered_h_, &ordered_lanes_})
+                         &lanes_, &tile_, &ordered_lanes_})
     *buffer = Buffer();
 }
 
