@@ -31,8 +31,6 @@ NEURON_TABLE_BYTES = 52
 ones; and what dividing the slots among layers computes in between."""
 FETCH_NEURONS = 1024
 """Neurons that fire are read and multiplied so many at a time; a multiple of 64."""
-WHOLE_TOKENS = 4
-"""Passes of so many tokens or fewer multiply a layer that is in memory at once."""
 FETCH_DEPTH = 48
 """Reads at once where records are read one by one, at most: small reads need company."""
 FETCH_ENDED = 16
@@ -260,16 +258,17 @@ def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
 def sparse_activation_bytes(
     config: ModelConfig, runtime: RuntimeConfig, predictors: Predictors | None, tokens: int
 ) -> int:
-    """What a pass over selected neurons holds beside the dense one: all scores, hidden values spread out.
+    """What a pass over selected neurons holds beside the dense one: all scores, and wider lanes.
 
-    Those are a batch's for every token, or a whole layer's for WHOLE_TOKENS: both are counted, for convexity.
     With thresholds, gates as well; with predictors, if any, what lies between their two matrices.
     """
     neurons = padded(config.intermediate_size, GROUP_SIZE)
     arrays = 3 if runtime.sparsity == "threshold" else 2
     rank = max(predictors.ranks) if predictors is not None else 0
-    spread = 2 * (tokens * fetch_neurons(config) + WHOLE_TOKENS * neurons)
-    return 4 * (tokens * (arrays * neurons + rank) + spread) + 64 * neurons
+    groups = padded(config.hidden_size, GROUP_SIZE) // GROUP_SIZE
+    # Groups of outputs lie 16 side by side, whatever their number.
+    lanes = 16 * (padded(groups, 16) - groups)
+    return 4 * tokens * (arrays * neurons + rank + lanes) + 64 * neurons
 
 
 def draft_nodes(runtime: RuntimeConfig) -> int:

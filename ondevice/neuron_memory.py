@@ -9,7 +9,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.memory_plan import Plan
-from ondevice.memory_sizes import WHOLE_TOKENS, SegmentShape, fetch_neurons, guess_neurons
+from ondevice.memory_sizes import SegmentShape, fetch_neurons, guess_neurons
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
@@ -54,7 +54,6 @@ def neuron_memory(
         cache,
         part_bytes=bundle.neuron_file(0).crc_units,
         batch=fetch_neurons(config),
-        whole_tokens=WHOLE_TOKENS,
         guesses=guess_neurons(config),
         costs=costs,
         options=options,

@@ -13,7 +13,7 @@ from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
 from tests.sources import ArrayFeedForward, Bits, tiny_config
-from tests.test_kernels import normal, on_every_target, packed
+from tests.test_kernels import ENGINES, normal, on_every_target, packed
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,65 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
             lambda engine, t=token: layer.without(scores[t] <= 0).dense(engine, x[t : t + 1], act)
         )
         assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
+
+
+def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
+    """Scores (T, F): who counts for whom."""
+    scores = normal(tokens, neurons, seed=4)
+    if pattern == "sparse":
+        scores -= 1.5
+    elif pattern == "dense":
+        scores = np.abs(scores) + 0.1
+    elif pattern == "runs":
+        # Blocks that fire whole for some tokens and not at all for others, and a token that selects nobody.
+        scores = np.abs(scores)
+        scores[::2, : neurons // 2] *= -1
+        scores[-1] = -1
+    else:
+        # Every neuron counts for one token alone.
+        scores = -np.abs(scores)
+        scores[np.arange(neurons) % tokens, np.arange(neurons)] *= -1
+    return scores
+
+
+@pytest.mark.parametrize("pattern", ["sparse", "dense", "runs", "alone"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(200, 330), (1100, 150)])
+@pytest.mark.parametrize("tokens", [2, 4, 7, 8, 17, 33])
+def test_tokens_together_have_the_bits_of_each_alone(
+    hidden: int, neurons: int, bits: Bits, tokens: int, pattern: str
+) -> None:
+    layer, act = Layer.of(hidden, neurons, bits), ACTIVATIONS.index("silu")
+    x, scores = normal(tokens, hidden, seed=3), patterned_scores(pattern, tokens, neurons)
+    together = on_every_target(lambda engine: layer.selected(engine, x, scores, act))
+    engine = _native.Engine(1, "auto")
+    for token in range(tokens):
+        one = slice(token, token + 1)
+        assert layer.selected(engine, x[one], scores[one], act).tobytes() == together[one].tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_more_than_working_memory_holds_at_once(bits: Bits) -> None:
+    """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
+    layer, act = Layer.of(64, 1000, bits), ACTIVATIONS.index("relu")
+    x, engine = normal(600, 64, seed=3), _native.Engine(2, "auto")
+    assert layer.gathered(engine, x, act).tobytes() == layer.dense(engine, x, act).tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
+def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> None:
+    layer, act = Layer.of(200, 130, bits), ACTIVATIONS.index("relu")
+    x, scores = normal(9, 200, seed=3), normal(9, 130, seed=4)
+    x[4, 7] = broken
+    alone = [
+        layer.selected(ENGINES["scalar", 1], x[t : t + 1], scores[t : t + 1], act) for t in range(len(x))
+    ]
+    for engine in ENGINES.values():
+        together = layer.selected(engine, x, scores, act)
+        assert np.isfinite(np.delete(together, 4, axis=0)).all()
+        # The sign of what is no number is the instruction set's affair.
+        np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "interleave.h"
 #include "simd.h"
 #include "target_kernels.h"
@@ -10,6 +12,10 @@ namespace {
 
 typedef float Floats16 __attribute__((vector_size(64)));
 
+// How many tokens or pieces of a row are taken together.
+template <int N>
+using Count = std::integral_constant<int, N>;
+
 // c of one block's neurons that fire for 16 groups side by side: what ScaledBlock is for all neurons and one
 // group. A group is a lane, so nothing is reduced across lanes; neurons at zero would change nothing.
 struct GatheredScales {
@@ -18,11 +24,62 @@ struct GatheredScales {
   float sum[kTile];
 };
 
-// First n (0 to 16) halves as floats.
-F load_halves(const uint8_t* p, int64_t n) {
-  uint16_t v[kTile] = {0};
-  memcpy(v, p, static_cast<size_t>(n < kTile ? n : kTile) * sizeof(uint16_t));
-  return load_half(v);
+// Columns [first, first + count) of h: the neurons of one block of 64 stored ids.
+struct GatheredBlock {
+  int64_t first, count;
+};
+
+GatheredBlock next_block(const GatheredRows& neurons, GatheredBlock block) {
+  const int64_t first = block.first + block.count;
+  int64_t end = first;
+  while (end < neurons.count && neurons.ids[end] / kGroup == neurons.ids[first] / kGroup) ++end;
+  return {first, end - first};
+}
+
+// Bit k: whether the block's neuron k fires for one of TT tokens.
+template <int TT>
+uint64_t firing_in(const GatheredBlock& block, const float* h, int64_t h_stride) {
+  uint64_t bits = 0;
+  for (int64_t k = 0; k < block.count; k += kTile)
+    for (int t = 0; t < TT; ++t)
+      bits |= static_cast<uint64_t>(nonzero_lanes(load(h + t * h_stride + block.first + k))) << k;
+  // Behind the block lies another.
+  return block.count < kGroup ? bits & ((uint64_t{1} << block.count) - 1) : bits;
+}
+
+// Those of a block's neurons that fire for one of TT tokens, and their activations.
+template <int TT>
+struct Firing {
+  const uint8_t* rows[kGroup];
+  uint8_t index[kGroup];
+  float h[TT][kGroup];
+  int64_t count;
+};
+
+template <int TT>
+void find_firing(const GatheredRows& neurons, const GatheredBlock& block, const float* h, int64_t h_stride,
+                 Firing<TT>* out) {
+  int64_t n = 0;
+  for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1, ++n) {
+    const int64_t column = block.first + __builtin_ctzll(bits);
+    out->rows[n] = neurons.parts[column] + neurons.down;
+    out->index[n] = static_cast<uint8_t>(neurons.ids[column] % kGroup);
+    for (int t = 0; t < TT; ++t) out->h[t][n] = h[t * h_stride + column];
+  }
+  out->count = n;
+  // Rows that fill up the last four meet activations of 0.
+  for (; n % 4; ++n) out->rows[n] = out->rows[0];
+}
+
+// Rows lie anywhere: nothing but this fetches those of the next block, meanwhile.
+template <int BITS, int TT>
+void fetch_firing(const GatheredRows& neurons, const GatheredBlock& block, int64_t g0, int64_t live,
+                  const float* h, int64_t h_stride) {
+  constexpr int64_t kGroupBytes = kGroup * BITS / 8;
+  for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1) {
+    const uint8_t* row = neurons.parts[block.first + __builtin_ctzll(bits)] + neurons.down;
+    for (int64_t at = g0 * kGroupBytes; at < (g0 + live) * kGroupBytes; at += 64) prefetch(row + at);
+  }
 }
 
 // Scales and their inverses from the largest magnitudes of 16 lanes, as quantize_group has them of one.
@@ -38,48 +95,57 @@ void lane_scales(F magnitude, float* scale, float* inverse) {
   memcpy(scale, &scales, sizeof(scales));
 }
 
-// lanes: (16, groups), lane n % 16 of group g at [n % 16][g], from the first of `live` groups on.
-template <int BITS>
-void scale_gathered(const GatheredBlock& block, int64_t groups, int64_t g0, int64_t live, const float* h,
-                    float* lanes, GatheredScales* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
-  const int64_t affine = groups * kGroup * BITS / 8;
+// Of neurons in 16 groups side by side: their scales, and what their activations are multiplied by in lanes.
+struct GatheredAffines {
+  float scale[kGroup][kTile], offset[kGroup][kTile];
+};
+
+// One token's c -> codes. lanes: (16, 16), lane n % 16 of group number i at [n % 16][i].
+void scale_token(const GatheredAffines& affines, const float* h, const uint8_t* index, int64_t count,
+                 float* lanes, GatheredScales* out) {
   float c[kGroup][kTile];
   F magnitude = zero();
-  for (int64_t k = 0; k < block.count; ++k) {
-    const uint8_t* scales = block.rows[k] + affine + 2 * g0;
-    const F s = load_halves(scales, live);
-    const F offset = fma(s, set1(kMiddle), load_halves(scales + 2 * groups, live));
-    const F v = set1(h[block.index[k]]);
-    float* lane = lanes + block.index[k] % kTile * groups + g0;
-    store_partial(lane, fma(v, offset, load_partial(lane, live)), live);
-    const F scaled = mul(v, s);
+  for (int64_t k = 0; k < count; ++k) {
+    const F v = set1(h[k]);
+    float* lane = lanes + index[k] % kTile * kTile;
+    store(lane, fma(v, load(affines.offset[k]), load(lane)));
+    const F scaled = mul(v, load(affines.scale[k]));
     store(c[k], scaled);
     magnitude = max_magnitude(magnitude, scaled);
   }
+  for (int64_t k = count; k % 4; ++k) store(c[k], zero());
   float inverse[kTile];
   lane_scales(magnitude, out->scale, inverse);
-  const float largest = largest_magnitude(magnitude);
-  if (largest != largest)
+  const F scale = load(out->scale);
+  if (nonzero_lanes(sub(scale, scale)))
     // No value is converted that has no integer.
-    for (int64_t k = 0; k < block.count; ++k)
+    for (int64_t k = 0; k < count; ++k)
       for (int64_t i = 0; i < kTile; ++i)
         if (out->scale[i] != out->scale[i]) c[k][i] = 0.0f;
   const F inverses = load(inverse);
   F sum = zero();
-  for (int64_t k = 0; k < block.count; k += 4) {
-    int8_t codes[4][kTile] = {};
-    for (int64_t r = 0; r < 4 && k + r < block.count; ++r) {
-      const F code = round_even(mul(load(c[k + r]), inverses));
-      sum = add(sum, code);
-      store_int8(codes[r], code);
-    }
-    Bytes16 quads[4];
-    interleave_bytes(load_vector<Bytes16>(codes[0]), load_vector<Bytes16>(codes[1]),
-                     load_vector<Bytes16>(codes[2]), load_vector<Bytes16>(codes[3]), quads);
-    memcpy(out->codes[k / 4], quads, sizeof(quads));
+  for (int64_t k = 0; k < count; k += 4) {
+    F quads[4];
+    for (int r = 0; r < 4; ++r) quads[r] = mul(load(c[k + r]), inverses);
+    sum = add(sum, store_quads(out->codes[k / 4][0], quads));
   }
   store(out->sum, sum);
+}
+
+template <int BITS, int TT>
+void scale_gathered(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* lanes,
+                    int64_t lanes_stride, GatheredScales* out) {
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  const int64_t affine = groups * kGroup * BITS / 8 + 2 * g0;
+  GatheredAffines affines;
+  for (int64_t k = 0; k < firing.count; ++k) {
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(firing.rows[k] + affine);
+    const F scale = load_half_partial(scales, live);
+    store(affines.scale[k], scale);
+    store(affines.offset[k], fma(scale, set1(kMiddle), load_half_partial(scales + groups, live)));
+  }
+  for (int t = 0; t < TT; ++t)
+    scale_token(affines, firing.h[t], firing.index, firing.count, lanes + t * lanes_stride, out + t);
 }
 
 // W pieces of 16 bytes of every row, from number `piece` on. At 4 bits a byte has two outputs, so `low` and
@@ -97,7 +163,7 @@ void add_pieces(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_
     B raw[W];
     interleave_rows(rows + 4 * q, piece * 16, raw);
     for (int t = 0; t < TT; ++t) {
-      const Quads x = two_quads(scaled[t].codes[q][first], scaled[t].codes[q][last]);
+      const Quads x = two_quads(scaled[t].codes[q][first], scaled[t].codes[q][BITS == 8 ? first : last]);
       for (int w = 0; w < W; ++w) {
         low[t][w] = BITS == 4 ? dot_q4(low[t][w], low_nibbles(raw[w]), x) : dot_q8(low[t][w], raw[w], x);
         if (BITS == 4) high[t][w] = dot_q4(high[t][w], high_nibbles(raw[w]), x);
@@ -119,64 +185,99 @@ void add_pieces(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_
   }
 }
 
-template <int BITS, int TT>
-void gathered_tokens(const GatheredBlock& block, const GatheredBlock* next, int64_t groups, int64_t g_begin,
-                     int64_t g_end, const float* h, int64_t h_stride, float* y, int64_t y_stride,
-                     float* lanes, int64_t lanes_stride) {
-  constexpr int64_t kPieces = kGroup * BITS / 128, kLine = 4;  // pieces of 16 bytes
-  const int64_t quads = (block.count + 3) / 4;
-  const uint8_t* rows[kGroup];
-  // Rows that fill up the last four meet activations of 0.
-  for (int64_t k = 0; k < quads * 4; ++k) rows[k] = block.rows[k < block.count ? k : 0];
-  for (int64_t g0 = g_begin; g0 < g_end; g0 += kTile) {
-    const int64_t live = g_end - g0 < kTile ? g_end - g0 : kTile;
-    GatheredScales scaled[TT];
-    for (int t = 0; t < TT; ++t)
-      scale_gathered<BITS>(block, groups, g0, live, h + t * h_stride, lanes + t * lanes_stride, scaled + t);
-    int64_t piece = g0 * kPieces;
-    const int64_t end = piece + live * kPieces;
-    for (; piece + kRowPieces <= end; piece += kRowPieces) {
-      if (next && piece % kLine == 0)
-        for (int64_t k = 0; k < next->count; ++k) prefetch(next->rows[k] + piece * 16);
-      add_pieces<BITS, TT, kRowPieces>(rows, quads, piece, g0, scaled, y, y_stride);
+// The same for tokens enough to make it worth putting the bytes in order first.
+template <int BITS, int TT, int W>
+void add_ordered(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_t g0,
+                 const GatheredScales* scaled, float* y, int64_t y_stride) {
+  constexpr int64_t kPieces = kGroup * BITS / 128, kOutputs = 128 / BITS;
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  B ordered[W][kGroup / 4];
+  for (int64_t q = 0; q < quads; ++q) {
+    B raw[W];
+    interleave_rows(rows + 4 * q, piece * 16, raw);
+    order_pieces(raw);
+    for (int w = 0; w < W; ++w) ordered[w][q] = raw[w];
+  }
+  for (int w = 0; w < W; ++w) {
+    const int64_t i = (piece + w) / kPieces - g0;
+    I low[TT], high[TT];
+    for (int t = 0; t < TT; ++t) low[t] = high[t] = int_zero();
+    for (int64_t q = 0; q < quads; ++q)
+      for (int t = 0; t < TT; ++t) {
+        const int8_t* x = scaled[t].codes[q][i];
+        const B raw = ordered[w][q];
+        low[t] = BITS == 4 ? dot_q4(low[t], low_nibbles(raw), x) : dot_q8(low[t], raw, x);
+        if (BITS == 4) high[t] = dot_q4(high[t], high_nibbles(raw), x);
+      }
+    for (int t = 0; t < TT; ++t) {
+      const float sum = scaled[t].sum[i];
+      const F scale = set1(scaled[t].scale[i]), middle = set1(kMiddle * sum);
+      float* out = y + t * y_stride + (piece + w) * kOutputs;
+      if (BITS == 8) low[t] = finish_q8(low[t], static_cast<int32_t>(sum));
+      store(out, fma(scale, sub(to_float(low[t]), middle), load(out)));
+      if (BITS == 4) store(out + kTile, fma(scale, sub(to_float(high[t]), middle), load(out + kTile)));
     }
-    for (; piece < end; ++piece) add_pieces<BITS, TT, 1>(rows, quads, piece, g0, scaled, y, y_stride);
   }
 }
 
+// One block's part of up to 16 groups of outputs, for TT tokens.
+template <int BITS, int TT>
+void gathered_tokens(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* y,
+                     int64_t y_stride, float* lanes, int64_t lanes_stride) {
+  constexpr int64_t kPieces = kGroup * BITS / 128;  // of 16 bytes
+  constexpr bool kOrdered = kRowPieces > 1 && TT > 2;
+  if (firing.count == 0) return;
+  const int64_t quads = (firing.count + 3) / 4, end = (g0 + live) * kPieces;
+  GatheredScales scaled[TT];
+  scale_gathered<BITS, TT>(firing, groups, g0, live, lanes, lanes_stride, scaled);
+  const auto add = [&](auto pieces, int64_t piece) {
+    constexpr int W = pieces.value;
+    if (kOrdered)
+      add_ordered<BITS, TT, W>(firing.rows, quads, piece, g0, scaled, y, y_stride);
+    else
+      add_pieces<BITS, TT, W>(firing.rows, quads, piece, g0, scaled, y, y_stride);
+  };
+  int64_t piece = g0 * kPieces;
+  for (; piece + kRowPieces <= end; piece += kRowPieces) add(Count<kRowPieces>(), piece);
+  for (; piece < end; ++piece) add(Count<1>(), piece);
+}
+
 template <int BITS>
-void gathered_all(const GatheredBlock* blocks, int64_t count, int64_t groups, int64_t g_begin, int64_t g_end,
-                  const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride, float* lanes,
+void gathered_all(const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end, const float* h,
+                  int64_t h_stride, int64_t tokens, float* y, int64_t y_stride, float* lanes,
                   int64_t lanes_stride) {
-  // Sums of two tokens and of four pieces fill the registers.
-  constexpr int64_t kTogether = kRowPieces == 1 ? kTokenTile : 2;
-  for (int64_t b = 0; b < count; ++b) {
-    const GatheredBlock* next = b + 1 < count ? blocks + b + 1 : nullptr;
-    const float* values = h + b * kGroup;
-    int64_t t = 0;
-    for (; t + kTogether <= tokens; t += kTogether)
-      gathered_tokens<BITS, kTogether>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride,
-                                       h_stride, y + t * y_stride, y_stride, lanes + t * lanes_stride,
-                                       lanes_stride);
-    for (; kTogether > 2 && t + 2 <= tokens; t += 2)
-      gathered_tokens<BITS, 2>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride, h_stride,
-                               y + t * y_stride, y_stride, lanes + t * lanes_stride, lanes_stride);
-    if (t < tokens)
-      gathered_tokens<BITS, 1>(blocks[b], next, groups, g_begin, g_end, values + t * h_stride, h_stride,
-                               y + t * y_stride, y_stride, lanes + t * lanes_stride, lanes_stride);
+  GatheredBlock block = next_block(neurons, {0, 0}), next;
+  for (; block.count; block = next) {
+    next = next_block(neurons, block);
+    for (int64_t g0 = g_begin; g0 < g_end; g0 += kTile) {
+      const int64_t live = g_end - g0 < kTile ? g_end - g0 : kTile;
+      const auto add = [&](auto together, int64_t t) {
+        constexpr int TT = together.value;
+        Firing<TT> firing;
+        find_firing<TT>(neurons, block, h + t * h_stride, h_stride, &firing);
+        fetch_firing<BITS, TT>(neurons, next, g0, live, h + t * h_stride, h_stride);
+        gathered_tokens<BITS, TT>(firing, groups, g0, live, y + t * y_stride, y_stride,
+                                  lanes + t * lanes_stride + g0 * kTile, lanes_stride);
+      };
+      int64_t t = 0;
+      for (; t + kTokenTile <= tokens; t += kTokenTile) add(Count<kTokenTile>(), t);
+      for (; kTokenTile > 4 && t + 4 <= tokens; t += 4) add(Count<4>(), t);
+      for (; kTokenTile > 2 && t + 2 <= tokens; t += 2) add(Count<2>(), t);
+      if (t < tokens) add(Count<1>(), t);
+    }
   }
 }
 
 }  // namespace
 
-void down_gathered(int bits, const GatheredBlock* blocks, int64_t count, int64_t groups, int64_t g_begin,
-                   int64_t g_end, const float* h, int64_t h_stride, int64_t tokens, float* y,
-                   int64_t y_stride, float* bias_lanes, int64_t lanes_stride) {
+void down_gathered(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+                   const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
+                   float* bias_lanes, int64_t lanes_stride) {
   if (bits == 4)
-    gathered_all<4>(blocks, count, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
+    gathered_all<4>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
                     lanes_stride);
   else
-    gathered_all<8>(blocks, count, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
+    gathered_all<8>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
                     lanes_stride);
 }
 

@@ -26,28 +26,52 @@ void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_
   }
 }
 
-// 16 rows -> one interleaved tile.
-void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, uint8_t* tile) {
+// 16 rows -> one interleaved tile. The 16 rows `next`, if not null, are fetched meanwhile.
+void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uint8_t* const* next,
+                 uint8_t* tile) {
   const int64_t row_bytes = kGroup * bits / 8, block = tile_group_bytes(bits);
   for (int64_t g = 0; g < groups; ++g)
-    for (int64_t r = 0; r < kTile; r += 4)
+    for (int64_t r = 0; r < kTile; r += 4) {
+      for (int64_t i = r; next && g * row_bytes % 64 == 0 && i < r + 4; ++i)
+        __builtin_prefetch(next[i] + g * row_bytes);
       for (int64_t at = 0; at < row_bytes; at += 16) {
         const int64_t from = g * row_bytes + at;
         transpose_words(rows[r] + from, rows[r + 1] + from, rows[r + 2] + from, rows[r + 3] + from,
                         tile + g * block + at * kTile + r * 4);
       }
+    }
+  for (int64_t r = 0; next && r < kTile; ++r) __builtin_prefetch(next[r] + groups * row_bytes);
   gather_affines(bits, groups, rows, tile + kTile * row_bytes, block);
 }
 
-// Where the rows of tile `i` lie. Those that are missing are copies of the first: their lanes aren't used.
-void rows_of_tile(const Gathered& neurons, int64_t offset, int64_t i, const uint8_t** rows) {
-  for (int64_t r = 0; r < kTile; ++r) {
-    const int64_t k = i * kTile + r;
-    rows[r] = neurons.parts[k < neurons.count ? k : i * kTile] + offset;
+// Where the rows of 16 neurons from `first` on lie, `offset` bytes into what is read of each. Those that are
+// missing are copies of the first: their lanes aren't used.
+void rows_of_tile(const Gathered& neurons, int64_t first, int64_t offset, const uint8_t** rows) {
+  for (int64_t r = 0; r < kTile; ++r)
+    rows[r] = neurons.parts[first + r < neurons.count ? first + r : first] + offset;
+}
+
+// Gates of 16 neurons (T, 16): their scores, zeros behind the last.
+void take_gates(const Gathered& neurons, int64_t first, int64_t tokens, float* gates) {
+  const int64_t count = std::min(neurons.count - first, kTile);
+  for (int64_t t = 0; t < tokens; ++t, gates += kTile) {
+    const float* scores = neurons.scores + t * neurons.scores_stride;
+    for (int64_t r = 0; r < count; ++r) gates[r] = scores[neurons.ids[first + r]];
+    std::fill(gates + count, gates + kTile, 0.0f);
   }
 }
 
-int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
+// Where others selected a neuron: for this token it is zero, whatever its gate and up products (T, 16) are.
+void clear_unselected(const Gathered& neurons, int64_t first, int64_t tokens, float* gates, float* ups) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t r = 0; r < kTile; ++r) {
+      const int64_t k = first + r;
+      const bool counts =
+          k < neurons.count && !(neurons.scores[t * neurons.scores_stride + neurons.ids[k]] <= 0);
+      gates[t * kTile + r] = counts ? gates[t * kTile + r] : 0.0f;
+      ups[t * kTile + r] = counts ? ups[t * kTile + r] : 0.0f;
+    }
+}
 
 }  // namespace
 
@@ -73,25 +97,19 @@ int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* id
 
 void FeedForward::add_gathered(Engine& engine, const Gathered& neurons, int64_t tokens,
                                Activation activation) const {
-  if (neurons.count == 0) return;
-  const int64_t width = padded_to_tile(neurons.count);
-  engine.gathered_h_.grow(static_cast<size_t>(2 * tokens * width) * sizeof(float));
-  float* up = engine.gathered_h_.as<float>();
-  float* gates = up + tokens * width;
-  gathered_rows(engine, neurons, neurons.whole ? record_.up : 0, tokens, up, width);
-  if (neurons.whole) gathered_rows(engine, neurons, record_.gate, tokens, gates, width);
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t k = 0; k < width; ++k) {
-      const float score =
-          k < neurons.count ? neurons.scores[t * neurons.scores_stride + neurons.ids[k]] : 0.0f;
-      if (!neurons.whole)
-        gates[t * width + k] = score;
-      else if (score <= 0)
-        // Others selected it: for this token it is zero, whatever its gate and up products are.
-        gates[t * width + k] = up[t * width + k] = 0.0f;
-    }
-  engine.kernels().activate(activation, gates, up, up, tokens * width);
-  gathered_down(engine, neurons, tokens, up, width);
+  // A block of 64 stored neurons is summed as one, so it is in one batch.
+  const int64_t most = std::max(kHiddenFloats / tokens / kGroup * kGroup, kGroup);
+  for (int64_t first = 0; first < neurons.count;) {
+    int64_t end = std::min(first + most, neurons.count);
+    if (end < neurons.count)
+      while (neurons.ids[end] / kGroup == neurons.ids[end - 1] / kGroup) --end;
+    Gathered batch = neurons;
+    batch.ids += first;
+    batch.parts += first;
+    batch.count = end - first;
+    gathered_batch(engine, batch, tokens, activation);
+    first = end;
+  }
 }
 
 int64_t FeedForward::forward_selected(Engine& engine, const Scorer& scorer, const Placed& placed,
@@ -125,47 +143,74 @@ int64_t FeedForward::forward_selected(Engine& engine, const Scorer& scorer, cons
   return chosen;
 }
 
-void FeedForward::gathered_rows(Engine& engine, const Gathered& neurons, int64_t offset, int64_t tokens,
-                                float* out, int64_t out_stride) const {
-  const KernelTable& kernels = engine.kernels();
-  if (bits_ == 16) {
-    engine.pool().parallel_for(neurons.count, 16, [&](int64_t begin, int64_t end, int) {
-      for (int64_t k = begin; k < end; ++k)
-        kernels.linear_half(reinterpret_cast<const uint16_t*>(neurons.parts[k] + offset), groups_ * kGroup,
-                            engine.x_padded_.as<float>(), tokens, nullptr, nullptr, out + k, out_stride, 0,
-                            1);
-    });
-    return;
-  }
-  const QuantizedRows x{engine.x_codes_.as<int8_t>(), engine.x_scales_.as<float>(),
-                        engine.x_sums_.as<float>(), engine.x_int_sums_.as<int32_t>(), groups_};
-  const int64_t tile_bytes = groups_ * tile_group_bytes(bits_), tiles = out_stride / kTile;
+void FeedForward::gathered_batch(Engine& engine, const Gathered& neurons, int64_t tokens,
+                                 Activation activation) const {
+  const int64_t width = padded_to_tile(neurons.count);
+  engine.h_.grow(static_cast<size_t>(tokens * width + kGroup) * sizeof(float));
+  gathered_hidden(engine, neurons, tokens, activation, width);
+  gathered_down(engine, neurons, tokens, width);
+}
+
+// h[t * width + k] = activation(gate) * up, zero where a token doesn't select neuron k.
+void FeedForward::gathered_hidden(Engine& engine, const Gathered& neurons, int64_t tokens,
+                                  Activation activation, int64_t width) const {
+  const int64_t values = tokens * kTile;
+  const int64_t tile_bytes = bits_ == 16 ? 0 : groups_ * tile_group_bytes(bits_);
   uint8_t* scratch = reinterpret_cast<uint8_t*>(engine.scratch(tile_bytes / 4));
-  engine.pool().parallel_for(tiles, 2, [&](int64_t begin, int64_t end, int thread) {
+  engine.tile_.grow(static_cast<size_t>(engine.pool().threads() * 2 * values) * sizeof(float));
+  const int64_t first_at = neurons.whole ? record_.gate : 0;
+  engine.pool().parallel_for(width / kTile, 2, [&](int64_t begin, int64_t end, int thread) {
     uint8_t* tile = scratch + thread * tile_bytes;
-    const uint8_t* rows[2][kTile];
-    rows_of_tile(neurons, offset, begin, rows[begin % 2]);
+    float* gates = engine.tile_.as<float>() + thread * 2 * values;
+    float* ups = gates + values;
+    const uint8_t *first[2][kTile], *second[kTile];
+    rows_of_tile(neurons, begin * kTile, first_at, first[begin % 2]);
     for (int64_t i = begin; i < end; ++i) {
-      const uint8_t** next = i + 1 < end ? rows[(i + 1) % 2] : nullptr;
-      if (next) rows_of_tile(neurons, offset, i + 1, next);
-      if (tokens <= kFewTokens) {
-        gather_affines(bits_, groups_, rows[i % 2], tile, 4 * kTile);
-        kernels.linear_gathered(bits_, rows[i % 2], next, reinterpret_cast<const uint16_t*>(tile), x, tokens,
-                                out + i * kTile, out_stride);
+      const uint8_t** next = nullptr;
+      if (i + 1 < end) rows_of_tile(neurons, (i + 1) * kTile, first_at, next = first[(i + 1) % 2]);
+      if (neurons.whole) {
+        rows_of_tile(neurons, i * kTile, record_.up, second);
+        gathered_products(engine, first[i % 2], second, tile, tokens, gates);
+        gathered_products(engine, second, next, tile, tokens, ups);
+        clear_unselected(neurons, i * kTile, tokens, gates, ups);
       } else {
-        gather_tile(bits_, groups_, rows[i % 2], tile);
-        kernels.linear_quantized(bits_, tile, x, tokens, nullptr, nullptr, out + i * kTile, out_stride, kTile,
-                                 0, 1);
+        gathered_products(engine, first[i % 2], next, tile, tokens, ups);
+        take_gates(neurons, i * kTile, tokens, gates);
       }
+      engine.kernels().activate(activation, gates, ups, ups, values);
+      for (int64_t t = 0; t < tokens; ++t)
+        std::memcpy(engine.h_.as<float>() + t * width + i * kTile, ups + t * kTile, kTile * sizeof(float));
     }
   });
 }
 
-void FeedForward::gathered_down(Engine& engine, const Gathered& neurons, int64_t tokens, const float* h,
+// Products of 16 rows with every token -> (T, 16). The rows `next`, if not null, are wanted next.
+void FeedForward::gathered_products(Engine& engine, const uint8_t* const* rows, const uint8_t* const* next,
+                                    uint8_t* tile, int64_t tokens, float* out) const {
+  const KernelTable& kernels = engine.kernels();
+  if (bits_ == 16) {
+    for (int64_t r = 0; r < kTile; ++r)
+      kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), groups_ * kGroup,
+                          engine.x_padded_.as<float>(), tokens, nullptr, nullptr, out + r, kTile, 0, 1);
+    return;
+  }
+  const QuantizedRows x{engine.x_codes_.as<int8_t>(), engine.x_scales_.as<float>(),
+                        engine.x_sums_.as<float>(), engine.x_int_sums_.as<int32_t>(), groups_};
+  if (tokens <= kFewTokens) {
+    gather_affines(bits_, groups_, rows, tile, 4 * kTile);
+    kernels.linear_gathered(bits_, rows, next, reinterpret_cast<const uint16_t*>(tile), x, tokens, out,
+                            kTile);
+  } else {
+    gather_tile(bits_, groups_, rows, next, tile);
+    kernels.linear_quantized(bits_, tile, x, tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
+  }
+}
+
+void FeedForward::gathered_down(Engine& engine, const Gathered& neurons, int64_t tokens,
                                 int64_t h_stride) const {
   const KernelTable& kernels = engine.kernels();
-  const int64_t width = groups_ * kGroup;
-  const int64_t down = neurons.whole ? record_.down : row_bytes_;
+  const int64_t width = groups_ * kGroup, down = neurons.whole ? record_.down : row_bytes_;
+  const float* h = engine.h_.as<float>();
   float* y = engine.y_.as<float>();
   if (bits_ == 16) {
     engine.pool().parallel_for(width / kTile, 8, [&](int64_t begin, int64_t end, int) {
@@ -175,42 +220,30 @@ void FeedForward::gathered_down(Engine& engine, const Gathered& neurons, int64_t
     });
     return;
   }
-  std::vector<GatheredBlock>& blocks = engine.gathered_blocks_;
-  std::vector<const uint8_t*>& rows = engine.gathered_rows_;
-  std::vector<uint8_t>& index = engine.gathered_index_;
-  blocks.clear();
-  rows.resize(static_cast<size_t>(neurons.count));
-  index.resize(static_cast<size_t>(neurons.count));
-  std::vector<int64_t>& places = engine.gathered_places_;
-  places.clear();
-  for (int64_t k = 0; k < neurons.count; ++k) {
-    // Many that a predictor selects don't fire: their down rows would be multiplied by zero.
-    bool zero = neurons.whole;
-    for (int64_t t = 0; t < tokens && zero; ++t) zero = h[t * h_stride + k] == 0.0f;
-    if (zero) continue;
-    const size_t at = places.size();
-    rows[at] = neurons.parts[k] + down;
-    index[at] = static_cast<uint8_t>(neurons.ids[k] % kGroup);
-    if (at == 0 || neurons.ids[k] / kGroup != neurons.ids[places.back()] / kGroup)
-      blocks.push_back({rows.data() + at, index.data() + at, 0});
-    ++blocks.back().count;
-    places.push_back(k);
+  // A thread reads long runs of a row: its groups are one piece of all of them, 16 side by side. Where those
+  // are fewer than threads, each takes some of the tokens.
+  const int64_t threads = engine.pool().threads();
+  const int64_t grain = padded_to_tile((groups_ + threads - 1) / threads);
+  const int64_t pieces = (groups_ + grain - 1) / grain;
+  const int64_t share =
+      pieces < threads ? std::max<int64_t>((tokens * pieces + threads - 1) / threads, 2) : tokens;
+  const int64_t shares = (tokens + share - 1) / share;
+  const int64_t lanes_width = padded_to_tile(groups_) * kTile;
+  if (!engine.gathered_) {
+    const size_t bytes = static_cast<size_t>(tokens * lanes_width) * sizeof(float);
+    engine.lanes_.grow(bytes);
+    std::memset(engine.lanes_.data(), 0, bytes);
+    engine.gathered_ = true;
   }
-  const int64_t count = static_cast<int64_t>(blocks.size()), spread = count * kGroup;
-  engine.h_.grow(static_cast<size_t>(tokens * spread) * sizeof(float));
-  float* values = engine.h_.as<float>();
-  std::memset(values, 0, static_cast<size_t>(tokens * spread) * sizeof(float));
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t b = 0, k = 0; b < count; ++b)
-      for (int64_t i = 0; i < blocks[b].count; ++i, ++k)
-        values[t * spread + b * kGroup + blocks[b].index[i]] = h[t * h_stride + places[k]];
-  // A thread reads long runs of a row: its groups are one piece of all of them, 16 side by side.
-  const int64_t grain = padded_to_tile((groups_ + engine.pool().threads() - 1) / engine.pool().threads());
-  engine.pool().parallel_for(groups_, grain, [&](int64_t begin, int64_t end, int) {
-    kernels.down_gathered(bits_, blocks.data(), count, groups_, begin, end, values, spread, tokens, y, width,
-                          engine.lanes_.as<float>(), groups_ * kTile);
+  float* lanes = engine.lanes_.as<float>();
+  engine.pool().parallel_for(pieces * shares, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t g0 = i % pieces * grain, g1 = std::min(g0 + grain, groups_), t = i / pieces * share;
+      kernels.down_gathered(bits_, {neurons.ids, neurons.parts, down, neurons.count}, groups_, g0, g1,
+                            h + t * h_stride, h_stride, std::min(share, tokens - t), y + t * width, width,
+                            lanes + t * lanes_width, lanes_width);
+    }
   });
-  engine.gathered_ = true;
 }
 
 }  // namespace ondevice

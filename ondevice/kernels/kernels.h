@@ -54,11 +54,11 @@ struct AttentionArgs {
 // Bytes of one 16-row, 64-column block: codes, 16 scales, 16 biases.
 constexpr int64_t tile_group_bytes(int bits) { return kTile * kGroup * bits / 8 + 4 * kTile; }
 
-// The neurons of one block of 64 stored ids that fire: where their down rows lie, ids ascending.
-struct GatheredBlock {
-  const uint8_t* const* rows;
-  const uint8_t* index;  // id % 64 of each
-  int64_t count;
+// Neurons that may fire, ids ascending; each one's down row lies `down` bytes into its part.
+struct GatheredRows {
+  const int32_t* ids;
+  const uint8_t* const* parts;
+  int64_t down, count;
 };
 
 struct KernelTable {
@@ -84,12 +84,13 @@ struct KernelTable {
   // Down projection of `blocks` blocks of 64 neurons into outputs of group g; see feed_forward.cc.
   void (*down_quantized)(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                          int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
-  // The same of the neurons that fire alone, in outputs of groups [g_begin, g_end); h is (T, count * 64),
-  // zero where a neuron doesn't fire. The lanes are (T, 16, groups), and at 4 bits y has the order of
-  // `unzip_outputs`.
-  void (*down_gathered)(int bits, const GatheredBlock* blocks, int64_t count, int64_t groups, int64_t g_begin,
-                        int64_t g_end, const float* h, int64_t h_stride, int64_t tokens, float* y,
-                        int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
+  // The same of gathered neurons, in outputs of groups [g_begin, g_end); a column of h (T, h_stride) is zero
+  // where its neuron doesn't fire, and nobody looks at its row there. Of h, 64 floats behind the last column
+  // are read. The lanes are (T, groups / 16, 16, 16), of 16 groups side by side, g_begin is a multiple of 16,
+  // and at 4 bits y has the order of `unzip_outputs`.
+  void (*down_gathered)(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+                        const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
+                        float* bias_lanes, int64_t lanes_stride);
   // Where down_gathered left the 64 outputs of each group, even ones before odd ones in each 32, -> in order.
   void (*unzip_outputs)(float* y, int64_t groups);
   // y[t, j] for j in [begin, end), multiples of 16: float16 rows, ascending neuron by fused multiply-adds.

@@ -104,7 +104,7 @@ float* Engine::scratch(int64_t floats) {
 
 void Engine::trim() {
   for (Buffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &scratch_, &h_, &y_,
-                         &lanes_, &tile_, &gathered_h_, &ordered_lanes_, &narrow_, &scores_})
+                         &lanes_, &tile_, &ordered_lanes_, &narrow_, &scores_})
     *buffer = Buffer();
 }
 

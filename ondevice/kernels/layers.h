@@ -64,12 +64,8 @@ class Engine {
   const KernelTable* table_;
   Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, scratch_;
   Buffer h_, y_, lanes_, tile_;
-  Buffer gathered_h_, ordered_lanes_, narrow_, scores_;
+  Buffer ordered_lanes_, narrow_, scores_;
   bool gathered_ = false;  // y_ and lanes_ are in the order of down_gathered
-  std::vector<GatheredBlock> gathered_blocks_;
-  std::vector<const uint8_t*> gathered_rows_;
-  std::vector<uint8_t> gathered_index_;
-  std::vector<int64_t> gathered_places_;
   std::vector<int32_t> selected_;
   std::vector<const uint8_t*> selected_parts_;
 };
@@ -139,6 +135,11 @@ struct Scorer {
   const Matrix* narrow;
 };
 
+inline int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
+
+// Hidden activations that exist at once, so that they stay in the cache: 2 MB of floats.
+constexpr int64_t kHiddenFloats = 512 * 1024;
+
 class FeedForward {
  public:
   FeedForward(int64_t hidden, int bits, RecordShape record);
@@ -174,10 +175,12 @@ class FeedForward {
   void clear(Engine& engine, int64_t tokens) const;
   void add_batch(Engine& engine, const Segment* const* segments, int64_t count, int64_t tokens,
                  Activation activation) const;
-  void gathered_rows(Engine& engine, const Gathered& neurons, int64_t offset, int64_t tokens, float* out,
-                     int64_t out_stride) const;
-  void gathered_down(Engine& engine, const Gathered& neurons, int64_t tokens, const float* h,
-                     int64_t h_stride) const;
+  void gathered_batch(Engine& engine, const Gathered& neurons, int64_t tokens, Activation activation) const;
+  void gathered_products(Engine& engine, const uint8_t* const* rows, const uint8_t* const* next,
+                         uint8_t* tile, int64_t tokens, float* out) const;
+  void gathered_hidden(Engine& engine, const Gathered& neurons, int64_t tokens, Activation activation,
+                       int64_t width) const;
+  void gathered_down(Engine& engine, const Gathered& neurons, int64_t tokens, int64_t h_stride) const;
   void gate_up(Engine& engine, const Segment& segment, int64_t tile, int64_t tokens, Activation activation,
                float* h, int64_t h_stride, int thread) const;
 

@@ -10,8 +10,6 @@ namespace ondevice {
 namespace {
 
 constexpr int64_t kTilesPerBlock = kGroup / kTile;
-// Hidden activations that one batch of segments may hold, so that they stay in the cache: 2 MB of floats.
-constexpr int64_t kHiddenFloats = 512 * 1024;
 
 int64_t down_block_bytes(int bits) { return kGroup * kGroup * bits / 8 + 4 * kGroup; }
 
@@ -206,8 +204,10 @@ void FeedForward::finish(Engine& engine, int64_t tokens, float* out, const float
       if (bits_ == 4) engine.kernels().unzip_outputs(y, groups_);
       engine.ordered_lanes_.grow(static_cast<size_t>(groups_ * kTile) * sizeof(float));
       float* ordered = engine.ordered_lanes_.as<float>();
+      lanes = engine.lanes_.as<float>() + t * padded_to_tile(groups_) * kTile;
       for (int64_t g = 0; g < groups_; ++g)
-        for (int64_t lane = 0; lane < kTile; ++lane) ordered[g * kTile + lane] = lanes[lane * groups_ + g];
+        for (int64_t lane = 0; lane < kTile; ++lane)
+          ordered[g * kTile + lane] = lanes[(g / kTile * kTile + lane) * kTile + g % kTile];
       lanes = ordered;
     }
     engine.kernels().add_bias_lanes(y, lanes, added ? added + t * hidden_ : nullptr, out + t * hidden_,

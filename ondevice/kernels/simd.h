@@ -32,20 +32,61 @@ static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&o
   out[0] = join_quarters(quads);
 }
 static inline void order_pieces(I (&)[1]) {}
+static inline void order_pieces(B (&)[1]) {}
 
 #if !defined(ONDEVICE_WIDE_ROWS)
 // Pieces of 16 bytes that are taken of each row at once.
 constexpr int kRowPieces = 1;
 typedef const int8_t* Quads;
 static inline Quads two_quads(const int8_t* first, const int8_t*) { return first; }
+
+// Four values of at most 127 in each lane -> int8, the four side by side; returns their sums.
+static inline F store_quads(int8_t* out, const F (&v)[4]) {
+  Bytes16 rows[4], quads[4];
+  F sum = zero();
+  for (int r = 0; r < 4; ++r) {
+    const F code = round_even(v[r]);
+    int8_t codes[16];
+    store_int8(codes, code);
+    rows[r] = load_vector<Bytes16>(codes);
+    sum = add(sum, code);
+  }
+  interleave_bytes(rows[0], rows[1], rows[2], rows[3], quads);
+  memcpy(out, quads, sizeof(quads));
+  return sum;
+}
 #endif
+
+#if !defined(ONDEVICE_MASKS)
+// First n (0 to 15) elements, in moves of fixed sizes: a call for each would cost more than they do.
+template <class T>
+static inline void copy_first(T* to, const T* from, int64_t n) {
+#define ONDEVICE_COPY(count)                 \
+  if (n & count) {                           \
+    memcpy(to, from, (count) * sizeof(*to)); \
+    to += count;                             \
+    from += count;                           \
+  }
+  ONDEVICE_COPY(8)
+  ONDEVICE_COPY(4)
+  ONDEVICE_COPY(2)
+  ONDEVICE_COPY(1)
+#undef ONDEVICE_COPY
+}
 
 // First n (0 to 16) floats, zeros behind them.
 static inline F load_partial(const float* p, int64_t n) {
   if (n >= 16) return load(p);
   float v[16] = {0};
-  memcpy(v, p, static_cast<size_t>(n) * sizeof(float));
+  copy_first(v, p, n);
   return load(v);
+}
+
+static inline F load_half_partial(const uint16_t* p, int64_t n) {
+  if (n >= 16) return load_half(p);
+  uint16_t v[16] = {0};
+  copy_first(v, p, n);
+  return load_half(v);
 }
 
 static inline void store_partial(float* p, F a, int64_t n) {
@@ -55,8 +96,9 @@ static inline void store_partial(float* p, F a, int64_t n) {
   }
   float v[16];
   store(v, a);
-  memcpy(p, v, static_cast<size_t>(n) * sizeof(float));
+  copy_first(p, v, n);
 }
+#endif
 
 // e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range, and NaN stays NaN: min
 // and max give their second operand where one is NaN. Cody-Waite reduction, degree-6 polynomial in Horner

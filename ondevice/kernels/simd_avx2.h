@@ -131,6 +131,12 @@ static inline int32_t reduce_magnitude(F x) {
   const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
+// Bit i: whether lane i isn't zero.
+static inline uint32_t nonzero_lanes(F x) {
+  const int a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+  const int b = _mm256_movemask_ps(_mm256_cmp_ps(x.b, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+  return static_cast<uint32_t>(a | b << 8);
+}
 static inline int32_t sum_bytes(__m256i bytes) {
   const __m256i words = _mm256_maddubs_epi16(_mm256_set1_epi8(1), bytes);
   const __m256i dwords = _mm256_madd_epi16(words, _mm256_set1_epi16(1));

@@ -50,6 +50,14 @@ static inline F load_half(const uint16_t* p) {
 static inline void store_half(uint16_t* p, F a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT));
 }
+#define ONDEVICE_MASKS
+// First n (0 to 16) values, zeros behind them.
+static inline __mmask16 first_lanes(int64_t n) { return _cvtu32_mask16((1u << (n < 16 ? n : 16)) - 1); }
+static inline F load_partial(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
+static inline void store_partial(float* p, F a, int64_t n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
+static inline F load_half_partial(const uint16_t* p, int64_t n) {
+  return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(n), p))};
+}
 static inline F load_int8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
@@ -92,16 +100,26 @@ static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&o
   out[2].v = _mm512_unpacklo_epi16(ab_high, cd_high);
   out[3].v = _mm512_unpackhi_epi16(ab_high, cd_high);
 }
-// What products with the bytes of interleave_rows summed up to -> 16 lanes for each 16 bytes of the rows.
-static inline void order_pieces(I (&sums)[kRowPieces]) {
-  const __m512i low01 = _mm512_shuffle_i32x4(sums[0].v, sums[1].v, 0x44);
-  const __m512i high01 = _mm512_shuffle_i32x4(sums[0].v, sums[1].v, 0xee);
-  const __m512i low23 = _mm512_shuffle_i32x4(sums[2].v, sums[3].v, 0x44);
-  const __m512i high23 = _mm512_shuffle_i32x4(sums[2].v, sums[3].v, 0xee);
-  sums[0].v = _mm512_shuffle_i32x4(low01, low23, 0x88);
-  sums[1].v = _mm512_shuffle_i32x4(low01, low23, 0xdd);
-  sums[2].v = _mm512_shuffle_i32x4(high01, high23, 0x88);
-  sums[3].v = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+// Bytes of interleave_rows, or what products with them summed up to -> those of each 16 bytes of the rows.
+template <class V>
+static inline void order_pieces(V (&p)[kRowPieces]) {
+  const __m512i low01 = _mm512_shuffle_i32x4(p[0].v, p[1].v, 0x44);
+  const __m512i high01 = _mm512_shuffle_i32x4(p[0].v, p[1].v, 0xee);
+  const __m512i low23 = _mm512_shuffle_i32x4(p[2].v, p[3].v, 0x44);
+  const __m512i high23 = _mm512_shuffle_i32x4(p[2].v, p[3].v, 0xee);
+  p[0].v = _mm512_shuffle_i32x4(low01, low23, 0x88);
+  p[1].v = _mm512_shuffle_i32x4(low01, low23, 0xdd);
+  p[2].v = _mm512_shuffle_i32x4(high01, high23, 0x88);
+  p[3].v = _mm512_shuffle_i32x4(high01, high23, 0xdd);
+}
+// Four values of at most 127 in each lane -> int8, the four side by side; returns their sums.
+static inline F store_quads(int8_t* out, const F (&v)[4]) {
+  const __m512i a = _mm512_cvtps_epi32(v[0].v), b = _mm512_cvtps_epi32(v[1].v);
+  const __m512i c = _mm512_cvtps_epi32(v[2].v), d = _mm512_cvtps_epi32(v[3].v);
+  __m512i bytes = _mm512_mask_blend_epi8(0x2222222222222222, a, _mm512_slli_epi32(b, 8));
+  bytes = _mm512_mask_blend_epi8(0x4444444444444444, bytes, _mm512_slli_epi32(c, 16));
+  _mm512_storeu_si512(out, _mm512_mask_blend_epi8(0x8888888888888888, bytes, _mm512_slli_epi32(d, 24)));
+  return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_add_epi32(a, b), _mm512_add_epi32(c, d)))};
 }
 // Four activations for the lower eight lanes, and four for the upper.
 struct Quads {
@@ -125,6 +143,10 @@ static inline float reduce_add(F a) {
 }
 // Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
 static inline int32_t reduce_magnitude(F a) { return _mm512_reduce_max_epi32(_mm512_castps_si512(a.v)); }
+// Bit i: whether lane i isn't zero.
+static inline uint32_t nonzero_lanes(F a) {
+  return _cvtmask16_u32(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_NEQ_UQ));
+}
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));

@@ -170,6 +170,13 @@ static inline int32_t reduce_magnitude(F a) {
   const F low = max_magnitude(a, {{a.v[2], a.v[3], a.v[2], a.v[3]}});
   return vmaxvq_s32(vmaxq_s32(vreinterpretq_s32_f32(low.v[0]), vreinterpretq_s32_f32(low.v[1])));
 }
+// Bit i: whether lane i isn't zero.
+static inline uint32_t nonzero_lanes(F a) {
+  const uint32_t places[4] = {1, 2, 4, 8};
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; ++i) bits |= vaddvq_u32(vbicq_u32(vld1q_u32(places), vceqzq_f32(a.v[i]))) << 4 * i;
+  return bits;
+}
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const F values[4] = {a, b, c, d};

@@ -193,6 +193,12 @@ static inline int32_t reduce_magnitude(F a) {
   for (float x : a.v) largest = magnitude_bits(x) > largest ? magnitude_bits(x) : largest;
   return largest;
 }
+// Bit i: whether lane i isn't zero.
+static inline uint32_t nonzero_lanes(F a) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(a.v[i] != 0.0f) << i;
+  return bits;
+}
 // Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const F values[4] = {a, b, c, d};

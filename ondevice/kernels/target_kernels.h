@@ -22,9 +22,9 @@ void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, i
 void activate(Activation act, const float* gate, const float* up, float* h, int64_t n);
 void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
-void down_gathered(int bits, const GatheredBlock* blocks, int64_t count, int64_t groups, int64_t g_begin,
-                   int64_t g_end, const float* h, int64_t h_stride, int64_t tokens, float* y,
-                   int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
+void down_gathered(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+                   const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
+                   float* bias_lanes, int64_t lanes_stride);
 void unzip_outputs(float* y, int64_t groups);
 void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
                int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);

@@ -68,9 +68,8 @@ DEFAULT_FETCH = FetchOptions()
 class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
-    whole_tokens: passes of more multiply a layer in batches even where it is whole, as working memory grows
-    with both. part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read
-    from a guess, at most. costs: of reads with the threads that `reader` has.
+    part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
+    guess, at most. costs: of reads with the threads that `reader` has.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class NeuronFetcher:
         *,
         part_bytes: Sequence[int],
         batch: int,
-        whole_tokens: int,
         guesses: int,
         costs: CostModel,
         options: FetchOptions,
@@ -89,7 +87,6 @@ class NeuronFetcher:
         self._layers = layers
         self._cache = cache
         self._batch = batch
-        self._whole_tokens = whole_tokens
         predicted = any(layer.selector is not None and layer.selector.predicted for layer in layers)
         first = WHOLE_RECORD if predicted else UP_AND_DOWN
         wanted = Parts(first, len(part_bytes) - first)
@@ -190,7 +187,7 @@ class NeuronFetcher:
             self._since = time.perf_counter()
             self._next_pass(certain)
             self._managed += self._lap()
-        if certain > self._whole_tokens or not cache.holds_all or not cache.holds_layer(index):
+        if not cache.holds_all or not cache.holds_layer(index):
             return None
         return None if self._guessing.awaits(index) else Whole(*cache.places(index), cache.count)
 
@@ -213,7 +210,7 @@ class NeuronFetcher:
         if certain < len(scores):
             ids = np.union1d(ids, cache.held(index, selected(scores[certain:])))
         guessed = self._guessing.adopt(index)
-        if certain <= self._whole_tokens and cache.holds_layer(index) and not len(guessed):
+        if cache.holds_layer(index) and not len(guessed):
             yield from self._whole(index, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
