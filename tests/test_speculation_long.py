@@ -245,7 +245,7 @@ def drafter_options(drafter: str, resident: bool, stories: Path) -> dict[str, An
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["resident", "smallest"])
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "auto"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("sparsity", SPARSITIES)
 def test_every_text_is_that_of_plain_decoding(
     bundle: Path,
