@@ -176,8 +176,10 @@ class Generator:
         if len(draft) > 1:
             self.accepted(path)
         if self.drafting is not None:
-            meter.drafts.passed(verified, path, written.ended)
-            meter.drafts.spent(len(draft) - 1, self.drafting.preparing_seconds, self.drafting.growing_seconds)
+            if not self.drafting.resting:
+                looked = self.drafting.preparing_seconds, self.drafting.growing_seconds
+                meter.drafts.passed(verified, path, written.ended)
+                meter.drafts.spent(len(draft) - 1, *looked)
             self.drafting.entered(found, path[-1])
             self.drafting.passed(draft, time.perf_counter() - started)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ondevice.config import SamplingConfig
 from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.pass_time import PassTime
 from ondevice.speculation.policy import FIRST_DRAFTS, STALE_PASSES, TRIAL_NODES, TreePolicy
 from ondevice.speculation.switch import (
@@ -19,7 +23,7 @@ from ondevice.speculation.switch import (
     TRIAL_DRAFTS,
     Switch,
 )
-from ondevice.speculation.tree import grow
+from ondevice.speculation.tree import Proposals, grow
 
 
 class Simulation:
@@ -238,3 +242,37 @@ def test_chances_are_corrected_by_what_they_come_to() -> None:
     assert boastful < np.median(Simulation().run(400, node=0.1, claimed=0.9)[-100:])
     assert shy > np.median(Simulation().run(400, node=0.1, claimed=0.35)[-100:])
     assert abs(honest - boastful) < 6
+
+
+def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it misses while nothing is asked of it, it hears before it is asked again."""
+
+    class Listening(Drafter):
+        def __init__(self) -> None:
+            self.text: list[int] = []
+
+        def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+            self.text = list(text)
+
+        def add(self, token: int) -> None:
+            self.text.append(token)
+
+        def propose(self, path: Sequence[int]) -> Proposals:
+            assert self.text == written
+            asked.append(len(written))
+            return []
+
+    pauses = np.random.default_rng(0).random(400) < 0.6
+    monkeypatch.setattr(TreePolicy, "pause", lambda policy: bool(pauses[len(written)]))
+    monkeypatch.setattr(TreePolicy, "begin", lambda policy: 4)
+    drafting, asked = Drafting(Listening(), NARROW_TOKENS), list[int]()
+    for start in (2, 150):
+        written = list(range(start))
+        drafting.begin(written, SamplingConfig())
+        for token in range(100):
+            kv: Any = None
+            draft = drafting.draft(written[-1], kv, 16, 99)
+            drafting.drew(written[-1], token, np.zeros(4, np.float32))
+            written.append(token)
+            drafting.passed(draft, 1.0)
+    assert len(asked) > 50

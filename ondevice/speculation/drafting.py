@@ -40,7 +40,11 @@ class Drafting:
         self._drawn = 0
         """Tokens since the last draft."""
         self._paused = False
-        """In this pass, for nothing is in sight: the drafter hears the text and no more."""
+        """In this pass, for nothing is in sight: the drafter hears of it when guesses are wanted again."""
+        self._unheard: list[int] = []
+        """Tokens that came while paused."""
+        self._unseen: tuple[Pass, int] | None = None
+        """What the last pass left, if that was while paused."""
 
     @property
     def resting(self) -> bool:
@@ -50,6 +54,8 @@ class Drafting:
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """A text is about to be continued: its token ids, of which there is at least one; the list grows."""
         self._text, self._sampling, self._behind = text, sampling, self._deaf
+        self._paused, self._unseen = False, None
+        self._unheard.clear()
         if not self._deaf:
             self._drafter.begin(text, sampling)
 
@@ -68,10 +74,12 @@ class Drafting:
             return plain(root)
         if self._behind:
             self._drafter.begin(list(self._text), self._sampling)
-            self._behind = False
+            self._behind, self._unseen = False, None
+            self._unheard.clear()
         self._paused = self._policy.pause()
         if self._paused:
             return plain(root)
+        self._catch_up()
         nodes = min(self._policy.begin(), most_nodes)
         if nodes < 2 or most_tokens < 2:
             return plain(root)
@@ -97,7 +105,7 @@ class Drafting:
         if self._deaf:
             return
         if self._paused:
-            self._drafter.add(token)
+            self._unheard.append(token)
             return
         started = time.perf_counter()
         self._drafter.judge(token)
@@ -111,7 +119,11 @@ class Drafting:
 
     def entered(self, found: Pass, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
-        if not self._deaf:
+        if self._deaf:
+            return
+        if self._paused:
+            self._unseen = found, node
+        else:
             self._drafter.entered(found, node)
 
     def passed(self, draft: Draft, seconds: float) -> None:
@@ -119,6 +131,15 @@ class Drafting:
         if not self._paused:
             drafting_seconds = self.preparing_seconds + self.growing_seconds + self._learning_seconds
             self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
+
+    def _catch_up(self) -> None:
+        """Tell the drafter what it has missed: all at once takes far less time than between passes."""
+        for token in self._unheard:
+            self._drafter.add(token)
+        self._unheard.clear()
+        if self._unseen is not None:
+            self._drafter.entered(*self._unseen)
+            self._unseen = None
 
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""

@@ -42,8 +42,9 @@ class Lookup(Drafter):
     def add(self, token: int) -> None:
         place = len(self._text)
         # The runs that end here: now there is a token behind them.
-        for length in range(1, min(LONGEST, place) + 1):
-            self._ends[tuple(self._text[place - length :])] = place
+        tail = tuple(self._text[-LONGEST:])
+        for start in range(len(tail)):
+            self._ends[tail[start:]] = place
         self._text.append(token)
 
     def propose(self, path: Sequence[int]) -> Proposals:
