@@ -120,8 +120,8 @@ class Generator:
                 self.drafting.begin(history, sampling)
             if room:
                 self._draw(written, self.transformer.checked_logits(prefilled.hidden)[0], meter)
-            if self.drafting is not None:
-                self.drafting.entered(prefilled, 0)
+            if (drafting := self._listening) is not None:
+                drafting.entered(prefilled, 0)
             while True:
                 meter.pause()
                 yield from written.events()
@@ -150,16 +150,16 @@ class Generator:
         kv then holds the text but for its newest token, or, whatever is raised, what it held before.
         """
         started, start = time.perf_counter(), kv.length
-        draft = plain(written.history[-1])
-        if self.drafting is not None:
+        draft, drafting = plain(written.history[-1]), self._listening
+        if drafting is not None:
             # Guesses take no block of keys and values that the newest token alone wouldn't.
             places = min(self.max_context, max(start + 1, kv.room))
-            draft = self.drafting.draft(written.history[-1], kv, places - start, written.room)
+            draft = drafting.draft(written.history[-1], kv, places - start, written.room)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
         narrow = None
-        if self.drafting is not None and not self.drafting.resting:
-            narrow = partial(self._narrow, draft, self.drafting)
+        if drafting is not None and not drafting.resting:
+            narrow = partial(self._narrow, draft, drafting)
         found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, narrow=narrow)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
@@ -175,13 +175,19 @@ class Generator:
             kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
         if len(draft) > 1:
             self.accepted(path)
-        if self.drafting is not None:
-            if not self.drafting.resting:
-                looked = self.drafting.preparing_seconds, self.drafting.growing_seconds
+        if drafting is not None:
+            if not drafting.resting:
                 meter.drafts.passed(verified, path, written.ended)
-                meter.drafts.spent(len(draft) - 1, *looked)
-            self.drafting.entered(found, path[-1])
-            self.drafting.passed(draft, time.perf_counter() - started)
+                meter.drafts.spent(len(draft) - 1, drafting.preparing_seconds, drafting.growing_seconds)
+            drafting.entered(found, path[-1])
+            drafting.passed(draft, time.perf_counter() - started)
+        elif self.drafting is not None:
+            self.drafting.passed_plainly(time.perf_counter() - started)
+
+    @property
+    def _listening(self) -> Drafting | None:
+        """The drafting that hears of the pass at hand, if any does."""
+        return None if self.drafting is None or self.drafting.deaf else self.drafting
 
     def _narrow(self, draft: Draft, drafting: Drafting, entering: Array) -> Narrowed:
         """What of a draft on its way goes on into the stream layers."""
@@ -194,8 +200,8 @@ class Generator:
         """The text's next token, written, or None where it ends here."""
         token = sample(logits, written.sampling, len(written.history), written.history)
         meter.sampled += 1
-        if self.drafting is not None:
-            self.drafting.drew(written.history[-1], token, logits)
+        if (drafting := self._listening) is not None:
+            drafting.drew(written.history[-1], token, logits)
         written.add(token)
         return None if written.ended else token
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ondevice.backends.base import KVLayout
+from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import Streams
@@ -301,7 +301,8 @@ def draft_bytes(
         # What drafting would have liked to have: the first that the next pass reads.
         adapters += 4 * config.num_layers * config.intermediate_size if runtime.sparsity != "dense" else 0
     held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
-    paths = threads * 2 * KVLayout(config, runtime.kv_bits).head_bytes
+    # A thread's values along a path through the tree.
+    paths = threads * 4 * BLOCK_TOKENS * padded(config.head_dim, 16)
     return adapters + drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
 
 

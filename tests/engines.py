@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
+import ondevice.engine
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
@@ -20,6 +23,7 @@ from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.segments import SegmentPool
+from ondevice.speculation.policy import TreePolicy
 
 BackendName = Literal["reference", "cpu"]
 
@@ -128,3 +132,16 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
     scales, biases = np.split(affine.view(np.float16).astype(np.float32), 2, axis=1)
     values = np.repeat(scales, 64, axis=1) * codes + np.repeat(biases, 64, axis=1)
     return values[:, : row.cols].astype(np.float32)
+
+
+def always_draft(patch: pytest.MonkeyPatch, sizes: Iterable[int]) -> None:
+    """Drafts in every pass, as large as `sizes` say one after another, whatever they are worth."""
+    next_size = cycle(sizes).__next__
+    patch.setattr(ondevice.engine, "LEAST_PASS_SECONDS", 0.0)
+    patch.setattr(TreePolicy, "begin", lambda policy: next_size())
+    patch.setattr(TreePolicy, "pause", lambda policy: False)
+    for question in ("worth", "promising"):
+        patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
+    # Nor do drafters stop to learn.
+    patch.setattr(TreePolicy, "resting", False)
+    patch.setattr(TreePolicy, "quiet", False)

@@ -10,9 +10,9 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.config import SamplingConfig
 from ondevice.sampling import process_logits
-from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Proposals
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.engines import always_draft
 from tests.test_sampling import softmax
 
 PROMPT = [256, 10, 20, 30]
@@ -45,14 +45,12 @@ def test_texts_drawn_with_trees_follow_the_models_law(
 ) -> None:
     """Chi-square over seeds; the bound is exceeded by chance once in 10,000 runs."""
     expected = law(model)
-    monkeypatch.setattr(TreePolicy, "begin", lambda policy: 8)
-    monkeypatch.setattr(TreePolicy, "pause", lambda policy: False)
-    for question in ("worth", "promising"):
-        monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
+    always_draft(monkeypatch, [8])
     drafting = model._engine._drafting
     assert drafting is not None
     # However short the passes of so small a model are.
     monkeypatch.setattr(drafting, "_least_pass_seconds", 0.0)
+    monkeypatch.setattr(drafting, "deaf", False)
     if guesses != "drafters' own":
         order = 1 if guesses == "the unlikeliest" else -1
         ranked = sorted(expected, key=lambda text: order * expected[text])

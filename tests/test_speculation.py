@@ -27,12 +27,12 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
-from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, Proposals, grow
 from ondevice.speculation.verify import verify
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
+from tests.engines import always_draft
 from tests.made_up_streams import add_streams
 
 SHIPPED = Path(__file__).resolve().parents[1] / "weights/small-relu"
@@ -56,6 +56,7 @@ class Scripted:
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
         self.preparing_seconds = self.growing_seconds = 0.0
+        self.deaf = False
         self.resting = False
         self.streamed = 0
         """Nodes that had streams in their pass."""
@@ -151,11 +152,7 @@ def test_any_tree_leaves_every_token_as_it_is(
 def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
     drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However little it is worth here: the largest trees.
-    monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
-    monkeypatch.setattr(TreePolicy, "pause", lambda policy: False)
-    for question in ("worth", "promising"):
-        monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
+    always_draft(monkeypatch, [NARROW_TOKENS])
     with (
         load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
         load(SHIPPED, sparsity=sparsity, speculation=drafter) as drafting,

@@ -26,7 +26,6 @@ from ondevice.errors import (
 )
 from ondevice.generate import Event
 from ondevice.speculation.draft_count import DraftCount
-from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, plain
 from ondevice.speculation_bench import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
@@ -35,6 +34,7 @@ from ondevice.stats import DraftStats, GenerationStats, median_stats
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.chat import budget_between
 from tests.command_line import Run
+from tests.engines import always_draft
 from tests.made_up_streams import add_streams
 
 TASKS = (
@@ -61,11 +61,7 @@ def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def eager() -> Iterator[None]:
     """However little they are worth: drafts in every pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TreePolicy, "begin", lambda policy: EAGER_NODES)
-        patch.setattr(TreePolicy, "pause", lambda policy: False)
-        patch.setattr(TreePolicy, "resting", False)
-        for question in ("worth", "promising"):
-            patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
+        always_draft(patch, [EAGER_NODES])
         yield
 
 
@@ -170,7 +166,8 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
                 own_tokens, own = run(alone)
             assert tokens == own_tokens
             if name == OFF:
-                assert stats.flash_bytes_read == pytest.approx(own.flash_bytes_read, rel=0.25)
+                # Less, if anything: which neurons fire has been learned. Never what a warm cache would read.
+                assert 0.5 < stats.flash_bytes_read / own.flash_bytes_read < 1.25
         with pytest.raises(BudgetError):
             engine.draft_as(replace(plans[OFF], plan=engine.plan.with_budget(1 << 20)))
         assert engine.plan == plans[OFF].plan

@@ -21,12 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ondevice.engine
 from ondevice.api import Model, load
 from ondevice.config import SamplingConfig
 from ondevice.memory_sizes import NARROW_TOKENS
@@ -36,6 +37,7 @@ from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from tests.bundles import copy_files
 from tests.chat import squeeze
+from tests.engines import always_draft
 from tests.made_up_streams import add_streams
 
 pytestmark = pytest.mark.slow
@@ -227,17 +229,6 @@ def count_passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     return found
 
 
-def always_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts as large as SIZES says, whatever they are worth."""
-    sizes = cycle(SIZES)
-    monkeypatch.setattr(TreePolicy, "begin", lambda policy: next(sizes))
-    monkeypatch.setattr(TreePolicy, "worth", lambda policy, nodes, chance: True)
-    monkeypatch.setattr(TreePolicy, "promising", lambda policy, nodes, chance: True)
-    # Nor do drafters stop to learn.
-    monkeypatch.setattr(TreePolicy, "resting", False)
-    monkeypatch.setattr(TreePolicy, "quiet", False)
-
-
 def drafter_options(drafter: str, resident: bool, stories: Path) -> dict[str, Any]:
     """A second model is the one that ships itself, or one of another vocabulary."""
     second = {"draft_model": str(SHIPPED if resident else stories)} if drafter == "model" else {}
@@ -259,8 +250,10 @@ def test_every_text_is_that_of_plain_decoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = plain_texts(sparsity)
-    if drafter != "auto":
-        always_draft(monkeypatch)
+    if drafter == "auto":
+        monkeypatch.setattr(ondevice.engine, "LEAST_PASS_SECONDS", 0.0)
+    else:
+        always_draft(monkeypatch, SIZES)
     counted, began = count_passes(monkeypatch), time.monotonic()
     name = f"{drafter} {sparsity} {'resident' if resident else 'smallest'}"
     options = drafter_options(drafter, resident, stories_bundle)

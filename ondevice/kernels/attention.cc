@@ -51,45 +51,6 @@ void copy_position(const KvView& kv, const Head& from, int64_t from_slot, const 
   to.value_scales[to_slot] = from.value_scales[from_slot];
 }
 
-// The last blocks of one head as a node of a token tree sees them: what came before the tree, and behind it
-// the node's ancestors and itself, each where it lies in plain decoding.
-class Path {
- public:
-  // memory: of kPathBlocks head blocks.
-  Path(const AttentionArgs& args, int64_t head, uint8_t* memory)
-      : args_(args), head_(head), memory_(memory), first_(args.position / kKvBlock) {
-    // What no path has written is masked, but must be numbers.
-    const int64_t copied = args.position % kKvBlock ? args.kv.head_bytes : 0;
-    if (copied)
-      memcpy(memory, args.kv.blocks[first_] + args.kv.layer_offset + head * copied,
-             static_cast<size_t>(copied));
-    memset(memory + copied, 0, static_cast<size_t>(kPathBlocks * args.kv.head_bytes - copied));
-    for (int64_t& node : held_) node = -1;
-  }
-
-  void show(int64_t node) {
-    for (; node >= 0; node = args_.tree.parents[node]) {
-      const int64_t depth = args_.tree.depths[node];
-      if (held_[depth] == node) continue;
-      held_[depth] = node;
-      const int64_t stored = args_.position + node, shown = args_.position + depth;
-      copy_position(args_.kv, head_at(args_.kv, stored / kKvBlock, head_), stored % kKvBlock, at(shown),
-                    shown % kKvBlock);
-    }
-  }
-
-  Head at(int64_t position) const {
-    return head_in(args_.kv, memory_ + (position / kKvBlock - first_) * args_.kv.head_bytes);
-  }
-
- private:
-  const AttentionArgs& args_;
-  int64_t head_;
-  uint8_t* memory_;
-  int64_t first_;
-  int64_t held_[kKvBlock];  // the node shown at each depth, or -1
-};
-
 F load_codes(const uint8_t* base, int bits, int64_t index) {
   return bits == 16 ? load_half(reinterpret_cast<const uint16_t*>(base) + index)
                     : load_int8(reinterpret_cast<const int8_t*>(base) + index);
@@ -176,6 +137,12 @@ float softmax_row(float* scores, int64_t base, int64_t end, int64_t low, int64_t
   return reduce_add(sum);
 }
 
+void multiply(float* x, const float* by, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) store(x + i, mul(load(x + i), load(by + i)));
+  for (; i < n; ++i) x[i] *= by[i];
+}
+
 // acc[d] gains weight * value for positions [low, high] of one block, ascending. load_at(p, d) gives 16
 // values.
 template <class Load>
@@ -203,24 +170,65 @@ void weigh_values(const Load& load_at, int64_t width, const float* weights, int6
   }
 }
 
-// A block's values as floats (64, width), zeros behind head_dim.
-void load_values(const Head& head, const KvView& kv, int64_t width, float* values) {
+// The value in a slot of a block as floats (width), zeros behind head_dim.
+void load_value(const Head& head, const KvView& kv, int64_t slot, int64_t width, float* value) {
   const int64_t bytes = kv.bits / 8;
-  for (int64_t p = 0; p < kKvBlock; ++p)
-    for (int64_t d = 0; d < width; d += 16) {
-      const int64_t index = p * kv.head_dim + d;
-      if (d + 16 <= kv.head_dim) {
-        store(values + p * width + d, load_codes(head.values, kv.bits, index));
-        continue;
-      }
-      uint8_t tail[32] = {0};
-      memcpy(tail, head.values + index * bytes, static_cast<size_t>((kv.head_dim - d) * bytes));
-      store(values + p * width + d, load_codes(tail, kv.bits, 0));
+  for (int64_t d = 0; d < width; d += 16) {
+    const int64_t index = slot * kv.head_dim + d;
+    if (d + 16 <= kv.head_dim) {
+      store(value + d, load_codes(head.values, kv.bits, index));
+      continue;
     }
+    uint8_t tail[32] = {0};
+    memcpy(tail, head.values + index * bytes, static_cast<size_t>((kv.head_dim - d) * bytes));
+    store(value + d, load_codes(tail, kv.bits, 0));
+  }
 }
 
 int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The way through a token tree to one of its nodes, one node after another: which node lies at each depth,
+// and its value. Nodes are stored side by side; on the path they lie where they would in plain decoding.
+class Path {
+ public:
+  // values: (kKvBlock, width).
+  Path(const AttentionArgs& args, int64_t head, int64_t width, float* values)
+      : args_(args), head_(head), width_(width), values_(values) {
+    for (int64_t& node : nodes_) node = -1;
+  }
+
+  void show(int64_t node) {
+    for (; node >= 0; node = args_.tree.parents[node]) {
+      const int64_t depth = args_.tree.depths[node], place = args_.position + node;
+      if (nodes_[depth] == node) continue;
+      nodes_[depth] = node;
+      const Head at = head_at(args_.kv, place / kKvBlock, head_);
+      load_value(at, args_.kv, place % kKvBlock, width_, values_ + depth * width_);
+      if (at.value_scales) scales_[depth] = at.value_scales[place % kKvBlock];
+    }
+  }
+
+  // Of `scores`, by place from the tree's first on, those of the path from `depth` on to their places on it.
+  void gather(float* scores, int64_t depth, int64_t last) const {
+    // A node's place is never before that on its path: what is overwritten has been read.
+    for (; depth <= last; ++depth) scores[depth] = scores[nodes_[depth]];
+  }
+
+  // acc (width) gains weight * value from `depth` on; weights: by depth, scaled in place.
+  void weigh(float* weights, int64_t depth, int64_t last, float* acc) const {
+    if (args_.kv.bits == 8) multiply(weights + depth, scales_ + depth, last + 1 - depth);
+    weigh_values([&](int64_t i, int64_t d) { return load(values_ + i * width_ + d); }, width_, weights, depth,
+                 last, acc);
+  }
+
+ private:
+  const AttentionArgs& args_;
+  int64_t head_, width_;
+  float* values_;
+  int64_t nodes_[kKvBlock];
+  float scales_[kKvBlock];
+};
 
 }  // namespace
 
@@ -263,34 +271,53 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
     last = max_of(last, position_of(query));
     first = min_of(first, lowest_of(query));
   }
+  // Of a tree, whatever it has stored up to its last query is scored, to be picked from.
+  if (tree) last = args.position + q_end - 1;
   const int64_t base = first / kKvBlock * kKvBlock, end = (last / kKvBlock + 1) * kKvBlock, span = end - base;
-  // From here on, what a query sees of a block depends on its path.
-  const int64_t fork = tree ? max_of(base, args.position / kKvBlock * kKvBlock) : end;
+  // Queries see the same up to here.
+  const int64_t fork = tree ? args.position : end;
   float* q = scratch;                 // (rows, dim)
   float* scores = q + rows * dim;     // (rows, span)
   float* acc = scores + rows * span;  // (rows, width)
   float* block = acc + rows * width;  // (64, width)
   float* sums = block + kKvBlock * width;
-  uint8_t* path_memory = reinterpret_cast<uint8_t*>(sums + rows);
+  float* path_values = sums + rows;  // (64, width), of a tree
   for (int64_t r = 0; r < rows; ++r)
     memcpy(q + r * dim, args.q + (q_begin + r / shared) * args.q_stride + (head * shared + r % shared) * dim,
            static_cast<size_t>(dim) * sizeof(float));
   const float scale = 1.0f / sqrtf(static_cast<float>(dim));
-  const auto score = [&](const Head& at, int64_t p, int64_t row, int64_t count, int64_t highest) {
-    score_block(at, kv, q + row * dim, count, min_of((highest - p) / kLanes + 1, 4), scale,
-                scores + row * span + p - base, span);
+  for (int64_t p = base; p < end; p += kKvBlock)
+    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), scale,
+                scores + p - base, span);
+  // of(path, its first depth within the window, its last, row) of every row, where there is a tree.
+  const auto each_path = [&](const auto& of) {
+    Path path(args, head, width, path_values);
+    for (int64_t query = q_begin; tree && query < q_end; ++query) {
+      path.show(query);
+      const int64_t depth = max_of(0, lowest_of(query) - fork), row = (query - q_begin) * shared;
+      for (int64_t r = row; r < row + shared; ++r) of(path, depth, args.tree.depths[query], r);
+    }
   };
-  // Several queries share the conversion to float; one goes without.
-  const auto weigh = [&](const Head& at, int64_t p, int64_t row, int64_t count) {
-    const bool convert = count > 1 || width != dim;
-    if (convert) load_values(at, kv, width, block);
-    for (int64_t r = row; r < row + count; ++r) {
+  each_path([&](const Path& path, int64_t depth, int64_t last_depth, int64_t r) {
+    path.gather(scores + r * span + fork - base, depth, last_depth);
+  });
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t query = q_begin + r / shared;
+    sums[r] = softmax_row(scores + r * span, base, end, lowest_of(query), position_of(query));
+  }
+  for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
+  for (int64_t p = base; p < fork; p += kKvBlock) {
+    const Head at = head_at(kv, p / kKvBlock, head);
+    // Several queries share the conversion to float; one goes without.
+    const bool convert = rows > 1 || width != dim;
+    const int64_t seen = min_of(kKvBlock, fork - p);
+    for (int64_t i = 0; i < seen && convert; ++i) load_value(at, kv, i, width, block + i * width);
+    for (int64_t r = 0; r < rows; ++r) {
       const int64_t high = position_of(q_begin + r / shared), low = lowest_of(q_begin + r / shared);
       float* weights = scores + r * span + p - base;
-      if (at.value_scales)
-        for (int64_t i = 0; i < kKvBlock; i += 16)
-          store(weights + i, mul(load(weights + i), load(at.value_scales + i)));
-      const int64_t begin = max_of(low - p, 0), last_seen = min_of(high - p, kKvBlock - 1);
+      // What lies behind the fork isn't this block's.
+      if (at.value_scales) multiply(weights, at.value_scales, seen);
+      const int64_t begin = max_of(low - p, 0), last_seen = min_of(high - p, seen - 1);
       float* sum = acc + r * width;
       if (convert)
         weigh_values([&](int64_t i, int64_t d) { return load(block + i * width + d); }, width, weights, begin,
@@ -299,30 +326,10 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
         weigh_values([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * dim + d); }, width,
                      weights, begin, last_seen, sum);
     }
-  };
-  for (int64_t p = base; p < fork; p += kKvBlock) score(head_at(kv, p / kKvBlock, head), p, 0, rows, last);
-  if (tree) {
-    Path path(args, head, path_memory);
-    for (int64_t query = q_begin; query < q_end; ++query) {
-      path.show(query);
-      for (int64_t p = fork; p <= position_of(query); p += kKvBlock)
-        score(path.at(p), p, (query - q_begin) * shared, shared, position_of(query));
-    }
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t query = q_begin + r / shared;
-    sums[r] = softmax_row(scores + r * span, base, end, lowest_of(query), position_of(query));
-  }
-  for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
-  for (int64_t p = base; p < fork; p += kKvBlock) weigh(head_at(kv, p / kKvBlock, head), p, 0, rows);
-  if (tree) {
-    Path path(args, head, path_memory);
-    for (int64_t query = q_begin; query < q_end; ++query) {
-      path.show(query);
-      for (int64_t p = fork; p <= position_of(query); p += kKvBlock)
-        weigh(path.at(p), p, (query - q_begin) * shared, shared);
-    }
-  }
+  each_path([&](const Path& path, int64_t depth, int64_t last_depth, int64_t r) {
+    path.weigh(scores + r * span + fork - base, depth, last_depth, acc + r * width);
+  });
   for (int64_t r = 0; r < rows; ++r) {
     float* out = args.out + ((q_begin + r / shared) * args.heads + head * shared + r % shared) * dim;
     for (int64_t d = 0; d < dim; d += 16)

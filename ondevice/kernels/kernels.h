@@ -32,11 +32,8 @@ struct KvView {
   int bits;  // 8 or 16
 };
 
-// Blocks in which a path through a token tree, at most a block long, can lie.
-constexpr int64_t kPathBlocks = 2;
-
 // Query i's token follows token parents[i] < i, or what came before them all where that is -1; depths[i] is
-// how many tokens of the tree lie before it on its path. Null: each follows the one before it.
+// how many tokens of the tree lie before it on its path, fewer than 64. Null: each follows the one before it.
 struct TreeView {
   const int32_t *parents, *depths;
 };

@@ -13,8 +13,8 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 
-AGAIN_PASSES, TIMED = 256, 4
-"""Where passes are too short for drafts, that is measured again so often, by so many passes."""
+TIMED_EVERY = 8
+"""Of passes that the drafter doesn't hear of, the first is timed and one in so many after it."""
 
 
 class Drafting:
@@ -35,8 +35,11 @@ class Drafting:
         self._passes = 0
         self._text: list[int] = []
         self._sampling = SamplingConfig()
-        self._deaf = self._behind = False
-        """Passes are too short to guess beside: the drafter hears nothing; it has missed some of the text."""
+        self.deaf = least_pass_seconds > 0
+        """Whether passes are too short to guess beside, or not known not to be: while it holds, nothing but
+        `begin`, and `passed_plainly` after every pass, is to be called."""
+        self._behind = False
+        """The drafter has missed some of the text."""
         self._drawn = 0
         """Tokens since the last draft."""
         self._paused = False
@@ -53,10 +56,10 @@ class Drafting:
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         """A text is about to be continued: its token ids, of which there is at least one; the list grows."""
-        self._text, self._sampling, self._behind = text, sampling, self._deaf
+        self._text, self._sampling, self._behind = text, sampling, self.deaf
         self._paused, self._unseen = False, None
         self._unheard.clear()
-        if not self._deaf:
+        if not self.deaf:
             self._drafter.begin(text, sampling)
 
     def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
@@ -66,12 +69,6 @@ class Drafting:
         be drawn.
         """
         self._drawn, self.preparing_seconds, self.growing_seconds, self._learning_seconds = 0, 0.0, 0.0, 0.0
-        self._passes += 1
-        too_short = self._policy.plain_seconds < self._least_pass_seconds
-        self._deaf = too_short and self._passes % AGAIN_PASSES > TIMED
-        if self._deaf:
-            self._behind = self._paused = True
-            return plain(root)
         if self._behind:
             self._drafter.begin(list(self._text), self._sampling)
             self._behind, self._unseen = False, None
@@ -102,8 +99,6 @@ class Drafting:
     def drew(self, last: int, token: int, logits: Float32) -> None:
         """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
         self._drawn += 1
-        if self._deaf:
-            return
         if self._paused:
             self._unheard.append(token)
             return
@@ -119,8 +114,6 @@ class Drafting:
 
     def entered(self, found: Pass, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
-        if self._deaf:
-            return
         if self._paused:
             self._unseen = found, node
         else:
@@ -131,6 +124,19 @@ class Drafting:
         if not self._paused:
             drafting_seconds = self.preparing_seconds + self.growing_seconds + self._learning_seconds
             self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
+            self._listen()
+
+    def passed_plainly(self, seconds: float) -> None:
+        """A pass that was none of `draft`'s business, and drawing from it, took so long."""
+        if self._passes % TIMED_EVERY == 0:
+            self._policy.record(1, 1, seconds)
+            self._listen()
+        self._passes += 1
+
+    def _listen(self) -> None:
+        """Whether the drafter hears of the next pass, by what a plain one takes."""
+        self.deaf = self._policy.plain_seconds < self._least_pass_seconds
+        self._behind |= self.deaf
 
     def _catch_up(self) -> None:
         """Tell the drafter what it has missed: all at once takes far less time than between passes."""

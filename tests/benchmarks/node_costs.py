@@ -126,6 +126,7 @@ class Schedule:
         self._next = 0
         self._bytes = 0
         self.preparing_seconds = self.growing_seconds = 0.0
+        self.deaf = False
         self.resting = True
         """Nothing is drafted by streams here."""
 
