@@ -234,8 +234,7 @@ def inspect(model: str | None, as_json: bool, **values: Any) -> None:
     from ondevice import api, report
 
     prepared = api.open_model(model, runtime_config(values))
-    shown = prepared.bundle, prepared.plan
-    print_result(as_json, report.inspection(*shown), report.inspection_text(*shown))
+    print_result(as_json, report.inspection(prepared), report.inspection_text(prepared))
 
 
 cli.add_command(bench)

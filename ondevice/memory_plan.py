@@ -100,6 +100,22 @@ class Plan:
         return max(self._bare_bytes, self._loading_bytes) + REPEAT_MARGIN_BYTES
 
     @property
+    def minimum_parts(self) -> dict[str, int]:
+        """What takes the smallest budget, by its name to people: it adds up to `minimum_budget_bytes`."""
+        parts = {
+            "weights of every token": self.weights_bytes + self.predictor_bytes,
+            f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
+            "buffers and working memory": self.stream.nbytes
+            + self.activation_bytes
+            + self.segment.least * self.segment.nbytes,
+            "drafting": self.draft_bytes,
+            "the process itself": self.process_bytes,
+            "what loading reads ahead beyond that": max(0, self._loading_bytes - self._bare_bytes),
+            "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
+        }
+        return {what: nbytes for what, nbytes in parts.items() if nbytes}
+
+    @property
     def fits(self) -> bool:
         return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
 
@@ -165,19 +181,9 @@ class Plan:
         """Raises BudgetError, naming the smallest budget that works and what takes it, if this isn't it."""
         if self.fits:
             return
-        parts = {
-            "weights of every token": self.weights_bytes + self.predictor_bytes,
-            f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
-            "buffers and working memory": self.stream.nbytes
-            + self.activation_bytes
-            + self.segment.least * self.segment.nbytes,
-            **({"drafting": self.draft_bytes} if self.draft_bytes else {}),
-            "the process itself": self.process_bytes,
-            "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
-        }
         dense = "" if self.sparsity == "dense" else ", or load with --sparsity dense"
         smaller = ", or take --speculation off" if self.draft_bytes else ""
-        listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts.items())
+        listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in self.minimum_parts.items())
         raise BudgetError(
             f"a DRAM budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is too small "
             f"for {name}: the smallest that works is {self.minimum_budget_bytes} bytes "
@@ -204,6 +210,7 @@ class Plan:
             "process_bytes": self.process_bytes,
             "sparsity": self.sparsity,
             "fits": self.fits,
+            "minimum_budget_bytes": self.minimum_budget_bytes,
             "full_bytes": self.full_bytes,
             "max_context": self.max_context,
             "segment_bytes": self.segment.nbytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Speculation
@@ -26,6 +27,13 @@ class Prepared:
     plan: Plan
     draft: PreparedDraft | None = None
     """The second model that drafts, if one does."""
+    least: Prepared | None = None
+    """What `auto` would take under a budget that is too small for this; None where that is this."""
+
+    @property
+    def frugal(self) -> Prepared:
+        """What the options allow that runs in the smallest budget."""
+        return self.least or self
 
 
 def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
@@ -46,20 +54,19 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     draft = _prepared_draft(bundle, tokenizer, runtime) if runtime.speculation == "model" else None
     process_bytes = process_memory().current_bytes
     choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
+    drafts: list[Speculation] = ["auto", "off"] if runtime.speculation == "auto" else [runtime.speculation]
     possible = []
-    for sparsity in choices:
-        settled = replace(runtime, sparsity=sparsity)
+    for sparsity, speculation in product(choices, drafts):
+        settled = replace(runtime, sparsity=sparsity, speculation=speculation)
         plan = _plan(bundle, settled, process_bytes, draft)
-        if runtime.speculation == "auto" and (plan.streams or not plan.fits):
-            # Where what drafting holds is what is missing, it isn't worth having.
-            plain = replace(settled, speculation="off")
-            without = _plan(bundle, plain, process_bytes, draft)
-            if (without.fits, not without.streams) > (plan.fits, not plan.streams):
-                settled, plan = plain, without
         possible.append(Prepared(bundle, tokenizer, settled, plan, draft))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
-    by_preference = sorted(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
-    return by_preference[0] if by_preference[0].plan.fits else possible[-1]
+    # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
+    chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
+    least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
+    if not chosen.plan.fits or chosen is least:
+        return least
+    return replace(chosen, least=least)
 
 
 def _plan(bundle: Bundle, runtime: RuntimeConfig, process_bytes: int, draft: PreparedDraft | None) -> Plan:

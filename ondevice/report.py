@@ -10,13 +10,13 @@ from typing import Any
 
 from ondevice.ablation import BEFORE, Ablation
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import Streams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.models import SparsityMode, sparsity_modes
+from ondevice.preparation import Prepared
 from ondevice.profiling import Profile
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
@@ -84,8 +84,9 @@ def figures(stats: GenerationStats) -> str:
     )
 
 
-def inspection(bundle: Bundle, plan: Plan) -> dict[str, Any]:
-    """`inspect --json`."""
+def inspection(prepared: Prepared) -> dict[str, Any]:
+    """`inspect --json`; `minimum_budget_bytes` is that of the modes named with it, the plan's of its own."""
+    bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
     modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds)
     return {
         "model": bundle.name,
@@ -95,13 +96,17 @@ def inspection(bundle: Bundle, plan: Plan) -> dict[str, Any]:
         "quantisation": bundle.quant.name,
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
-        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "speculation": prepared.runtime.speculation,
+        "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
+        "minimum_budget_sparsity": frugal.plan.sparsity,
+        "minimum_budget_speculation": frugal.runtime.speculation,
         "plan": plan.to_json(),
     }
 
 
-def inspection_text(bundle: Bundle, plan: Plan) -> str:
+def inspection_text(prepared: Prepared) -> str:
     """`inspect` for people: the model, its modes and why, the plan part by part."""
+    bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
     config = bundle.config
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
@@ -109,10 +114,12 @@ def inspection_text(bundle: Bundle, plan: Plan) -> str:
         "sparsity modes:",
         *(_mode_line(mode) for mode in sparsity_modes(config, bundle.predictors, bundle.thresholds)),
         f"streams: {_streams_line(bundle.streams, config)}",
-        f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens:",
-        *(f"  {what:<24}{format_bytes(nbytes):>9}{nbytes:>16}" for what, nbytes in _parts(plan)),
-        f"  {'total':<24}{format_bytes(plan.total_bytes):>9}{plan.total_bytes:>16}",
-        f"smallest budget that works: {size(plan.minimum_budget_bytes)}",
+        f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens, "
+        f"with {_modes_taken(prepared)}:",
+        *(_part_line(what, nbytes) for what, nbytes in [*_parts(plan), ("total", plan.total_bytes)]),
+        *([] if frugal is prepared else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
+        f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
+        *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),
         f"everything resident: {size(plan.full_bytes)}",
         "fits: " + ("yes" if plan.fits else "no"),
     ]
@@ -311,6 +318,14 @@ def duration(seconds: float | None) -> str:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _modes_taken(prepared: Prepared) -> str:
+    return f"--sparsity {prepared.plan.sparsity} --speculation {prepared.runtime.speculation}"
+
+
+def _part_line(what: str, nbytes: int, width: int = 24) -> str:
+    return f"  {what:<{width}}{format_bytes(nbytes):>9}{nbytes:>16}"
 
 
 def _mode_line(mode: SparsityMode) -> str:

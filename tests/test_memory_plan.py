@@ -95,11 +95,14 @@ def test_loading_is_the_peak_of_a_short_context() -> None:
         assert plan.minimum_budget_bytes == (
             plan.weights_bytes + plan.process_bytes + held + REPEAT_MARGIN_BYTES
         )
+        assert sum(plan.minimum_parts.values()) == plan.minimum_budget_bytes
 
 
 @pytest.mark.parametrize("budget", [0, 1000 * MB, 3700 * MB, 4000 * MB, 6000 * MB, 20000 * MB])
 def test_the_parts_add_up_to_the_total(budget: int) -> None:
-    shown = plan_for(LLAMA_7B, Q4, budget).to_json()
+    plan = plan_for(LLAMA_7B, Q4, budget)
+    assert sum(plan.minimum_parts.values()) == plan.minimum_budget_bytes
+    shown = plan.to_json()
     parts = ("resident_weights", "kv_cache", "neuron_cache", "predictor", "draft", "staging", "activation")
     assert shown["total_bytes"] == sum(int(shown[f"{part}_bytes"]) for part in (*parts, "process"))
 

@@ -1,0 +1,79 @@
+"""What `inspect` says: which modes are taken, what they need, and numbers that add up."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ondevice.models import shipped_folder
+from tests.command_line import Run
+
+SHIPPED = shipped_folder() / "small-relu"
+
+
+def listed(text: str, before: str) -> dict[str, int]:
+    """The indented lines behind the one that starts with `before`, by name."""
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(before))
+    found = {}
+    for line in lines[start + 1 :]:
+        if not line.startswith("  "):
+            break
+        found[re.split(r"  +", line.strip())[0]] = int(line.split()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "ample_modes", "least_modes"),
+    [
+        ((), ("exact", "auto"), ("dense", "off")),
+        (("--sparsity", "exact"), ("exact", "auto"), ("exact", "off")),
+        (("--speculation", "lookup"), ("exact", "lookup"), ("dense", "lookup")),
+    ],
+)
+def test_the_smallest_budget_is_that_of_the_modes_that_need_least(
+    ondevice: Run, options: tuple[str, ...], ample_modes: tuple[str, str], least_modes: tuple[str, str]
+) -> None:
+    ample = ondevice("inspect", "-m", SHIPPED, *options, "--json").json
+    assert (ample["plan"]["sparsity"], ample["speculation"]) == ample_modes
+    assert (ample["minimum_budget_sparsity"], ample["minimum_budget_speculation"]) == least_modes
+    assert ample["minimum_budget_bytes"] < ample["plan"]["minimum_budget_bytes"]
+    # It is what works, and what takes those modes.
+    budget = ("--dram-budget", ample["minimum_budget_bytes"])
+    small = ondevice("inspect", "-m", SHIPPED, *options, *budget, "--json").json
+    assert small["plan"]["fits"] is True
+    assert (small["plan"]["sparsity"], small["speculation"]) == least_modes
+    assert small["minimum_budget_bytes"] == small["plan"]["minimum_budget_bytes"]
+
+
+def test_the_text_names_the_modes_of_both_budgets(ondevice: Run) -> None:
+    text = ondevice("inspect", "-m", SHIPPED).out
+    assert re.search(r"^memory for .* with --sparsity exact --speculation auto:$", text, re.MULTILINE)
+    assert re.search(r"^smallest budget for these: ", text, re.MULTILINE)
+    assert re.search(
+        r"^smallest budget that works: .* with --sparsity dense --speculation off:$", text, re.MULTILINE
+    )
+    small = ondevice("inspect", "-m", SHIPPED, "--dram-budget", "1MB").out
+    assert "smallest budget for these" not in small
+
+
+def test_a_refusal_names_the_smallest_budget_of_all(ondevice: Run) -> None:
+    refused = ondevice("generate", "-m", SHIPPED, "-p", "a", "--dram-budget", "1MB")
+    assert refused.code == 5
+    assert "drafting" not in refused.err
+    named = re.search(r"smallest that works is (\d+) bytes", refused.err)
+    assert named is not None
+    enough = ondevice("inspect", "-m", SHIPPED, "--dram-budget", named[1], "--json").json
+    assert (enough["plan"]["fits"], enough["plan"]["sparsity"]) == (True, "dense")
+
+
+def test_every_part_of_what_is_needed_is_listed(ondevice: Run) -> None:
+    text = ondevice("inspect", "-m", SHIPPED).out
+    parts = listed(text, "memory for")
+    assert sum(parts.values()) == 2 * parts["total"]
+    smallest = re.search(r"smallest budget that works: .*\((\d+) bytes\)", text)
+    assert smallest is not None
+    needs = listed(text, "smallest budget that works")
+    assert sum(needs.values()) == int(smallest[1])
+    assert any(name.startswith("a margin") for name in needs)
