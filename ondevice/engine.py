@@ -198,8 +198,8 @@ class Engine:
         """Draft, and divide the memory, as `prepared` says: the same model with another `--speculation`.
 
         What is not resident is read anew, as if just loaded; what each way of drafting has learned stays for
-        the next time, and which neurons fire. This engine must have been made with streams if they are to draft. What those that
-        rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
+        the next time, and which neurons fire. This engine must have been made with streams if they are to
+        draft. What those that rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
         """
         prepared.plan.require_fit(self._bundle.name)
         name, transformer = prepared.runtime.speculation, self._generator.transformer

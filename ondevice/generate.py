@@ -26,6 +26,9 @@ from ondevice.speculation.verify import verify
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
+LOGITS_AHEAD = 4
+"""Nodes of a draft whose logits are computed together, at most."""
+
 FinishReason = Literal["stop", "length", "cancelled"]
 
 
@@ -164,12 +167,11 @@ class Generator:
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
         path: list[int] = []
+        logits = _Logits(self.transformer, found.hidden, verified)
         try:
             path = verify(
                 verified,
-                lambda node: self._draw(
-                    written, self.transformer.checked_logits(found.hidden[node : node + 1])[0], meter
-                ),
+                lambda node: self._draw(written, logits.behind(node), meter),
             )
         finally:
             kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
@@ -259,6 +261,31 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many leading elements a and b share."""
     shortest = min(len(a), len(b))
     return next((index for index in range(shortest) if a[index] != b[index]), shortest)
+
+
+class _Logits:
+    """What a pass says behind the nodes of its draft.
+
+    The head is a large matrix: it is multiplied by what will likely be asked for next at the same time.
+    """
+
+    def __init__(self, transformer: Transformer, hidden: Array, draft: Draft) -> None:
+        """hidden: (n, D), a row for each node."""
+        self._transformer, self._hidden, self._draft = transformer, hidden, draft
+        self._rows: dict[int, Float32] = {}
+
+    def behind(self, node: int) -> Float32:
+        """(V,) Raises BundleError if they aren't finite."""
+        if node not in self._rows:
+            nodes, hidden, backend = [node], self._hidden, self._transformer.backend
+            if len(self._draft) > 1:
+                nodes = self._draft.likely_path(node, LOGITS_AHEAD)
+                hidden = backend.rows(hidden, nodes)
+            logits = backend.to_numpy(self._transformer.logits(hidden))
+            self._rows = {each: logits[row : row + 1] for row, each in enumerate(nodes)}
+        # Only of what the text takes: what is wrong with another is never seen in plain decoding.
+        self._transformer.check_finite(self._rows[node])
+        return self._rows[node][0]
 
 
 class _Text:

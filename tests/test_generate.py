@@ -11,13 +11,17 @@ import pytest
 
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
-from ondevice.errors import BudgetError, ContextOverflowError, UsageError
+from ondevice.errors import BudgetError, BundleError, ContextOverflowError, UsageError
 from ondevice.generate import Event, Generator, common_prefix
 from ondevice.meter import Counters
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.transformer import Transformer
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafting import Drafting
+from ondevice.speculation.tree import Draft, Proposals, plain
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import LeadingSpace
+from tests.engines import always_draft
 from tests.sources import RandomWeights, tiny_config
 
 EOS = 256
@@ -53,7 +57,7 @@ class ByteTokenizer:
         return []
 
 
-def successor_model(after: dict[int, int]) -> Transformer:
+def successor_model(after: dict[int, int], broken: int | None = None) -> Transformer:
     """A real model whose likeliest next token depends on the last one alone: after[t], else t + 1.
 
     Embeddings are unit vectors, attention and feed-forward contribute nothing, the head is a permutation.
@@ -67,6 +71,9 @@ def successor_model(after: dict[int, int]) -> Transformer:
     weights.matrices["head"][:] = 0
     for token in range(257):
         weights.matrices["head"][after.get(token, (token + 1) % 257), token] = 1
+    if broken is not None:
+        # Beyond float32 once it is multiplied, and only behind that token.
+        weights.matrices["head"][0, broken] = 3e38
     return weights.load(ReferenceBackend())
 
 
@@ -77,6 +84,8 @@ class CountingTransformer:
         self.config = inner.config
         self.backend = inner.backend
         self.checked_logits = inner.checked_logits
+        self.logits = inner.logits
+        self.check_finite = inner.check_finite
         self.lengths: list[int] = []
         self._inner = inner
 
@@ -342,3 +351,35 @@ def test_common_prefix() -> None:
         0,
         0,
     ]
+
+
+class OneGuess(Drafter):
+    """The same guess, sure of it, behind whatever comes."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def propose(self, path: Sequence[int]) -> Proposals:
+        return [(self._token, 0.99)]
+
+
+def test_what_is_broken_behind_a_wrong_guess_is_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits behind likely guesses come along with those that are asked for; plain decoding never sees them."""
+    always_draft(monkeypatch, [4])
+    broken = 200
+    model: Any = CountingTransformer(successor_model({}, broken))
+    alone = Generator(model, ByteTokenizer(), frozenset({EOS}), max_context=256)
+    sampling = SamplingConfig(max_tokens=8)
+    expected = [event.token for event in alone.stream([10], cache(), sampling)]
+    drafting = replace(alone, drafting=Drafting(OneGuess(broken), 4))
+    assert [event.token for event in drafting.stream([10], cache(), sampling)] == expected
+    with pytest.raises(BundleError, match="not finite"):
+        list(drafting.stream([broken], cache(), sampling))
+
+
+def test_the_path_that_a_text_likely_takes() -> None:
+    draft = Draft((9, 1, 2, 3, 4), (-1, 0, 0, 2, 3), (1.0, 0.3, 0.6, 0.4, 0.1))
+    assert draft.likely_path(0, 8) == [0, 2, 3]
+    assert draft.likely_path(0, 2) == [0, 2]
+    assert draft.likely_path(3, 8) == [3]
+    assert plain(5).likely_path(0, 8) == [0]

@@ -18,7 +18,10 @@ from tests.test_sampling import Logits, random_logits
 def test_the_largest_are_those_of_a_sort(size: int, count: int, seed: int, ties: bool) -> None:
     values = random_logits(size, seed)
     values = np.round(values) if ties else values
-    assert largest(values, count).tolist() == np.argsort(-values, kind="stable")[:count].tolist()
+    ids, found, level = largest(values, count)
+    assert ids.tolist() == np.argsort(-values, kind="stable")[:count].tolist()
+    assert found.tolist() == values[ids].tolist()
+    assert level == pytest.approx(np.log(np.exp(values.astype(np.float64)).sum()), rel=1e-5, abs=1e-5)
 
 
 def test_greedy_guesses_are_by_probability() -> None:

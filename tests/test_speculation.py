@@ -252,17 +252,15 @@ def test_what_was_drawn_before_an_error_is_the_text(
     relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    checked = Transformer.checked_logits
 
-    def failing(transformer: Transformer, hidden: Any) -> Float32:
+    def failing(transformer: Transformer, logits: Float32) -> None:
         calls.append(1)
         if len(calls) == 25:
             raise BundleError("damaged")
-        return checked(transformer, hidden)
 
     with load(relu_bundle, speculation="lookup") as model:
         tokens = write(model, 60)
-        monkeypatch.setattr(Transformer, "checked_logits", failing)
+        monkeypatch.setattr(Transformer, "check_finite", failing)
         draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 3)
         session = model.stream(PROMPT, max_tokens=60, logit_bias={EOS: -math.inf})
         said: list[int | None] = []

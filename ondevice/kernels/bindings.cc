@@ -166,6 +166,19 @@ void bind_ops(nb::module_& m) {
   m.def("attend", &attend, nb::arg("engine"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(), nb::arg("tree").none(), nb::arg("out"));
+  m.def(
+      "largest",
+      [](const CArray<const float, 1>& x, const CArray<int32_t, 1>& ids, const CArray<float, 1>& values) {
+        const int64_t n = x.shape(0), count = ids.shape(0);
+        require(count >= 1 && count <= n && static_cast<int64_t>(values.shape(0)) == count,
+                "ids and values are (K,), 1 <= K <= n");
+        static std::string name;
+        static const KernelTable* kernels = find_target("auto", &name);
+        nb::gil_scoped_release release;
+        kernels->largest(x.data(), n, count, ids.data(), values.data());
+        return kernels->sum_of_exps(x.data(), n, values.data()[0]);
+      },
+      nb::arg("x"), nb::arg("ids"), nb::arg("values"));
   m.def("activate", [](Engine& engine, int activation, const CArray<const float, 1>& gate,
                        const CArray<const float, 1>& up, const CArray<float, 1>& out) {
     require(activation >= 0 && activation <= 4, "activation must be 0 to 4");

@@ -111,6 +111,10 @@ struct KernelTable {
                        uint16_t* biases);
   void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);
+  // Indices and values of the `count` largest of x (n), largest first, ties to the lower index.
+  void (*largest)(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
+  // The sum of exp(x - top), rounded as each target does it: for estimates.
+  float (*sum_of_exps)(const float* x, int64_t n, float top);
 };
 
 // Scratch floats that one attention task needs, for positions below `end` and query rows at once.

@@ -26,6 +26,8 @@ const KernelTable kTable = {
     quantize_row,
     half_to_float,
     float_to_half,
+    largest,
+    sum_of_exps,
 };
 
 }  // namespace ONDEVICE_NS

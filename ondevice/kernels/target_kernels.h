@@ -39,6 +39,8 @@ void dequantize_row(int bits, const uint8_t* codes, const uint16_t* scales, cons
 bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales, uint16_t* biases);
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
+void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
+float sum_of_exps(const float* x, int64_t n, float top);
 
 // The largest of lanes that max_magnitude gathered; NaN where one of them isn't finite.
 static inline float largest_magnitude(F lanes) {

@@ -285,13 +285,17 @@ class Transformer:
     def checked_logits(self, hidden: Array) -> Float32:
         """hidden: (n, D) from `hidden_states`. Returns (n, V). Raises BundleError if they aren't finite."""
         logits = self.backend.to_numpy(self.logits(hidden))
+        self.check_finite(logits)
+        return logits
+
+    def check_finite(self, logits: Float32) -> None:
+        """logits: (n, V). Raises BundleError if they aren't finite."""
         # Times zero, what isn't finite is no number; to ask it of each takes many times as long.
         if any(logits.dot(self._zeros)):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
                 "check the checkpoint and convert it again"
             )
-        return logits
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
         """tokens as (T,) int32. An id out of range would be read as some other record."""

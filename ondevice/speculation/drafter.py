@@ -55,10 +55,10 @@ class Drafter(ABC):
         Where nothing is worth a guess, it isn't told of every token.
         """
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
         """Which nodes of `draft` go on into a model's stream layers, and which of them get streams there.
 
-        entering: (n, D) what enters those layers.
+        entering: (n, D) what enters those layers. row_share: of a plain pass, what another row takes.
         """
         return Narrowed(range(len(draft)))
 

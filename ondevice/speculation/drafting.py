@@ -110,7 +110,7 @@ class Drafting:
 
     def narrow(self, draft: Draft, entering: Array) -> Narrowed:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
-        return self._drafter.narrow(draft, entering)
+        return self._drafter.narrow(draft, entering, self._policy.row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""

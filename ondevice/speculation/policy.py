@@ -23,6 +23,8 @@ DRAFTING_SHARE = 0.15
 """A pass without a guess counts as one with a draft where looking for guesses took this part of it."""
 MOST_DRAFTING = 3.0
 """Looking for guesses counts as at most so many plain passes."""
+MOST_ROW_SHARE = 0.3
+"""A guess that takes more of a plain pass has neurons read."""
 TIME_WEIGHT, GAIN_WEIGHT = 0.1, 0.2
 """Of the newest pass in the running means: of what looking takes, and of what it brings."""
 HONESTY_DECAY, HONESTY_PRIOR = 0.98, 8.0
@@ -58,6 +60,12 @@ class TreePolicy:
     def plain_seconds(self) -> float:
         """What a pass without guesses has lately taken; 0 before any."""
         return self._pass_time.plain_seconds
+
+    @property
+    def row_share(self) -> float:
+        """Of a plain pass, what another row in it takes, as far as it is computing and not reading."""
+        plain = self._pass_time.plain_seconds
+        return min(MOST_ROW_SHARE, self._pass_time.guess_seconds / plain) if plain else 0.0
 
     @property
     def resting(self) -> bool:

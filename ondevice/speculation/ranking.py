@@ -7,6 +7,7 @@ as the two agree, however random the draw (Gumbel-max coupling).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
+from ondevice.kernels import _native
 from ondevice.sampling import near_noise
 from ondevice.speculation.drafter import Sureness
 
@@ -24,9 +26,7 @@ LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Limits of the leads that the first guess has over the second, in units of the score: how sure it is."""
 FIRST_PRIORS = (0.3, 0.35, 0.45, 0.6, 0.75, 0.9)
 """By lead: how sure the first guess is at first; each further one is half as sure as the one before it."""
-_BLOCK = 16
-
-TokenIds = npt.NDArray[np.int64]
+TokenIds = npt.NDArray[np.int32]
 
 
 class Ranking:
@@ -52,11 +52,10 @@ class Ranking:
         logits: (V,) what the drafter thinks of it. history: the ids before it, which a repetition penalty
         reads. Greedy: the drafter's own probabilities. Sampled: what guesses so ranked have come to.
         """
-        ids, scores = self._scores(logits, position, history)
+        ids, scores, level = self._scores(logits, position, history)
         if self._sampling.temperature == 0.0:
-            weights = np.exp(logits - logits.max())
-            chances = (np.exp(scores - logits.max()) / weights.sum()).clip(0.0, 1.0)
-            return list(zip(ids.tolist(), chances.tolist(), strict=True))
+            chances = [min(1.0, math.exp(score - level)) for score in scores.tolist()]
+            return list(zip(ids.tolist(), chances, strict=True))
         sureness = self._sureness[_lead(scores)]
         return [(token, sure.chance) for token, sure in zip(ids.tolist(), sureness, strict=False)]
 
@@ -64,17 +63,19 @@ class Ranking:
         """`token` was drawn at `position`: learn how good `rank` of the same was."""
         if self._sampling.temperature == 0.0:
             return
-        ids, scores = self._scores(logits, position, history)
+        ids, scores, _ = self._scores(logits, position, history)
         for guess, sureness in zip(ids.tolist(), self._sureness[_lead(scores)], strict=False):
             sureness.count(guess == token)
 
-    def _scores(self, logits: Float32, position: int, history: Sequence[int]) -> tuple[TokenIds, Float32]:
-        """The best tokens (at most `most`,) and what each is ranked by, best first."""
+    def _scores(
+        self, logits: Float32, position: int, history: Sequence[int]
+    ) -> tuple[TokenIds, Float32, float]:
+        """The best tokens (at most `most`,), what each is ranked by, best first, and the logits' level."""
         sampling, penalised = self._sampling, self._sampling.repetition_penalty != 1.0 and len(history)
         if sampling.temperature == 0.0 and not penalised:
-            ids = largest(logits, self._most)
-            return ids, logits[ids]
-        ids = np.sort(largest(logits, NOISY_TOKENS))
+            return largest(logits, self._most)
+        ids, _, level = largest(logits, NOISY_TOKENS)
+        ids = np.sort(ids)
         scores = logits[ids]
         if penalised:
             seen = np.isin(ids, np.asarray(history))
@@ -83,22 +84,18 @@ class Ranking:
         if sampling.temperature:
             scores = scores / np.float32(sampling.temperature) + near_noise(sampling.seed, position, ids)
         best = np.argsort(-scores, kind="stable")[: self._most]
-        return ids[best], scores[best]
+        return ids[best], scores[best], level
 
 
-def largest(values: Float32, count: int) -> TokenIds:
-    """Indices of the `count` largest of values (V,), or all, largest first, ties to the lower index.
+def largest(values: Float32, count: int) -> tuple[TokenIds, Float32, float]:
+    """The `count` largest of values (V,), or all, largest first, ties to the lower index.
 
-    A bound from the largest of every block leaves few to sort: four times faster than a partition.
+    Returns their indices, the values themselves, and the logarithm of the sum of exp(value) over all of V.
     """
-    blocks = values.size // _BLOCK
-    if blocks <= count:
-        return np.argsort(-values, kind="stable")[:count]
-    tops = values[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(axis=0)
-    # As many as that many blocks hold are at or above this one's largest.
-    bound = np.partition(tops, blocks - count)[blocks - count]
-    ids = np.flatnonzero(values >= bound)
-    return ids[np.argsort(-values[ids], kind="stable")[:count]]
+    ids = np.empty(min(count, values.size), dtype=np.int32)
+    found = np.empty(ids.size, dtype=np.float32)
+    total = _native.largest(values, ids, found)
+    return ids, found, float(found[0]) + math.log(total)
 
 
 def _lead(scores: Float32) -> int:

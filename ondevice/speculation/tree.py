@@ -14,6 +14,8 @@ from functools import cached_property
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
+LIKELY = 0.5
+"""A node whose chance is this part of its parent's is likely to follow it."""
 
 Proposals = Iterable[tuple[int, float]]
 """Token ids, each once, with the chance from 0 to 1 that it is the one that follows."""
@@ -48,6 +50,24 @@ class Draft:
             tuple(index[self.parents[node]] for node in nodes),
             tuple(self.chances[node] for node in nodes),
         )
+
+    @cached_property
+    def _likeliest(self) -> dict[int, int]:
+        """Of each node that has children, the likeliest."""
+        found: dict[int, int] = {}
+        for node, parent in enumerate(self.parents):
+            if parent not in found or self.chances[node] > self.chances[found[parent]]:
+                found[parent] = node
+        return found
+
+    def likely_path(self, node: int, most: int) -> list[int]:
+        """`node` and those behind it, at most `most`, that the text likely takes if it takes `node`."""
+        path = [node]
+        while len(path) < most and (child := self._likeliest.get(path[-1])) is not None:
+            if self.chances[child] < LIKELY * self.chances[path[-1]]:
+                break
+            path.append(child)
+        return path
 
     def child(self, node: int, token: int) -> int | None:
         """The node that guesses `token` behind `node`, if one does."""

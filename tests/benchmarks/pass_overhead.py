@@ -35,7 +35,7 @@ from ondevice.preparation import prepare
 ROOT = Path(__file__).resolve().parents[2]
 MODES: tuple[Sparsity, ...] = ("dense", "exact", "predicted")
 PROMPT = "Find me a restaurant in London for tomorrow evening."
-PASS: list[tuple[Any, str]] = [(Transformer, "run"), (Transformer, "checked_logits")]
+PASS: list[tuple[Any, str]] = [(Transformer, "run"), (Transformer, "logits"), (Transformer, "check_finite")]
 CLASSES = ("Matrix", "FeedForward", "FlashReader", "RecordBatch", "ExtentStream")
 
 

@@ -37,12 +37,12 @@ class Combined(Drafter):
         for member in self.members:
             member.prepare(kv, most_nodes)
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
         for member in self.members:
-            chosen = member.narrow(draft, entering)
+            chosen = member.narrow(draft, entering, row_share)
             if chosen.streams or len(chosen.tokens) < len(draft):
                 return chosen
-        return super().narrow(draft, entering)
+        return super().narrow(draft, entering, row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         for member in self.members:
@@ -100,8 +100,9 @@ class WhileReading(Drafter):
         if self._asked:
             self._drafter.judge(token)
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
-        return self._drafter.narrow(draft, entering) if self._asked else super().narrow(draft, entering)
+    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
+        drafter = self._drafter if self._asked else super()
+        return drafter.narrow(draft, entering, row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         self._drafter.entered(found, node)

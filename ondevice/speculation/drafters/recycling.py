@@ -63,4 +63,4 @@ class Recycling(Drafter):
 
     def learn(self, token: int, logits: Float32) -> None:
         count = self._next.shape[1]
-        self._next[token] = largest(logits, count)
+        self._next[token] = largest(logits, count)[0]

@@ -26,10 +26,10 @@ class StreamOptions:
     """How streams draft: it decides how many tokens passes give and take, never which.
 
     most_ends: nodes of a draft that get streams in its own pass, at most; each takes a row for every stream.
-    least_end: how likely the accepted path must be to end in such a node; streams that run later take a pass
-    of their own. guesses: of each stream. streams: that guess, from the first on; 0: all. pruning_threshold:
-    a node whose chance, by the pruning adapter, is below it doesn't enter the stream layers (section 3.2.3);
-    0 prunes nothing.
+    least_end: how likely the accepted path must at least be to end in such a node; streams that run later
+    take a pass of their own. guesses: of each stream. streams: that guess, from the first on; 0: all.
+    pruning_threshold: a node whose chance, by the pruning adapter, is below it doesn't enter the stream
+    layers (section 3.2.3); 0 prunes nothing.
     """
 
     most_ends: int = 2
@@ -112,10 +112,12 @@ class StreamDrafter(Drafter):
         if self._logits is not None and stream < self._used:
             self._rankings[stream].judge(self._logits[stream], len(self._text), token, self._text)
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
         """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
 
-        The accepted path ends in a node if it gets there and none of its children is right.
+        The accepted path ends in a node if it gets there and none of its children is right. Streams of a node
+        that it may end in save a pass of their own, which takes about what a plain pass does and row_share of
+        it for every row but the first, in as many layers.
         """
         kept = self._unpruned(draft, entering)
         if len(draft) == 1:
@@ -128,7 +130,9 @@ class StreamDrafter(Drafter):
             ends[index[draft.parents[node]]] -= reached[place]
         most = min(self._options.most_ends, (self._places - len(kept)) // self._count)
         best = np.argsort(-ends, kind="stable")[: max(0, most)]
-        return Narrowed(kept, sorted(int(place) for place in best if ends[place] >= self._options.least_end))
+        least = self._count * row_share / (1 + (self._count - 1) * row_share)
+        least = max(least, self._options.least_end)
+        return Narrowed(kept, sorted(int(place) for place in best if ends[place] >= least))
 
     def _unpruned(self, draft: Draft, entering: Array) -> list[int]:
         if not self._prunes or len(draft) == 1:
