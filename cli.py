@@ -288,4 +288,4 @@ def _say_figures(model: Model) -> None:
     from ondevice import report
 
     if model.stats.forward_passes:
-        say(report.figures(model.stats))
+        say(report.figures(model.stats, model.plan))

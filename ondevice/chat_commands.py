@@ -40,7 +40,7 @@ def chat_command(model: Model, session: Session, line: str) -> str:
             session.reset()
             return "the conversation is forgotten"
         case "/stats":
-            return f"{figures(model.stats)}\n{plan_summary(model.plan)}"
+            return f"{figures(model.stats, model.plan)}\n{plan_summary(model.plan)}"
         case "/save" if argument:
             session.save(argument)
             return f"saved to {argument}"

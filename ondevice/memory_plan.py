@@ -130,6 +130,12 @@ class Plan:
         return self.budget_bytes >= self._unstreamed_bytes + self.embedding_bytes
 
     @property
+    def reads_once(self) -> bool:
+        """Whether tokens read from flash only what stays in memory from then on: the first ones do."""
+        # What is planned without an embedding table reads a row of it for every token.
+        return self.embedding_resident and self.embedding_bytes > 0
+
+    @property
     def resident_weights_bytes(self) -> int:
         return self.weights_bytes + (self.embedding_bytes if self.embedding_resident else 0)
 

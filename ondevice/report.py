@@ -32,26 +32,31 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def plan_summary(plan: Plan) -> str:
     """The plan in two lines, as commands show it before they load."""
+    return (
+        f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
+        f"      {residency(plan)}"
+    )
+
+
+def residency(plan: Plan) -> str:
+    """What will be in memory, and what is read from flash: `figures` counts it by the same plan."""
     least = plan.segment.least
     start, full = (
         plan.segments_for(kv, NARROW_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
     )
     total = plan.segment.total - least
+    if plan.reads_once:
+        return "everything will be resident, read from flash once, as tokens first need it"
     if not plan.streams:
-        resident = "everything will be resident"
-    elif plan.sparsity != "dense":
-        resident = (
+        return "the feed-forward will be resident; a row of the embedding is read from flash for each token"
+    if plan.sparsity != "dense":
+        return (
             f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "
             f"{plan.max_context} tokens; of the others, those that are selected are read from flash"
         )
-    else:
-        resident = (
-            f"feed-forward to be resident: {share(start, total)} at the start, {share(full, total)} at "
-            f"{plan.max_context} tokens; the rest streams from flash"
-        )
     return (
-        f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
-        f"      {resident}"
+        f"feed-forward to be resident: {share(start, total)} at the start, {share(full, total)} at "
+        f"{plan.max_context} tokens; the rest streams from flash"
     )
 
 
@@ -65,20 +70,25 @@ def size(nbytes: int) -> str:
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
-def figures(stats: GenerationStats) -> str:
-    """The closing line of a generation."""
-    tokens = max(1, stats.generated_tokens)
-    flash, wasted = stats.flash_bytes_read // tokens, stats.guess_wasted_bytes // tokens
+def figures(stats: GenerationStats, plan: Plan) -> str:
+    """The closing line of a generation. What fills memory once is no token's: it isn't divided by them."""
+
+    def read(nbytes: int) -> str:
+        if plan.reads_once:
+            return format_bytes(nbytes)
+        return f"{format_bytes(nbytes // max(1, stats.generated_tokens))}/token"
+
+    filling = " to fill memory" if plan.reads_once else ""
     guesses = (
-        f"; guessed {100.0 * stats.guess_recall:.0f} % of the rest, {format_bytes(wasted)}/token in vain"
-        if stats.guess_recall or wasted
+        f"; guessed {100.0 * stats.guess_recall:.0f} % of the rest, {read(stats.guess_wasted_bytes)} in vain"
+        if stats.guess_recall or stats.guess_wasted_bytes
         else ""
     )
     return (
         f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
-        f"peak {format_bytes(stats.peak_memory_bytes)}; flash {format_bytes(flash)}/token, "
+        f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
         f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}"
     )
@@ -117,6 +127,7 @@ def inspection_text(prepared: Prepared) -> str:
         f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens, "
         f"with {_modes_taken(prepared)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*_parts(plan), ("total", plan.total_bytes)]),
+        *([residency(plan)] if plan.fits else []),
         *([] if frugal is prepared else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
         f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
         *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),

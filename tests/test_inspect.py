@@ -6,7 +6,10 @@ import re
 
 import pytest
 
+from ondevice import api
 from ondevice.models import shipped_folder
+from ondevice.report import figures, residency
+from ondevice.stats import GenerationStats
 from tests.command_line import Run
 
 SHIPPED = shipped_folder() / "small-relu"
@@ -77,3 +80,31 @@ def test_every_part_of_what_is_needed_is_listed(ondevice: Run) -> None:
     needs = listed(text, "smallest budget that works")
     assert sum(needs.values()) == int(smallest[1])
     assert any(name.startswith("a margin") for name in needs)
+
+
+def test_the_plan_and_the_closing_line_agree_on_what_is_read(ondevice: Run) -> None:
+    plan = api.inspect(SHIPPED, sparsity="exact")
+    stats = GenerationStats(generated_tokens=10, flash_bytes_read=50_000, guess_wasted_bytes=2_000)
+    for budget, says, read, wasted in (
+        (
+            plan.full_bytes,
+            "everything will be resident, read from flash once",
+            "50.0 kB to fill",
+            "2.00 kB in",
+        ),
+        (plan.full_bytes - 1, "a row of the embedding is read", "5.00 kB/token", "200 B/token in"),
+        (plan.minimum_budget_bytes, "those that are selected are read", "5.00 kB/token", "200 B/token in"),
+    ):
+        under = plan.with_budget(budget)
+        assert says in residency(under)
+        assert f"; flash {read}" in figures(stats, under)
+        assert f" {wasted} vain" in figures(stats, under)
+    told = ondevice("generate", "-m", SHIPPED, "-p", "One", "--max-tokens", 3)
+    assert "everything will be resident, read from flash once" in told.err
+    assert re.search(r"flash \S+ MB to fill memory, ", told.err)
+    assert "everything will be resident, read from flash once" in ondevice("inspect", "-m", SHIPPED).out
+
+
+def test_a_plan_without_an_embedding_table_reads_a_row_for_every_token(ondevice: Run) -> None:
+    text = ondevice("inspect", "-m", SHIPPED, "--backend", "reference").out
+    assert "a row of the embedding is read" in text
