@@ -138,6 +138,8 @@ class Generator:
             # What was drawn before it is the text all the same.
             yield from written.events()
             raise
+        if self.drafting is not None:
+            meter.drafts.decision = self.drafting.decision
         stats = meter.stats(self.labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats)
 

@@ -253,8 +253,10 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
         except (UnsupportedModelError, UsageError, BudgetError) as error:
             notes.append(f"without {name}: {error}")
             continue
-        if arm.runtime.speculation == name:
-            arms[name] = replace(arm, plan=plan, tokenizer=plain.tokenizer)
+        if arm.runtime.speculation != name:
+            notes.append(f"without {name}: its memory is what plain decoding would lack under this budget")
+            continue
+        arms[name] = replace(arm, plan=plan, tokenizer=plain.tokenizer)
     return arms, notes
 
 

@@ -31,7 +31,14 @@ def comparison_table(found: Comparison) -> str:
         lines += ["", f"{len(found.changed)} of {found.texts} texts are NOT those of plain decoding"]
     else:
         lines += ["", f"all {found.texts} texts of drafters are those of plain decoding, token for token"]
+    lines += _decisions(found)
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _decisions(found: Comparison) -> list[str]:
+    """What `auto` last decided on each task."""
+    rows = [row for row in found.rows if row.drafter == "auto" and row.task != ALL_TASKS]
+    return ["", *(f"auto on {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
 
 
 def _row_line(task: str, row: DrafterRow) -> str:

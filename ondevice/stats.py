@@ -20,7 +20,8 @@ class DraftStats:
     had a guess there behind right ones alone, and those of them in which one was right. A guess at what
     comes behind the end of the text counts for neither. Every right one is a token that its pass gave
     beside the first. `preparing_seconds` were spent computing what drafts grow from, `growing_seconds`
-    choosing their nodes; what a drafter adds to the passes themselves is in neither.
+    choosing their nodes; what a drafter adds to the passes themselves is in neither. `decision` says in words
+    whether drafts were made at the end, and why.
     """
 
     drafts: int = 0
@@ -29,9 +30,10 @@ class DraftStats:
     accepted_by_depth: tuple[int, ...] = ()
     preparing_seconds: float = 0.0
     growing_seconds: float = 0.0
+    decision: str = ""
 
     def __add__(self, other: DraftStats) -> DraftStats:
-        """Those of both generations."""
+        """Those of both generations, of which `other` is the later."""
         return DraftStats(
             self.drafts + other.drafts,
             self.guesses + other.guesses,
@@ -39,6 +41,7 @@ class DraftStats:
             _sums(self.accepted_by_depth, other.accepted_by_depth),
             self.preparing_seconds + other.preparing_seconds,
             self.growing_seconds + other.growing_seconds,
+            other.decision or self.decision,
         )
 
     @property

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from ondevice.config import SamplingConfig
 from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.model.kv_cache import KVCache
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.pass_time import PassTime
@@ -276,3 +278,55 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
             written.append(token)
             drafting.passed(draft, 1.0)
     assert len(asked) > 50
+
+
+def test_it_says_what_it_decided_and_why() -> None:
+    simulation = Simulation()
+    assert simulation.policy.decision == "no drafts: no pass has been timed"
+    simulation.run(FIRST_PLAIN, plain=0.002)
+    assert simulation.policy.decision == "no drafts: nothing was guessed"
+    simulation.run(200, plain=0.002, node=0.0002, claimed=0.8)
+    assert re.fullmatch(
+        r"drafts of [4-9]\.\d tokens; a guess takes 10 % of a plain pass of 2\.00 ms",
+        simulation.policy.decision,
+    )
+    simulation.run(40, plain=0.002, node=0.0018, claimed=0.8, right=0.3)
+    assert re.fullmatch(
+        r"drafts rest: they gave 0\.\d\d times the tokens of plain decoding; "
+        r"a guess takes \d\d % of a plain pass of \d\.\d\d ms",
+        simulation.policy.decision,
+    )
+
+
+def test_short_passes_are_left_alone_until_they_are_longer() -> None:
+    """Nothing but every eighth pass's time is looked at, and the drafter begins with all of the text."""
+
+    class Listening(Drafter):
+        text: tuple[int, ...] = ()
+
+        def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+            self.text = tuple(text)
+
+        def propose(self, path: Sequence[int]) -> Proposals:
+            return []
+
+    drafter, kv = Listening(), cast(KVCache, None)
+    drafting, written = Drafting(drafter, 8, least_pass_seconds=0.001), [1, 2]
+    drafting.begin(written, SamplingConfig())
+    for token in range(20):
+        assert drafting.deaf
+        drafting.passed_plainly(0.0005)
+        written.append(token)
+    assert drafter.text == ()
+    assert drafting.decision.startswith("no drafts: a plain pass takes 0.50 ms, and from 1.00 ms on")
+    passes = 0
+    while drafting.deaf:
+        drafting.passed_plainly(0.01)
+        written.append(passes)
+        passes += 1
+    assert passes < 80
+    drafting.draft(written[-1], kv, 8, 8)
+    assert drafter.text == tuple(written)
+    written.append(5)
+    while not drafting.deaf:
+        drafting.passed(drafting.draft(written[-1], kv, 8, 8), 0.0005)

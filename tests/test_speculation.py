@@ -57,6 +57,7 @@ class Scripted:
         self.sizes: list[int] = []
         self.preparing_seconds = self.growing_seconds = 0.0
         self.deaf = False
+        self.decision = ""
         self.resting = False
         self.streamed = 0
         """Nodes that had streams in their pass."""

@@ -260,7 +260,7 @@ def test_the_command(ondevice: Run, relu_bundle: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert list(figures["rows"][1]["drafting"]) == [
         "drafts", "guesses", "guessed_by_depth", "accepted_by_depth", "preparing_seconds", "growing_seconds",
-        "acceptance_by_depth",
+        "decision", "acceptance_by_depth",
     ]  # fmt: skip
     assert [row["prompts"] for row in figures["rows"] if row["drafter"] == OFF] == [2, 2, 4]
     assert (figures["sampling"]["temperature"], figures["sampling"]["max_tokens"]) == (0.8, 5)

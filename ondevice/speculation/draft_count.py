@@ -17,6 +17,8 @@ class DraftCount:
         self._guessed: list[int] = []
         self._accepted: list[int] = []
         """By depth, from 1 on; both are as long."""
+        self.decision = ""
+        """As in `DraftStats`."""
 
     def spent(self, guesses: int, preparing_seconds: float, growing_seconds: float) -> None:
         """A draft of so many guesses, if any, took so long; looking for guesses takes time without any."""
@@ -49,4 +51,5 @@ class DraftCount:
             tuple(self._accepted),
             self._preparing_seconds,
             self._growing_seconds,
+            self.decision,
         )

@@ -147,6 +147,16 @@ class Drafting:
             self._drafter.entered(*self._unseen)
             self._unseen = None
 
+    @property
+    def decision(self) -> str:
+        """Whether drafts are made, and why, for people."""
+        if self.deaf:
+            return (
+                f"no drafts: a plain pass takes {1e3 * self._policy.plain_seconds:.2f} ms, and from "
+                f"{1e3 * self._least_pass_seconds:.2f} ms on there is time to guess beside it"
+            )
+        return self._policy.decision
+
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""
         self._drafter.close()

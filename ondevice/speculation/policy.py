@@ -48,6 +48,8 @@ class TreePolicy:
         self._right = self._claimed = HONESTY_PRIOR
         """Guesses that were right, and that drafters' chances said would be, lately."""
         self._drafts = self._plain_in_a_row = self._paused = 0
+        self._mean_nodes = 0.0
+        """Of the last drafts."""
         self._finding_out = False
         self._expected = 1.0
         """Tokens that the draft that grows is expected to bring, its root's own included."""
@@ -76,6 +78,22 @@ class TreePolicy:
     def quiet(self) -> bool:
         """Whether looking for guesses has lately not paid for itself."""
         return self.resting or self._gain < 1
+
+    @property
+    def decision(self) -> str:
+        """Whether drafts are made, and why, for people."""
+        plain = self._pass_time.plain_seconds
+        if not self._drafts:
+            return "no drafts: nothing was guessed" if plain else "no drafts: no pass has been timed"
+        cost = (
+            f"a guess takes {100 * self._pass_time.guess_seconds / plain:.0f} % of a plain pass of "
+            f"{1e3 * plain:.2f} ms"
+        )
+        if self.resting:
+            return f"drafts rest: they gave {self._switch.lost:.2f} times the tokens of plain decoding; {cost}"
+        if self.quiet:
+            return f"few drafts: what is guessed is seldom likely enough; {cost}"
+        return f"drafts of {self._mean_nodes:.1f} tokens; {cost}"
 
     def pause(self) -> bool:
         """Whether the next pass goes without looking for guesses, and isn't recorded."""
@@ -143,7 +161,9 @@ class TreePolicy:
             self._switch.record_draft(tokens, pass_seconds + drafting_seconds)
         else:
             self._switch.record_plain(pass_seconds)
-        self._drafts += nodes > 1
+        if nodes > 1:
+            self._drafts += 1
+            self._mean_nodes += max(GAIN_WEIGHT, 1 / self._drafts) * (nodes - self._mean_nodes)
         self._plain_in_a_row = 0 if nodes > 1 else self._plain_in_a_row + 1
 
     @property

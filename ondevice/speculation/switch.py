@@ -56,6 +56,8 @@ class Switch:
         self._left = FIRST_PLAIN
         """Of the rest."""
         self._rest = SHORTEST_REST
+        self.lost = 1.0
+        """What drafts gave before the last rest, in plain decoding's tokens per second."""
         self.trial = True
         """Drafts are being tried, after a rest or first of all, and should be small."""
 
@@ -96,6 +98,7 @@ class Switch:
         slow, fast = self._slow.value / plain, self._fast.value / plain
         slack = SLACK / math.sqrt(self._drafts)
         if slow + slack < 1 or fast + SLACK / 2 + slack < 1:
+            self.lost = min(slow, fast)
             self._begin_rest()
         elif self._drafts >= TRIAL_DRAFTS and self.trial:
             self.trial = False

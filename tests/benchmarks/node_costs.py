@@ -127,6 +127,7 @@ class Schedule:
         self._bytes = 0
         self.preparing_seconds = self.growing_seconds = 0.0
         self.deaf = False
+        self.decision = ""
         self.resting = True
         """Nothing is drafted by streams here."""
 
