@@ -90,7 +90,8 @@ class TreePolicy:
             f"{1e3 * plain:.2f} ms"
         )
         if self.resting:
-            return f"drafts rest: they gave {self._switch.lost:.2f} times the tokens of plain decoding; {cost}"
+            lost = self._switch.lost
+            return f"drafts rest: they gave {lost:.2f} times the tokens of plain decoding; {cost}"
         if self.quiet:
             return f"few drafts: what is guessed is seldom likely enough; {cost}"
         return f"drafts of {self._mean_nodes:.1f} tokens; {cost}"
