@@ -5,12 +5,12 @@ from __future__ import annotations
 from statistics import median
 
 from ondevice.speculation_bench import ALL_TASKS, OFF, Comparison, DrafterRow
-from ondevice.stats import DraftStats
+from ondevice.stats import DraftStats, per_second
 from ondevice.units import format_bytes
 
 SHOWN_DEPTHS = 4
 """Of the acceptance by depth; JSON has all."""
-_COLUMNS = ("tokens/pass", "guesses", "ms/pass", "drafting", "flash/token")
+_COLUMNS = ("tokens/pass", "guesses", "ms/pass", "drafting", "tokens/s", "flash/token")
 
 
 def comparison_table(found: Comparison) -> str:
@@ -43,11 +43,13 @@ def _decisions(found: Comparison) -> list[str]:
 
 def _row_line(task: str, row: DrafterRow) -> str:
     guesses = f"{row.guesses_per_draft:.1f}" if row.drafting.drafts else "-"
+    rate = per_second(row.tokens, row.seconds)
     cells = (
         f"{row.tokens_per_pass:.2f}",
         guesses,
         f"{1e3 * row.seconds_per_pass:.2f}",
         f"{1e3 * row.drafting_seconds_per_pass:.2f}",
+        f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}",
         format_bytes(round(row.flash_bytes_per_token)),
     )
     if row.drafter == OFF:
