@@ -199,27 +199,23 @@ def stream_loss(
 ) -> mx.array:
     """The loss of the streams of the tokens `run`, nats per token, of which run.stop + S < T.
 
-    Stream j of the token at t guesses the one at t + 1 + j. Lossless, the mean cross-entropy to what the
-    model itself says there, given the text up to t + j; shared, of the text's own next tokens and, at a tenth
-    of their weight, of every stream's. The pruning adapter's guess of the token at t + 1 is added.
+    Stream j of the token at t guesses the one at t + 1 + j: the cross-entropy to what the model itself says
+    there, given the text up to t + j, as it does when guesses are verified. Lossless, their mean; shared, a
+    tenth of each beside the text's own next tokens. The pruning adapter's guess of the token at t + 1, which
+    is judged in the same way, is added.
     """
     model = top.model(parameters, streams, resident_tokens)
     shared, count = streams.mode == "shared", streams.streams
     main, ends = states(model, window, [run], len(window.tokens) if shared else run.stop + count)
     guesses = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)
     early = model.pruning_logits(window.entering[run.start : run.stop]) if streams.pruning_rank else None
-    if not shared:
-        said = mx.softmax(mx.stop_gradient(model.logits(main[run.start : run.stop + count])), axis=-1)
-        to_be_said = mx.stack([said[1 + stream : 1 + stream + len(run)] for stream in range(count)], axis=1)
-        loss = _soft_cross_entropy(guesses, to_be_said).mean()
-        return loss if early is None else loss + _soft_cross_entropy(early, said[: len(run)]).mean()
-    text = mx.array(np.array(window.tokens, dtype=np.int32))
-    loss = _cross_entropy(model.logits(main[:-1]), text[1:]).mean()
-    for stream in range(count):
-        to_come = text[run.start + 2 + stream : run.stop + 2 + stream]
-        loss = loss + STREAM_WEIGHT * _cross_entropy(guesses[:, stream], to_come).mean()
-    next_tokens = text[run.start + 1 : run.stop + 1]
-    return loss if early is None else loss + _cross_entropy(early, next_tokens).mean()
+    said = mx.softmax(mx.stop_gradient(model.logits(main[run.start : run.stop + count])), axis=-1)
+    to_be_said = mx.stack([said[1 + stream : 1 + stream + len(run)] for stream in range(count)], axis=1)
+    loss = _soft_cross_entropy(guesses, to_be_said).mean()
+    if shared:
+        text = mx.array(np.array(window.tokens, dtype=np.int32))
+        loss = STREAM_WEIGHT * count * loss + _cross_entropy(model.logits(main[:-1]), text[1:]).mean()
+    return loss if early is None else loss + _soft_cross_entropy(early, said[: len(run)]).mean()
 
 
 def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:

@@ -90,13 +90,12 @@ class StreamTwin:
         loss, shared = 0.0, self.streams.mode == "shared"
         chances = said.detach().exp()
         one_hot = self.torch.eye(self.config.vocab_size, dtype=self.torch.float64)[self.tokens]
-        targets = one_hot.roll(-1, 0) if shared else chances
         for n, t in enumerate(self.run):
-            loss = loss - (targets[t] * early[n]).sum() / len(self.run)
+            loss = loss - (chances[t] * early[n]).sum() / len(self.run)
             for j in range(1, self.streams.streams + 1):
                 weight = self.stream_weight if shared else 1 / self.streams.streams
                 loss = loss - weight * (
-                    targets[t + j] * guessed[n * self.streams.streams + j - 1]
+                    chances[t + j] * guessed[n * self.streams.streams + j - 1]
                 ).sum() / len(self.run)
         if shared:
             loss = loss - (one_hot[1:] * said[:-1]).sum() / (len(self.tokens) - 1)

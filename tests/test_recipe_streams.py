@@ -256,7 +256,8 @@ def test_the_shared_mode_trains_the_main_stream_through_the_adapters(base: Froze
     chances = torch.log_softmax(final[:, :-1] @ base.head.t(), -1)
     assert seen["main"] == pytest.approx(-chances.gather(2, ids[:, 1:, None]).mean().item(), rel=1e-3)
     assert (final - base.trace(ids, 1).final).abs().max() > 1e-3
-    assert loss.item() > seen["main"] + seen["pruning"]
+    streams = sum(seen[f"stream_{j}"] for j in (1, 2, 3))
+    assert loss.item() == pytest.approx(0.1 * streams + seen["main"] + seen["pruning"], rel=1e-3)
     loss.backward()
     assert all(parameter.grad is not None for parameter in made.parameters())
 
@@ -296,6 +297,16 @@ def test_a_resumed_run_has_the_numbers_of_one_that_was_not_stopped(
     assert found + [resumed.update() for _ in range(3)] == expected
     for name, array in stream_training.arrays(whole.judge.streams).items():
         assert np.array_equal(array, stream_training.arrays(resumed.judge.streams)[name])
+
+
+def test_a_run_may_begin_with_the_streams_of_another(base: Frozen, build: Path) -> None:
+    folder, made = stream_training.run_folder(build, "lossless"), made_streams(trained=True)
+    folder.mkdir()
+    stream_training.write_arrays(folder / stream_training.ARRAYS, made)
+    training = stream_training.StreamTraining(sizes=STREAM_SIZES, mode="shared", begun_with="lossless")
+    run = stream_training.start(training, base, build)
+    found = stream_training.arrays(run.judge.streams)
+    assert all(np.array_equal(found[name], of) for name, of in stream_training.arrays(made).items())
 
 
 def test_batches_have_a_position_in_every_cell_and_masks_on_half_their_windows(

@@ -33,7 +33,7 @@ from recipe.frozen import Frozen
 from recipe.multi_stream import Streams
 from recipe.pack import read_stream
 from recipe.stream_loss import Batch, residency_masks
-from recipe.stream_training import load_checkpoint, training_of
+from recipe.stream_training import load_checkpoint, run_folder, training_of
 
 STYLES = {"replies": 320, "onward": 192}
 """Tokens of a window."""
@@ -237,7 +237,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     base = Frozen(model_of_bundle(arguments.model), torch.float32)
-    streams, shared, step = load_streams(arguments.build / "multi-stream" / arguments.name, base)
+    streams, shared, step = load_streams(run_folder(arguments.build, arguments.name), base)
     found = evaluate(base, streams, shared, arguments.build, arguments.rows)
     print(table(found))
     print(json.dumps({"step": step, "figures": found}))

@@ -98,14 +98,14 @@ class Judge:
                 trace = self._trace(ids, self.streams.first_layer)
         else:
             trace = self.streams.main(base).trace(ids, self.streams.first_layer)
-        chances = self._chances(trace, ids)
+        chances = self._chances(trace)
         masks = residency_masks(trace, batch)
         hidden = self._run(base, trace, batch.positions, batch.stride, masks)
         tokens = ids.shape[1]
         first = (torch.arange(len(ids)) * tokens)[:, None] + batch.positions
         targets = first[:, :, None] + torch.arange(1, gamma + 1)
         # What lies behind the window can't be judged; the last target, which is void, stands in.
-        known = (batch.positions[:, :, None] + torch.arange(1, gamma + 1)) < self._judged(tokens)
+        known = (batch.positions[:, :, None] + torch.arange(1, gamma + 1)) < tokens
         weight = 1 / gamma if self.mode == "lossless" else STREAM_WEIGHT
         weights = known * (weight / (known.sum() / gamma))
         rows = torch.where(known, targets, first[:, :, None]).flatten()
@@ -121,31 +121,18 @@ class Judge:
             total = total + main
         return total, seen
 
-    def _judged(self, tokens: int) -> int:
-        """Positions whose next token, or its chances, are known."""
-        return tokens if self.mode == "lossless" else tokens - 1
-
-    def _chances(self, trace: Trace, ids: Tensor) -> Tensor:
-        """(B * T, V): what the streams shall say of the token after each: the base's chances, or the text."""
-        if self.mode == "shared":
-            after = torch.cat([ids[:, 1:], ids[:, :1]], 1).flatten()
-            return functional.one_hot(after, self.base.shape.vocab_size).to(self.base.dtype)
-        flat = trace.final.flatten(0, 1)
+    def _chances(self, trace: Trace) -> Tensor:
+        """(B * T, V): what the main stream says of the token after each."""
+        flat = trace.final.detach().flatten(0, 1)
         parts = [torch.softmax((part @ self.base.head.t()).float(), -1) for part in flat.split(LOSS_CHUNK)]
         return torch.cat([part.to(self.base.dtype) for part in parts])
 
     def _pruning(self, trace: Trace, batch: Batch, chances: Tensor, first: Tensor) -> tuple[Tensor, float]:
-        """The early guess of the next token, against what the base says of it."""
+        """The early guess of the next token, against what the main stream says of it."""
         positions, rows = batch.positions[:, ::PRUNING_EVERY], torch.arange(len(batch.ids))[:, None]
         entering = trace.entering[rows, positions].detach()
         hidden = self.streams.pruned(self.base, entering).flatten(0, 1)
-        if self.mode == "shared":
-            with torch.no_grad():
-                final = trace.final[rows, positions].flatten(0, 1)
-                said = torch.softmax((final @ self.base.head.t()).float(), -1)
-            chances, targets = said.to(self.base.dtype), torch.arange(len(hidden))
-        else:
-            targets = first[:, ::PRUNING_EVERY].flatten()
+        targets = first[:, ::PRUNING_EVERY].flatten()
         weights = torch.full((len(hidden),), 1 / len(hidden))
         total, losses = SoftCrossEntropy.apply(hidden, self.base.head, chances, targets, weights)
         return total, losses.mean().item()

@@ -46,10 +46,12 @@ class StreamTraining:
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
     continued_share: float = 0.65
-    """Of the windows, in the lossless mode: those with the base's own replies. The rest is true text."""
+    """Of the windows, those with the base's own replies. The rest is true text."""
     masked_share: float = 0.5
     most_residency_tokens: int = 16
     seed: int = 1
+    begun_with: str = ""
+    """The run whose streams this one began with, if any: the shared mode learns from lossless ones."""
 
     def rate(self, step: int) -> float:
         """A short rise, then half a cosine down to zero."""
@@ -88,10 +90,9 @@ class Run:
         """The next batch: it depends on the seed, the step, and what was drawn."""
         training = self.training
         rng = np.random.default_rng([training.seed, self.step])
-        share = training.continued_share if training.mode == "lossless" else 0.0
         windows = [
             self._next_continued() if own else self.batches.draw(1)[0, :-1]
-            for own in rng.random(training.windows) < share
+            for own in rng.random(training.windows) < training.continued_share
         ]
         ids = torch.from_numpy(np.stack(windows).astype(np.int64))
         cells = np.arange(0, ids.shape[1], training.stride)
@@ -124,6 +125,10 @@ class Run:
         }
 
 
+def run_folder(build: Path, name: str) -> Path:
+    return build / "multi-stream" / name
+
+
 def digest(base: Frozen) -> str:
     """Names a base by the table that all of it was trained with."""
     return hashlib.sha256(base.table.numpy().tobytes()).hexdigest()
@@ -133,11 +138,12 @@ def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
     """A run at its beginning."""
     torch.manual_seed(training.seed)
     streams = Streams(base.shape, training.sizes)
+    if training.begun_with:
+        with np.load(run_folder(build, training.begun_with) / ARRAYS) as begun:
+            streams.load_state_dict({name: torch.from_numpy(values) for name, values in begun.items()})
     text = {domain: read_stream(build, domain, "train") for domain in continuations.WANTED}
     batches = Batches(text, continuations.WANTED, base.shape.max_position_embeddings, training.seed)
-    continued = np.zeros((1, 0), np.uint16)
-    if training.mode == "lossless":
-        continued = continuations.read_groups(build)[0]
+    continued = continuations.read_groups(build)[0]
     optimizer = torch.optim.AdamW(
         streams.parameters(), lr=training.learning_rate, betas=training.betas, weight_decay=0.0, foreach=True
     )

@@ -32,6 +32,7 @@ from recipe.stream_training import (
     forget_after,
     load_checkpoint,
     resume,
+    run_folder,
     start,
     train,
     training_of,
@@ -91,6 +92,7 @@ def _arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     for name in ("learning-rate", "continued-share", "masked-share"):
         parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--begun-with", metavar="NAME", help="begin with the streams of that finished run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--fresh", action="store_true", help="begin again even if there is a checkpoint")
     parser.add_argument("--threads", type=int, default=1)
@@ -102,7 +104,7 @@ def main() -> None:
     parser = _arguments()
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    folder = arguments.build / "multi-stream" / arguments.name
+    folder = run_folder(arguments.build, arguments.name)
     folder.mkdir(parents=True, exist_ok=True)
     for line in continuations.make(arguments.model, arguments.build, 0, 1, continuations.GROUPS):
         print(json.dumps(line), flush=True)
