@@ -285,9 +285,11 @@ class _Logits:
                 hidden = backend.rows(hidden, nodes)
             logits = backend.to_numpy(self._transformer.logits(hidden))
             self._rows = {each: logits[row : row + 1] for row, each in enumerate(nodes)}
+        rows = self._rows[node]
         # Only of what the text takes: what is wrong with another is never seen in plain decoding.
-        self._transformer.check_finite(self._rows[node])
-        return self._rows[node][0]
+        self._transformer.check_finite(rows)
+        row: Float32 = rows[0]
+        return row
 
 
 class _Text:

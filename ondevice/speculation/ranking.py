@@ -26,7 +26,7 @@ LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Limits of the leads that the first guess has over the second, in units of the score: how sure it is."""
 FIRST_PRIORS = (0.3, 0.35, 0.45, 0.6, 0.75, 0.9)
 """By lead: how sure the first guess is at first; each further one is half as sure as the one before it."""
-TokenIds = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int64]
 
 
 class Ranking:
@@ -95,7 +95,7 @@ def largest(values: Float32, count: int) -> tuple[TokenIds, Float32, float]:
     ids = np.empty(min(count, values.size), dtype=np.int32)
     found = np.empty(ids.size, dtype=np.float32)
     total = _native.largest(values, ids, found)
-    return ids, found, float(found[0]) + math.log(total)
+    return ids.astype(np.int64), found, float(found[0]) + math.log(total)
 
 
 def _lead(scores: Float32) -> int:

@@ -101,8 +101,9 @@ class WhileReading(Drafter):
             self._drafter.judge(token)
 
     def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
-        drafter = self._drafter if self._asked else super()
-        return drafter.narrow(draft, entering, row_share)
+        if self._asked:
+            return self._drafter.narrow(draft, entering, row_share)
+        return super().narrow(draft, entering, row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         self._drafter.entered(found, node)
