@@ -266,7 +266,9 @@ def _prepared(model: Name | None, runtime: RuntimeConfig) -> tuple[Prepared, Pre
             f"--speculation {runtime.speculation}: an ablation compares single tokens; leave it off"
         )
     runtime = replace(runtime, speculation="off")
-    bundle = open_model(model, runtime).bundle
+    opened = open_model(model, runtime)
+    opened.warn()
+    bundle = opened.bundle
     sparsity = runtime.sparsity
     if sparsity == "auto":
         sparsity = _selecting(bundle)

@@ -152,6 +152,7 @@ class Model:
     def __init__(self, prepared: Prepared) -> None:
         """Use `load`."""
         prepared.plan.require_fit(prepared.bundle.name)
+        prepared.warn()
         self.name = prepared.bundle.name
         self.config = prepared.bundle.config
         self.bundle = prepared.bundle

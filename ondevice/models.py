@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
+from types import MappingProxyType
 
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import Streams
@@ -190,6 +192,9 @@ def _convert_line(source: str, output: Path) -> str:
     return f"ondevice convert {shlex.quote(source)} --output {shlex.quote(str(output))}"
 
 
+NOTHING_DAMAGED: Mapping[str, BundleError] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class SparsityMode:
     """Whether a model can run in a mode, and why (not)."""
@@ -200,9 +205,12 @@ class SparsityMode:
 
 
 def sparsity_modes(
-    config: ModelConfig, predictors: Predictors | None, thresholds: Thresholds | None
+    config: ModelConfig,
+    predictors: Predictors | None,
+    thresholds: Thresholds | None,
+    damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
-    """Every sparsity mode, and whether this model can have it."""
+    """Every sparsity mode, and whether this model can have it. damaged: additions, as a Bundle has them."""
     relu = config.zeros_gates
     exact = (
         "only neurons whose gate is above zero; the same text as dense"
@@ -212,6 +220,8 @@ def sparsity_modes(
     predicted = (
         "only neurons that predictors select; not the same text as dense"
         if predictors is not None
+        else str(damaged["predictors"])
+        if "predictors" in damaged
         else "its bundle holds no predictors; `ondevice train predictors` makes them"
         if relu
         else f"predictors say which gates are zero, and {config.hidden_act} gates hardly ever are"
@@ -219,6 +229,8 @@ def sparsity_modes(
     threshold = (
         "only neurons whose gate is large enough; not the same text as dense"
         if thresholds is not None
+        else str(damaged["thresholds"])
+        if "thresholds" in damaged
         else f"{config.hidden_act} gates have a threshold of their own, zero: `exact` loses nothing"
         if relu
         else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
@@ -257,11 +269,20 @@ def check_runtime(
     predictors: Predictors | None,
     thresholds: Thresholds | None,
     streams: Streams | None = None,
+    damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> None:
     """Refuse what this model or this version can't do, before anything is loaded.
 
-    Raises UnsupportedModelError for a sparsity or speculation mode, BackendUnavailableError for a backend.
+    Raises UnsupportedModelError for a sparsity or speculation mode, BundleError for one whose files are
+    damaged, BackendUnavailableError for a backend.
     """
+    for mode, key, asked in (
+        (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),
+        (f"--sparsity {runtime.sparsity}", "thresholds", runtime.sparsity == "threshold"),
+        (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
+    ):
+        if asked and key in damaged:
+            raise BundleError(f"{mode} isn't possible with this model: {damaged[key]}")
     modes = {mode.name: mode for mode in sparsity_modes(config, predictors, thresholds)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import STREAMS_SIDECAR
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
+from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
 from ondevice.draft_model import PreparedDraft, open_draft, plan_draft
+from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
 from ondevice.memory_sizes import context_tokens
 from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
+from ondevice.speculation.registry import runs_streams
 from ondevice.tokenizer import Tokenizer, load_tokenizer
 from ondevice.units import memory_available, parse_size, process_memory, usable_cores
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,14 @@ class Prepared:
     least: Prepared | None = None
     """What `auto` would take under a budget that is too small for this; None where that is this."""
 
+    warnings: tuple[str, ...] = ()
+    """What is damaged of the additions that `auto` may choose: it goes without."""
+
+    def warn(self) -> None:
+        """Log the warnings."""
+        for warning in self.warnings:
+            log.warning("%s", warning)
+
     @property
     def frugal(self) -> Prepared:
         """What the options allow that runs in the smallest budget."""
@@ -40,10 +57,15 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
 
     Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
-    that this model or machine can't have, and what reading the tokenizer raises.
+    that this model or machine can't have, BundleError for one whose files are damaged, and what reading the
+    tokenizer raises.
     """
     check_choices(runtime)
-    check_runtime(bundle.config, runtime, bundle.predictors, bundle.thresholds, bundle.streams)
+    bundle = _without_damage(bundle, runtime)
+    added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
+    check_runtime(bundle.config, runtime, *added)
+    if bundle.incomplete is not None:
+        raise bundle.incomplete
     runtime = replace(
         runtime,
         backend="cpu" if runtime.backend == "auto" else runtime.backend,
@@ -52,6 +74,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     )
     tokenizer = open_tokenizer(bundle)
     draft = _prepared_draft(bundle, tokenizer, runtime) if runtime.speculation == "model" else None
+    warnings = _warnings(bundle, runtime)
     process_bytes = process_memory().current_bytes
     choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
     drafts: list[Speculation] = ["auto", "off"] if runtime.speculation == "auto" else [runtime.speculation]
@@ -59,7 +82,7 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     for sparsity, speculation in product(choices, drafts):
         settled = replace(runtime, sparsity=sparsity, speculation=speculation)
         plan = _plan(bundle, settled, process_bytes, draft)
-        possible.append(Prepared(bundle, tokenizer, settled, plan, draft))
+        possible.append(Prepared(bundle, tokenizer, settled, plan, draft, warnings=warnings))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
     # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
     chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
@@ -67,6 +90,30 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     if not chosen.plan.fits or chosen is least:
         return least
     return replace(chosen, least=least)
+
+
+def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
+    """Without the additions that these options may use and whose tensors, read once for it, are damaged."""
+    speculation = _speculation(runtime)
+    for sidecar, used in (
+        (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
+        (THRESHOLDS_SIDECAR, runtime.sparsity == "threshold"),
+        (STREAMS_SIDECAR, runs_streams(speculation, bundle.streams)),
+    ):
+        if used:
+            bundle = without_damage(bundle, sidecar, _native.crc32c)
+    return bundle
+
+
+def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
+    """What is damaged and not ruled out by an option that leaves it alone."""
+    may_use = {
+        "predictors": runtime.sparsity == "auto",
+        "thresholds": runtime.sparsity == "auto",
+        "hotness": runtime.sparsity != "dense",
+        "streams": runtime.speculation == "auto",
+    }
+    return tuple(str(error) for key, error in bundle.damaged.items() if may_use[key])
 
 
 def _plan(bundle: Bundle, runtime: RuntimeConfig, process_bytes: int, draft: PreparedDraft | None) -> Plan:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ondevice.ablation import BEFORE, Ablation
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import Streams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig
@@ -97,7 +98,7 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
 def inspection(prepared: Prepared) -> dict[str, Any]:
     """`inspect --json`; `minimum_budget_bytes` is that of the modes named with it, the plan's of its own."""
     bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
-    modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds)
+    modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
     return {
         "model": bundle.name,
         "architecture": bundle.config.architecture,
@@ -106,6 +107,7 @@ def inspection(prepared: Prepared) -> dict[str, Any]:
         "quantisation": bundle.quant.name,
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
+        "damaged": {key: str(error) for key, error in bundle.damaged.items()},
         "speculation": prepared.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
         "minimum_budget_sparsity": frugal.plan.sparsity,
@@ -122,8 +124,9 @@ def inspection_text(prepared: Prepared) -> str:
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
         f"bundle {size(bundle.bundle_bytes)}",
         "sparsity modes:",
-        *(_mode_line(mode) for mode in sparsity_modes(config, bundle.predictors, bundle.thresholds)),
-        f"streams: {_streams_line(bundle.streams, config)}",
+        *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
+        f"streams: {_streams_line(bundle)}",
+        *(f"{key}: {bundle.damaged[key]}" for key in ("hotness",) if key in bundle.damaged),
         f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens, "
         f"with {_modes_taken(prepared)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*_parts(plan), ("total", plan.total_bytes)]),
@@ -343,11 +346,12 @@ def _mode_line(mode: SparsityMode) -> str:
     return f"  {mode.name:<10}{'yes' if mode.available else 'no'}: {mode.reason}"
 
 
-def _streams_line(found: Streams | None, config: ModelConfig) -> str:
+def _streams_line(bundle: Bundle) -> str:
+    found = bundle.streams
     if found is None:
-        return "none"
+        return str(bundle.damaged.get("streams", "none"))
     accepted = ", ".join(map(_percent, found.acceptance))
-    added = found.adapter_parameters(config) + found.embedding_parameters(config)
+    added = found.adapter_parameters(bundle.config) + found.embedding_parameters(bundle.config)
     return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"
 
 

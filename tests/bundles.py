@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from ondevice.bundle.reader import Bundle
 from tests.models import write_checkpoint
 
 BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
@@ -63,6 +64,14 @@ def convert_bundle(checkpoint: Path, output: Path, quant: str = "q4") -> Path:
 def copy_files(bundle: Path, folder: Path) -> Path:
     """A copy in the new folder `folder`, that a test may change."""
     return Path(shutil.copytree(bundle, folder))
+
+
+def open_sound(folder: Path) -> Bundle:
+    """The opened bundle. Raises BundleError for what is damaged of its additions."""
+    bundle = Bundle.open(folder)
+    for error in bundle.damaged.values():
+        raise error
+    return bundle
 
 
 def made_up_pieces(count: int = 8) -> list[list[int]]:

@@ -15,7 +15,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.thresholds import THRESHOLDS_MANIFEST, Thresholds
 from ondevice.converters.calibrate import LayerThresholds, save_thresholds, write_thresholds
 from ondevice.errors import BundleError
-from tests.bundles import convert_bundle, write_chat_checkpoint
+from tests.bundles import convert_bundle, open_sound, write_chat_checkpoint
 
 
 def made_up_layers(bundle: Bundle, importance: float = 1.0) -> list[LayerThresholds]:
@@ -62,14 +62,14 @@ def test_values_out_of_range_are_refused(copied: Path, changes: dict[str, Any], 
     else:
         save_thresholds(replace(found, points=(replace(found.points[0], **changes),)), copied)
     with pytest.raises(BundleError, match=match):
-        Bundle.open(copied)
+        open_sound(copied)
 
 
 def test_points_out_of_order_are_refused(copied: Path) -> None:
     found = found_in(copied)
     save_thresholds(replace(found, points=found.points[::-1]), copied)
     with pytest.raises(BundleError, match="ascending"):
-        Bundle.open(copied)
+        open_sound(copied)
 
 
 def test_an_edit_without_its_hash_is_refused(copied: Path) -> None:
@@ -78,7 +78,7 @@ def test_an_edit_without_its_hash_is_refused(copied: Path) -> None:
     document["thresholds"]["calibrated_tokens"] += 1
     path.write_text(json.dumps(document))
     with pytest.raises(BundleError, match="damaged or edited"):
-        Bundle.open(copied)
+        open_sound(copied)
 
 
 def test_importance_that_is_not_finite_is_refused(copied: Path) -> None:

@@ -19,8 +19,10 @@ def contained(folder: Path, name: str) -> Path:
     try:
         path = (folder / name).resolve(strict=True)
         mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        raise BundleError(f"{name} is missing from {folder}") from error
     except (OSError, RuntimeError) as error:
-        raise BundleError(f"{name} is missing from {folder} or can't be reached: {error}") from error
+        raise BundleError(f"{name} in {folder} can't be reached: {error}") from error
     if not path.is_relative_to(folder):
         raise BundleError(f"{name} is a link that leaves the bundle {folder}")
     if not stat.S_ISREG(mode):

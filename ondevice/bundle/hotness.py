@@ -27,11 +27,11 @@ HOTNESS_SIDECAR = Sidecar(
     "hotness",
     HOTNESS_MANIFEST,
     HOTNESS,
-    f"delete {HOTNESS_MANIFEST}; `ondevice train predictors` makes it again",
+    "ondevice train predictors --model {model} --text FILE",
+    "every mode",
 )
 HOTNESS_VERSION = 1
 FREQUENCY_TENSOR = "frequency"
-_REMEDY = HOTNESS_SIDECAR.remedy
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def parse_hotness(data: bytes, manifest: Manifest) -> Hotness:
     )
     section.close()
     if hotness.model != weights_digest(manifest):
-        raise BundleError(f"{HOTNESS_MANIFEST} was made for other weights than these: {_REMEDY}")
+        raise BundleError(f"{HOTNESS_MANIFEST} was made for other weights than these")
     return hotness
 
 
@@ -84,12 +84,12 @@ def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> NDA
     """(L, F) share of tokens for which each neuron fired. Raises BundleError for a damaged file."""
     layout = hotness_layout(config)
     if len(data) != layout.nbytes or not data.startswith(layout.header):
-        raise BundleError(f"{HOTNESS} isn't the {layout.nbytes} bytes that this model implies: {_REMEDY}")
+        raise BundleError(f"{HOTNESS} isn't the {layout.nbytes} bytes that this model implies")
     if hashlib.sha256(data).hexdigest() != hotness.sha256:
-        raise BundleError(f"{HOTNESS} doesn't match its sha256; it was damaged: {_REMEDY}")
+        raise BundleError(f"{HOTNESS} doesn't match its sha256; it was damaged")
     stored = np.frombuffer(data, "<f2", offset=len(layout.header))
     if not _are_shares(stored):
-        raise BundleError(f"{HOTNESS} holds what isn't a share from 0 to 1: {_REMEDY}")
+        raise BundleError(f"{HOTNESS} holds what isn't a share from 0 to 1")
     return stored.astype(np.float32).reshape(config.num_layers, config.intermediate_size)
 
 

@@ -33,7 +33,11 @@ PREDICTORS_MANIFEST = "predictors.json"
 PREDICTORS_VERSION = 1
 MAX_RANK = 1 << 13
 PREDICTORS_SIDECAR = Sidecar(
-    "predictors", PREDICTORS_MANIFEST, PREDICTORS, "delete both or train the predictors again"
+    "predictors",
+    PREDICTORS_MANIFEST,
+    PREDICTORS,
+    "ondevice train predictors --model {model} --text FILE",
+    "every --sparsity but `predicted`",
 )
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,13 +47,15 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
 from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar, tensors_layout
-from ondevice.bundle.streams import STREAMS_SIDECAR, Streams, parse_streams, stream_tensors
+from ondevice.bundle.streams import STREAMS_SIDECAR, Streams, parse_streams, says_lossless, stream_tensors
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
 from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
 """Largest checksum table: 64 million record parts, some 300 GB of weights."""
+
+Added = TypeVar("Added", Predictors, Thresholds, Streams, Hotness)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +77,7 @@ class CheckedFile:
 class AddedFile:
     """A file of tensors that was added to the finished bundle, with all that it can be checked against."""
 
+    sidecar: Sidecar
     file: CheckedFile
     layout: FileLayout
     sha256: str
@@ -111,13 +116,17 @@ class Bundle:
         self._rechecked: dict[str, CheckedFile] = {}
         self.added: dict[str, AddedFile] = {}
         """Files of tensors that `bundle.json` doesn't know, by name."""
-        self.predictors = self._read_predictors()
+        self.damaged: dict[str, BundleError] = {}
+        """What is wrong with them, and with hotness, by the key of the sidecar: they count as not there."""
+        self.incomplete: BundleError | None = None
+        """Why the model can't be had from this bundle: streams are damaged that may be part of it."""
+        self.predictors = self._addition(PREDICTORS_SIDECAR, self._read_predictors)
         """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
-        self.thresholds = self._read_thresholds()
+        self.thresholds = self._addition(THRESHOLDS_SIDECAR, self._read_thresholds)
         """How large a gate must be for its neuron to count; None if the bundle has no thresholds."""
-        self.streams = self._read_streams()
+        self.streams = self._addition(STREAMS_SIDECAR, self._read_streams)
         """Adapters that guess the tokens after the next one; None if the bundle has none."""
-        self.hotness = self._read_hotness()
+        self.hotness = self._addition(HOTNESS_SIDECAR, self._read_hotness)
         """What is known of how often neurons fire; None if nobody has counted."""
 
     @staticmethod
@@ -180,6 +189,16 @@ class Bundle:
         other._rechecked = {**self._rechecked, **files}
         return other
 
+    def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:
+        """The same bundle, without an addition of which `error` says that its file of tensors is damaged."""
+        other = copy.copy(self)
+        lossless = self.streams is None or self.streams.mode == "lossless"
+        other.damaged, other.added = dict(self.damaged), dict(self.added)
+        del other.added[sidecar.tensors]
+        setattr(other, sidecar.key, None)
+        other._note_damage(sidecar, error, lossless)
+        return other
+
     def added_file(self, name: str) -> CheckedFile:
         """The tensors' file of predictors, thresholds or streams. Raises BundleError if there are none."""
         if name not in self.added:
@@ -189,12 +208,14 @@ class Bundle:
     def frequencies(self) -> NDArray[np.float32] | None:
         """(L, F) share of tokens for which each neuron fired on text; None if nobody has counted.
 
-        Raises BundleError if the file is damaged.
+        Raises BundleError if the file has been damaged since the bundle was opened.
         """
         if self.hotness is None:
             return None
-        data = read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
-        return parse_frequencies(data, self.hotness, self.config)
+        try:
+            return parse_frequencies(self._read_frequencies(), self.hotness, self.config)
+        except BundleError as error:
+            raise self._with_remedy(HOTNESS_SIDECAR, error) from error
 
     def tensor_span(self, name: str) -> TensorSpan:
         """Where a tensor of the resident file, or of an added one, lies.
@@ -259,28 +280,45 @@ class Bundle:
         if list(specs.items()) != list(expected.items()):
             raise BundleError(f"{RESIDENT}: the safetensors library finds other tensors than this model has")
 
-    def _read_predictors(self) -> Predictors | None:
-        data = read_sidecar(PREDICTORS_SIDECAR, self._folder)
-        if data is None:
+    def _addition(self, sidecar: Sidecar, read: Callable[[bytes], Added]) -> Added | None:
+        """What was added to the bundle; None where nothing was, and where it's damaged."""
+        data = b""
+        try:
+            found = read_sidecar(sidecar, self._folder)
+            if found is None:
+                return None
+            data = found
+            return read(data)
+        except BundleError as error:
+            self._note_damage(sidecar, error, says_lossless(data))
             return None
+
+    def _note_damage(self, sidecar: Sidecar, error: BundleError, lossless: bool) -> None:
+        self.damaged[sidecar.key] = self._with_remedy(sidecar, error)
+        if sidecar is STREAMS_SIDECAR and not lossless:
+            train = f"ondevice train streams --model {shlex.quote(str(self.path))} --text FILE --mode shared"
+            self.damaged[sidecar.key] = self.incomplete = BundleError(
+                f"{error}; these streams may be part of the model itself, which can't do without. Delete "
+                f"{sidecar.manifest}, which leaves the model that they were trained for; then `{train}` "
+                "makes them anew"
+            )
+
+    def _with_remedy(self, sidecar: Sidecar, error: BundleError) -> BundleError:
+        return BundleError(f"{error}; {sidecar.remedy(self.path)}")
+
+    def _read_predictors(self, data: bytes) -> Predictors:
         predictors = parse_predictors(data, self.manifest)
         tensors = predictor_tensors(self.config, predictors.bits, predictors.ranks)
         self._add(PREDICTORS_SIDECAR, len(data), tensors, predictors.crcs, predictors.sha256)
         return predictors
 
-    def _read_thresholds(self) -> Thresholds | None:
-        data = read_sidecar(THRESHOLDS_SIDECAR, self._folder)
-        if data is None:
-            return None
+    def _read_thresholds(self, data: bytes) -> Thresholds:
         thresholds = parse_thresholds(data, self.manifest)
         tensors = threshold_tensors(self.config)
         self._add(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
         return thresholds
 
-    def _read_streams(self) -> Streams | None:
-        data = read_sidecar(STREAMS_SIDECAR, self._folder)
-        if data is None:
-            return None
+    def _read_streams(self, data: bytes) -> Streams:
         streams = parse_streams(data, self.manifest)
         tensors = stream_tensors(self.config, streams)
         self._add(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)
@@ -298,17 +336,20 @@ class Bundle:
         nbytes = check_tensors(sidecar, self._folder, layout)
         units = np.array(crcs, dtype=np.uint32)
         file = CheckedFile(self._folder / name, nbytes, layout.crc_start, layout.crc_units, units)
-        self.added[name] = AddedFile(file, layout, sha256)
+        self.added[name] = AddedFile(sidecar, file, layout, sha256)
         self.bundle_bytes += manifest_bytes + nbytes
         self._spans |= _spans(name, tensors)
 
-    def _read_hotness(self) -> Hotness | None:
-        data = read_sidecar(HOTNESS_SIDECAR, self._folder)
-        if data is None:
-            return None
+    def _read_hotness(self, data: bytes) -> Hotness:
         hotness = parse_hotness(data, self.manifest)
-        self.bundle_bytes += len(data) + contained(self._folder, HOTNESS).stat().st_size
+        frequencies = self._read_frequencies()
+        # So few bytes that they are read now: what is damaged counts as not there.
+        parse_frequencies(frequencies, hotness, self.config)
+        self.bundle_bytes += len(data) + len(frequencies)
         return hotness
+
+    def _read_frequencies(self) -> bytes:
+        return read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,21 @@ Point = TypeVar("Point")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Two files of one kind. key: of the JSON file's content; remedy: what to do about a damaged pair."""
+    """Two files of one kind. key: of the JSON file's content.
+
+    command: which makes them, of a {model}. unaffected: what runs without them.
+    """
 
     key: str
     manifest: str
     tensors: str
-    remedy: str
+    command: str
+    unaffected: str
+
+    def remedy(self, folder: Path) -> str:
+        """What to do about a damaged pair in the bundle `folder`."""
+        command = self.command.format(model=shlex.quote(str(folder)))
+        return f"`{command}` makes both files anew, and {self.unaffected} runs without them"
 
 
 def weights_digest(manifest: Manifest) -> str:
@@ -77,9 +87,7 @@ def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
     document = Section(parse_json(data, sidecar.manifest), sidecar.manifest)
     content = document.get(sidecar.key)
     if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
-        raise BundleError(
-            f"{sidecar.manifest} doesn't match its own sha256; it was damaged or edited: {sidecar.remedy}"
-        )
+        raise BundleError(f"{sidecar.manifest} doesn't match its own sha256: it was damaged or edited")
     document.close()
     return Section(content, sidecar.key)
 
@@ -115,7 +123,7 @@ def check_sidecar(
 ) -> None:
     """Raises BundleError for files of other weights, and for another number of checksums than needed."""
     if model != weights_digest(manifest):
-        raise BundleError(f"{sidecar.manifest} was made for other weights than these: {sidecar.remedy}")
+        raise BundleError(f"{sidecar.manifest} was made for other weights than these")
     expected = layout.crc_count(layout.nbytes or 0)
     if len(crcs) != expected:
         raise BundleError(f"{sidecar.manifest} has {len(crcs)} checksums; it needs {expected}")
@@ -127,7 +135,6 @@ def check_tensors(sidecar: Sidecar, folder: Path, layout: FileLayout) -> int:
     nbytes = path.stat().st_size
     if nbytes != layout.nbytes or read_range(path, 0, len(layout.header)) != layout.header:
         raise BundleError(
-            f"{sidecar.tensors} isn't the {layout.nbytes} bytes that {sidecar.manifest} describes: "
-            f"{sidecar.remedy}"
+            f"{sidecar.tensors} isn't the {layout.nbytes} bytes that {sidecar.manifest} describes"
         )
     return nbytes

@@ -9,6 +9,7 @@ Legend: D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, cast
@@ -23,7 +24,14 @@ from ondevice.errors import BundleError
 STREAMS = "streams.safetensors"
 STREAMS_MANIFEST = "streams.json"
 STREAMS_VERSION = 1
-STREAMS_SIDECAR = Sidecar("streams", STREAMS_MANIFEST, STREAMS, "delete both or train the streams again")
+STREAMS_SIDECAR = Sidecar(
+    "streams",
+    STREAMS_MANIFEST,
+    STREAMS,
+    "ondevice train streams --model {model} --text FILE --mode lossless",
+    "every --speculation but `streams`",
+)
+_LOSSLESS = re.compile(rb'"mode"\s*:\s*"lossless"')
 MAX_STREAMS = 4
 MAX_ADAPTER_RANK = 1024
 MAX_PRUNING_RANK = 64
@@ -117,6 +125,14 @@ def streams_text(streams: Streams) -> bytes:
     """The bytes of `streams.json`."""
     content = {"version": STREAMS_VERSION, "group_size": GROUP_SIZE, **asdict(streams)}
     return sidecar_text(STREAMS_SIDECAR, content)
+
+
+def says_lossless(data: bytes) -> bool:
+    """Whether a `streams.json`, be it damaged, says that the model can do without its streams.
+
+    Damage hardly makes this of the other mode; whoever means to could delete the file as well.
+    """
+    return _LOSSLESS.search(data) is not None
 
 
 def check_streams(streams: Streams, config: ModelConfig) -> None:

@@ -32,7 +32,11 @@ THRESHOLDS = "thresholds.safetensors"
 THRESHOLDS_MANIFEST = "thresholds.json"
 THRESHOLDS_VERSION = 1
 THRESHOLDS_SIDECAR = Sidecar(
-    "thresholds", THRESHOLDS_MANIFEST, THRESHOLDS, "delete both or train the thresholds again"
+    "thresholds",
+    THRESHOLDS_MANIFEST,
+    THRESHOLDS,
+    "ondevice train thresholds --model {model} --text FILE",
+    "every --sparsity but `threshold`",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import FileEntry
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.bundle.sidecar import Sidecar
 from ondevice.errors import BundleError
 
 _REMEDY = "the bundle is damaged, convert the model again"
@@ -43,9 +45,10 @@ class Report:
 def verify(
     bundle_path: str | Path, crc32c: Crc32c, on_progress: Callable[[int, int], None] | None = None
 ) -> Report:
-    """Checks the whole bundle. `on_progress` gets (bytes read, bytes in all).
+    """Checks the whole bundle, what was added to it last. `on_progress` gets (bytes read, bytes in all).
 
-    Raises what `Bundle.open` raises, and BundleError naming file, offset and record at the first damage.
+    Raises what `Bundle.open` raises, and BundleError naming file, offset and record at the first damage, with
+    what makes that file anew.
     """
     bundle = Bundle.open(bundle_path)
     files = dict(bundle.manifest.files)
@@ -59,18 +62,48 @@ def verify(
     for name, entry in files.items():
         if name != CHECKSUMS:
             file, layout = _opened(bundle, name)
-            for read in _verify_file(file, layout, entry, crc32c, gate_rows.get(name)):
-                if on_progress is not None:
-                    on_progress(done + read, total)
+            with _remedy(bundle, name):
+                for read in _verify_file(file, layout, entry, crc32c, gate_rows.get(name)):
+                    if on_progress is not None:
+                        on_progress(done + read, total)
             checksums += file.crcs.size
         done += entry.nbytes
     for layer, (gates, neurons) in enumerate(pairs):
         if gate_rows[gates].digest() != gate_rows[neurons].digest():
-            raise _different_gates(bundle, layer)
+            with _remedy(bundle, gates):
+                raise _different_gates(bundle, layer)
+    for error in bundle.damaged.values():
+        raise error
     sizes = [(name, entry.nbytes) for name, entry in files.items()]
     if bundle.frequencies() is not None:
         sizes.append((HOTNESS, hotness_layout(bundle.config).nbytes or 0))
     return Report(tuple(sizes), checksums)
+
+
+def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
+    """The bundle, without one of its additions if that one's file of tensors isn't what it should be."""
+    added = bundle.added.get(sidecar.tensors)
+    if added is None:
+        return bundle
+    entry = FileEntry(added.file.nbytes, added.sha256, None)
+    try:
+        for _ in _verify_file(added.file, added.layout, entry, crc32c, None):
+            pass
+    except BundleError as error:
+        return bundle.without(sidecar, error)
+    return bundle
+
+
+@contextmanager
+def _remedy(bundle: Bundle, name: str) -> Iterator[None]:
+    """Adds to what is wrong with a file what makes it anew."""
+    try:
+        yield
+    except BundleError as error:
+        if name not in bundle.added:
+            raise BundleError(f"{error}; {_REMEDY}") from error
+        sidecar = bundle.added[name].sidecar
+        raise bundle.without(sidecar, error).damaged[sidecar.key] from error
 
 
 def _opened(bundle: Bundle, name: str) -> tuple[CheckedFile, FileLayout]:
@@ -104,11 +137,11 @@ def _verify_file(
     wrong = np.flatnonzero(digest.crcs() != file.crcs)
     name = file.path.name
     if wrong.size:
-        raise BundleError(f"{name}: {_unit(int(wrong[0]), layout)} doesn't match its CRC32C; {_REMEDY}")
+        raise BundleError(f"{name}: {_unit(int(wrong[0]), layout)} doesn't match its CRC32C")
     if digest.sha256() != entry.sha256:
-        raise BundleError(f"{name} doesn't match its sha256; {_REMEDY}")
+        raise BundleError(f"{name} doesn't match its sha256")
     if stain is not None:
-        raise BundleError(f"{name}: byte {stain} is padding and not zero; {_REMEDY}")
+        raise BundleError(f"{name}: byte {stain} is padding and not zero")
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
@@ -128,9 +161,9 @@ def _different_gates(bundle: Bundle, layer: int) -> BundleError:
         if different.size:
             return BundleError(
                 f"{gates.path.name}: record {first + int(different[0])} isn't the gate row that "
-                f"{neurons.path.name} has; {_REMEDY}"
+                f"{neurons.path.name} has"
             )
-    return BundleError(f"{gates.path.name} or {neurons.path.name} changed while it was read; {_REMEDY}")
+    return BundleError(f"{gates.path.name} or {neurons.path.name} changed while it was read")
 
 
 def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
@@ -145,7 +178,7 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
                 end = layout.crc_start if start < layout.crc_start else min(start + step, file.nbytes)
                 chunk = buffer[: end - start]
                 if stream.readinto(chunk.data) != chunk.size:
-                    raise BundleError(f"{file.path.name} ends before byte {end}; {_REMEDY}")
+                    raise BundleError(f"{file.path.name} ends before byte {end}")
                 yield chunk
                 start = end
     except OSError as error:
