@@ -197,8 +197,8 @@ def test_a_switch_knows_nothing_before_it_has_seen_plain_passes() -> None:
 
 
 def test_looking_for_guesses_is_rare_where_it_costs_and_finds_nothing() -> None:
-    """At most a hundredth of the time, or one pass of eight where that is more."""
-    for asking, every in ((0.0001, 1), (0.04, 4), (0.14, 8)):
+    """At most a two-hundredth of the time, or one pass of sixteen where that is more."""
+    for asking, every in ((0.0001, 1), (0.02, 4), (0.14, 16)):
         simulation = Simulation()
         for _ in range(600):
             if not simulation.policy.pause():

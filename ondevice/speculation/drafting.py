@@ -76,11 +76,11 @@ class Drafting:
         self._paused = self._policy.pause()
         if self._paused:
             return plain(root)
+        started, asked = time.perf_counter(), 0
         self._catch_up()
         nodes = min(self._policy.begin(), most_nodes)
         if nodes < 2 or most_tokens < 2:
             return plain(root)
-        started, asked = time.perf_counter(), 0
 
         def propose(path: Sequence[int]) -> Proposals:
             nonlocal asked

@@ -16,9 +16,9 @@ FIRST_DRAFTS, STALE_PASSES = 6, 192
 the next has a few guesses whatever they take, to find out."""
 LEAST_CHANCE = 0.1
 """Of such a guess: what is less likely isn't worth any time that it could take."""
-QUIET_COST, MOST_PAUSE = 0.01, 8
+QUIET_COST, MOST_PAUSE = 0.005, 16
 """Where looking for guesses doesn't pay for itself it may cost this part of the time: it is done in one pass
-of several, at most 8."""
+of several, at most 16."""
 DRAFTING_SHARE = 0.15
 """A pass without a guess counts as one with a draft where looking for guesses took this part of it."""
 MOST_DRAFTING = 3.0
