@@ -81,7 +81,9 @@ def test_no_tree(parents: list[int]) -> None:
 def test_every_node_has_the_bits_of_its_path(prompt_tokens: int, kv_bits: Any, heads: dict[str, int]) -> None:
     config = tiny_config(qk_norm=True, layer_windows=(0, 11), **heads)
     prompt = drawn(prompt_tokens, 1)
-    for seed, tree in enumerate((TokenTree(PARENTS), random_tree(40, 3), TokenTree([-1, -1, 0]))):
+    # A path as long as one may be, left near its end and near its beginning, and gone back to.
+    deep = TokenTree([*range(-1, MAX_DEPTH), MAX_DEPTH - 2, 3, MAX_DEPTH - 1, MAX_DEPTH + 2])
+    for seed, tree in enumerate((TokenTree(PARENTS), random_tree(40, 3), TokenTree([-1, -1, 0]), deep)):
         tokens = drawn(len(tree), seed)
         results = {
             hidden(load(config, make_backend(threads, target), 4), prompt, tokens, tree, kv_bits).tobytes()
