@@ -37,7 +37,7 @@ from ondevice.preparation import Prepared, budget_bytes, prepare
 from ondevice.response import LastFigures, Response, gather
 from ondevice.scoring import Score, Tally, benchmark_prompt, windows
 from ondevice.session import Session
-from ondevice.settings import require_fields, sampling_options
+from ondevice.settings import runtime_options, sampling_options
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
 
@@ -138,12 +138,6 @@ def scoring_windows(prepared: Prepared, tokens: Sequence[int]) -> list[list[int]
     """The pieces that `score` predicts. Raises UsageError if there is nothing to predict."""
     settings = prepared.bundle.manifest.tokenizer
     return windows(tokens, prepared.plan.max_context, settings.bos_id if settings.add_bos else None)
-
-
-def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
-    """RuntimeConfig with these fields. Raises UsageError for a name that isn't one."""
-    require_fields(RuntimeConfig, options)
-    return RuntimeConfig(**options)
 
 
 class Model:

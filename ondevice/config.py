@@ -18,6 +18,13 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "rel
 GROUP_SIZE = 64
 TRAIN_TOKENS, PROFILE_TOKENS, PROFILE_LEAST = 40_000, 1024, 16
 """Of a text: used at most where nothing else is said, for training and for a profile; a profile's fewest."""
+TARGET_RANGE = "above 0 and below 1"
+"""Of a recall or a sparsity that a lossy mode aims at, in a bundle and as an option."""
+
+
+def is_target(share: float) -> bool:
+    """Whether it lies in TARGET_RANGE."""
+    return 0.0 < share < 1.0
 
 
 @dataclass(frozen=True)
@@ -148,9 +155,9 @@ class RuntimeConfig:
     io: Literal["auto", "direct", "buffered"] = "auto"
     sparsity: Sparsity = "auto"
     predictor_recall: float = 0.95
-    """Share of the neurons that fire which `predicted` aims to find: one of those the bundle has measured."""
+    """Share of the neurons that fire which `predicted` aims to find: one of those that its bundle has."""
     threshold_sparsity: float = 0.5
-    """Share of the neurons that `threshold` leaves out for a token: one of those the bundle has measured."""
+    """Share of the neurons that `threshold` leaves out for a token: one of those that its bundle has."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """The bundle that drafts with `speculation="model"`; where one is named, `auto` means that."""

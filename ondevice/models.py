@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.sidecar import listed_targets
 from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
@@ -218,7 +219,8 @@ def sparsity_modes(
         else f"{config.hidden_act} gates are hardly ever exactly zero; it takes relu or relu2"
     )
     predicted = (
-        "only neurons that predictors select; not the same text as dense"
+        "only neurons that predictors select; not the same text as dense; --predictor-recall "
+        + listed_targets(predictors.points, "recall")
         if predictors is not None
         else str(damaged["predictors"])
         if "predictors" in damaged
@@ -227,7 +229,8 @@ def sparsity_modes(
         else f"predictors say which gates are zero, and {config.hidden_act} gates hardly ever are"
     )
     threshold = (
-        "only neurons whose gate is large enough; not the same text as dense"
+        "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
+        + listed_targets(thresholds.points, "sparsity")
         if thresholds is not None
         else str(damaged["thresholds"])
         if "thresholds" in damaged

@@ -18,7 +18,15 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from ondevice.errors import OndeviceError, UsageError
-from ondevice.settings import Option, Settings, check_value, read_settings, settings_path, variable
+from ondevice.settings import (
+    Option,
+    Settings,
+    check_value,
+    read_settings,
+    require_meaning,
+    settings_path,
+    variable,
+)
 
 STDOUT = 1
 BROKEN_PIPE = 141
@@ -86,6 +94,7 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         assert isinstance(ctx, SettingsContext)
         _start_logging(ctx.find_root(), ctx.read_settings())
+        _require_meaning(ctx)
         try:
             return super().invoke(ctx)
         except OndeviceError as error:
@@ -121,6 +130,19 @@ def _start_logging(root: click.Context, settings: Settings) -> None:
     if root.get_parameter_source("verbose") is ParameterSource.DEFAULT:
         verbose = settings.values.get("verbose", verbose)
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
+
+
+def _require_meaning(context: click.Context) -> None:
+    """Refuse what the command line asks for and the modes it chooses have no use for.
+
+    What is set elsewhere is meant for other commands too.
+    """
+    sparsity = context.params.get("sparsity")
+    # An ablation chooses a mode that selects neurons, lossy or not.
+    if sparsity is not None and not (sparsity == "auto" and context.params.get("ablation")):
+        source = context.get_parameter_source
+        given = {name for name in context.params if source(name) is ParameterSource.COMMANDLINE}
+        require_meaning(given, sparsity)
 
 
 def _is_mentioned(message: str, option: click.Parameter, value: object) -> bool:

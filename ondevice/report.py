@@ -98,6 +98,7 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
 def inspection(prepared: Prepared) -> dict[str, Any]:
     """`inspect --json`; `minimum_budget_bytes` is that of the modes named with it, the plan's of its own."""
     bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
+    found, cuts = bundle.predictors, bundle.thresholds
     modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
     return {
         "model": bundle.name,
@@ -106,6 +107,8 @@ def inspection(prepared: Prepared) -> dict[str, Any]:
         "bundle_bytes": bundle.bundle_bytes,
         "quantisation": bundle.quant.name,
         "sparsity_modes": [mode.name for mode in modes if mode.available],
+        "predictor_recalls": [] if found is None else [point.recall for point in found.points],
+        "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
         "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
         "damaged": {key: str(error) for key, error in bundle.damaged.items()},
         "speculation": prepared.runtime.speculation,

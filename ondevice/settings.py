@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.config import TARGET_RANGE, RuntimeConfig, SamplingConfig, is_target
 from ondevice.errors import UsageError
 from ondevice.units import parse_size
 
@@ -47,8 +47,8 @@ _RUNTIME_HELP = {
     "threads": "Compute threads; 0: one per core.",
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
-    "predictor_recall": "With --sparsity predicted: share of the firing neurons to find.",
-    "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out.",
+    "predictor_recall": "With --sparsity predicted: share of the firing neurons to find, as `inspect` lists.",
+    "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out, as `inspect` lists.",
     "speculation": "How tokens are drafted.",
     "draft_model": "With --speculation model: the bundle whose model drafts.",
     "kv_bits": "Bits per stored key and value.",
@@ -64,6 +64,7 @@ _SAMPLING_HELP = {
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Tokens to generate at most.",
 }
+_MODE_OF_TARGET = {"predictor_recall": "predicted", "threshold_sparsity": "threshold"}
 _FLAGS = {"temperature": "--temp", "as_json": "--json"}
 
 
@@ -155,6 +156,14 @@ def check_value(name: str, value: Any) -> None:
     config({name: value})
 
 
+def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
+    """RuntimeConfig with these fields. Raises UsageError for a name that isn't one, or without meaning."""
+    require_fields(RuntimeConfig, options)
+    config, default = RuntimeConfig(**options), RuntimeConfig()
+    require_meaning({name for name in options if options[name] != getattr(default, name)}, config.sparsity)
+    return config
+
+
 def sampling_options(sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
     """`sampling`, or the defaults, with these fields changed. Raises UsageError.
 
@@ -192,10 +201,20 @@ def check_choices(config: RuntimeConfig) -> None:
         value = getattr(config, name)
         if type(value) is not int or not least <= value <= most:
             raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-    for name in ("predictor_recall", "threshold_sparsity"):
+    for name in _MODE_OF_TARGET:
         share = getattr(config, name)
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise UsageError(f"{name} is {share!r}; it must be a number above 0 and at most 1")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not is_target(share):
+            raise UsageError(
+                f"{name} is {share!r}; it must be a number {TARGET_RANGE}, one of those that "
+                "`ondevice inspect` lists for the model"
+            )
+
+
+def require_meaning(given: Container[str], sparsity: str) -> None:
+    """Raises UsageError for a target among the options `given` that the sparsity mode has no use for."""
+    for name, mode in _MODE_OF_TARGET.items():
+        if name in given and sparsity != mode:
+            raise UsageError(f"{_flag(name)} has no meaning without --sparsity {mode}")
 
 
 def with_model_defaults(

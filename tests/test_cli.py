@@ -114,8 +114,8 @@ def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("inspect", "-m", chat_bundle, "--dram-budget", "4GB", "--json").json
     assert list(shown) == [
         "model", "architecture", "parameters", "bundle_bytes", "quantisation", "sparsity_modes",
-        "streams", "damaged", "speculation", "minimum_budget_bytes", "minimum_budget_sparsity",
-        "minimum_budget_speculation", "plan",
+        "predictor_recalls", "threshold_sparsities", "streams", "damaged", "speculation",
+        "minimum_budget_bytes", "minimum_budget_sparsity", "minimum_budget_speculation", "plan",
     ]  # fmt: skip
     assert [key for key in PLAN if key not in shown["plan"]] == []
     assert shown["plan"]["budget_bytes"] == 4 * 10**9

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from ondevice import api
+from ondevice.errors import UsageError
 from ondevice.models import shipped_folder
 from ondevice.report import figures, residency
 from ondevice.stats import GenerationStats
@@ -108,3 +109,40 @@ def test_the_plan_and_the_closing_line_agree_on_what_is_read(ondevice: Run) -> N
 def test_a_plan_without_an_embedding_table_reads_a_row_for_every_token(ondevice: Run) -> None:
     text = ondevice("inspect", "-m", SHIPPED, "--backend", "reference").out
     assert "a row of the embedding is read" in text
+
+
+def test_the_targets_that_a_model_has_are_listed(ondevice: Run) -> None:
+    shown = ondevice("inspect", "-m", SHIPPED, "--json").json
+    assert shown["predictor_recalls"] == [0.9, 0.95, 0.97, 0.98, 0.99, 0.995]
+    assert shown["threshold_sparsities"] == []
+    listed = "0.9, 0.95, 0.97, 0.98, 0.99, 0.995"
+    assert f"--predictor-recall {listed}" in ondevice("inspect", "-m", SHIPPED).out
+    refused = ondevice("inspect", "-m", SHIPPED, "--sparsity", "predicted", "--predictor-recall", 0.8)
+    assert refused.code == 3
+    assert f"0.8 isn't one of those that this model has: {listed}" in refused.err
+
+
+@pytest.mark.parametrize("recall", [1.5, 1.0, 0.0, -1])
+def test_what_is_no_recall_is_refused_with_one_range(ondevice: Run, recall: float) -> None:
+    refused = ondevice("inspect", "-m", SHIPPED, "--sparsity", "predicted", "--predictor-recall", recall)
+    assert refused.code == 2
+    assert "above 0 and below 1, one of those that `ondevice inspect` lists" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "mode"),
+    [("--predictor-recall", 0.9, "predicted"), ("--threshold-sparsity", 0.5, "threshold")],
+)
+def test_a_target_without_its_mode_is_refused(
+    ondevice: Run, flag: str, value: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chosen in ((), ("--sparsity", "exact"), ("--sparsity", "dense")):
+        refused = ondevice("generate", "-m", SHIPPED, "-p", "a", *chosen, flag, value)
+        assert refused.code == 2
+        assert f"{flag} has no meaning without --sparsity {mode}" in refused.err
+    name = flag[2:].replace("-", "_")
+    with pytest.raises(UsageError, match=f"{flag} has no meaning"):
+        api.inspect(SHIPPED, **{name: 0.6})
+    # What is set for all commands is meant for those that can use it.
+    monkeypatch.setenv(f"ONDEVICE_{name.upper()}", str(value))
+    assert ondevice("inspect", "-m", SHIPPED).code == 0

@@ -27,7 +27,7 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
-from ondevice.config import ModelConfig
+from ondevice.config import TARGET_RANGE, ModelConfig, is_target
 from ondevice.errors import BundleError, UnsupportedModelError
 
 MAX_POINTS = 16
@@ -101,11 +101,17 @@ def per_layer(section: Section, name: str, config: ModelConfig, low: float, high
 
 
 def parse_points(section: Section, target: str, parse: Callable[[Section], Point]) -> tuple[Point, ...]:
-    """The operating points of a file, one or more, whose attribute `target` ascends. Raises BundleError."""
+    """The operating points of a file, one or more, whose attribute `target` ascends in its range.
+
+    Raises BundleError.
+    """
     points = tuple(parse(point) for point in section.sections("points", MAX_POINTS))
     targets = [getattr(point, target) for point in points]
     if not targets or targets != sorted(set(targets)):
         raise BundleError(f"{section.where}.points must be one or more, of ascending {target}")
+    for value in targets:
+        if not is_target(value):
+            raise BundleError(f"{section.where}.points: {target} is {value:g}; it must be {TARGET_RANGE}")
     return points
 
 
@@ -114,8 +120,14 @@ def point_at(points: Sequence[Point], target: str, value: float, option: str) ->
     for point in points:
         if getattr(point, target) == value:
             return point
-    measured = ", ".join(f"{getattr(point, target):g}" for point in points)
-    raise UnsupportedModelError(f"{option} {value:g} wasn't measured for this model; choose of {measured}")
+    raise UnsupportedModelError(
+        f"{option} {value:g} isn't one of those that this model has: {listed_targets(points, target)}"
+    )
+
+
+def listed_targets(points: Sequence[Any], target: str) -> str:
+    """The `target` of every point, for people."""
+    return ", ".join(f"{getattr(point, target):g}" for point in points)
 
 
 def check_sidecar(
