@@ -356,9 +356,8 @@ def test_passes_are_counted_run_by_run() -> None:
     assert stream_evaluation.given_before(found, own) == [0.75, 1.0]
 
 
-def test_the_best_tree_has_the_likeliest_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_evaluation, "TREE_NODES", 5)
+def test_the_best_tree_has_the_likeliest_products() -> None:
     likeliest = torch.tensor([[0.6, 0.3, 0.05], [0.5, 0.4, 0.1]]).expand(4, 2, 3)
     # Nodes: 0.6, 0.3, 0.6 * 0.5, 0.6 * 0.4; the next is 0.3 * 0.5.
     true = torch.tensor([[0.6, 0.4], [0.3, 0.5], [0.05, 0.5], [0.6, 0.1]])
-    assert stream_evaluation._best_first(likeliest, true).tolist() == [2, 1, 0, 1]
+    assert stream_evaluation._best_first(likeliest, true, 4).tolist() == [2, 1, 0, 1]

@@ -6,7 +6,7 @@ takes a run's last checkpoint, finished or not. Two ways of continuing: `replies
 turn of held-out chats is the base's own and all questions are true (novels: 128 tokens after every 64 true
 ones); and `onward`, 128 tokens after the first 64 of a document, past its end if need be. Three ways of
 guessing: the likeliest token of each stream (chain); any of the three likeliest (tree of their products);
-and the 64 nodes likeliest by the product of the streams' chances, the root among them. A pass gives the
+and the 2 to 64 nodes likeliest by the product of the streams' chances, the root among them. A pass gives the
 accepted guesses and one token of the base's own. What a pass costs isn't this module's business.
 """
 
@@ -40,7 +40,7 @@ STYLES = {"replies": 320, "onward": 192}
 DOMAINS = ("dialogue", "sql", "restaurants", "novels", "math")
 PROMPT_TOKENS, FREE_TOKENS = 64, 128
 ROWS = 12
-TREE_TOP, TREE_NODES, CANDIDATES = 3, 64, 16
+TREE_TOP, TREE_NODES, CANDIDATES = 3, (2, 4, 8, 16, 32, 64), 16
 RESIDENCY_TOKENS = 8
 BATCH = 4
 
@@ -50,11 +50,12 @@ class Guesses:
     """(n, T) each, of the streams of every token: how many of their guesses are accepted one after another.
 
     right, in_top: (n, T, G) bool, whether a stream's likeliest token, or one of its likeliest, is the base's.
+    best_first: by the nodes of the tree.
     """
 
     right: NDArray[np.bool_]
     in_top: NDArray[np.bool_]
-    best_first: NDArray[np.int64]
+    best_first: dict[int, NDArray[np.int64]]
 
     @property
     def chain(self) -> NDArray[np.int64]:
@@ -101,7 +102,8 @@ def held_out(
 def guesses(base: Frozen, main: Frozen, streams: Streams, ids: Tensor, residency_tokens: int) -> Guesses:
     """What the streams of every token of (n, T) windows guess. main: the base, or its shared mode."""
     gamma, (_, tokens) = streams.sizes.gamma, ids.shape
-    right, in_top, best = [], [], []
+    right, in_top = [], []
+    best: dict[int, list[NDArray[np.int64]]] = {nodes: [] for nodes in TREE_NODES}
     for part in ids.split(BATCH):
         positions = torch.arange(tokens).expand(len(part), tokens)
         trace = main.trace(part, streams.first_layer)
@@ -115,13 +117,15 @@ def guesses(base: Frozen, main: Frozen, streams: Streams, ids: Tensor, residency
         in_top.append((rank < TREE_TOP).numpy())
         chances = torch.softmax(logits, -1)
         true = chances.gather(3, targets[..., None]).squeeze(3) * (ahead < tokens)
-        best.append(_best_first(chances.topk(CANDIDATES, dim=-1).values.flatten(0, 1), true.flatten(0, 1)))
-    return Guesses(np.concatenate(right), np.concatenate(in_top), np.concatenate(best).reshape(ids.shape))
+        likeliest = chances.topk(CANDIDATES, dim=-1).values.flatten(0, 1)
+        for nodes, found in best.items():
+            found.append(_best_first(likeliest, true.flatten(0, 1), nodes - 1))
+    best_first = {nodes: np.concatenate(found).reshape(ids.shape) for nodes, found in best.items()}
+    return Guesses(np.concatenate(right), np.concatenate(in_top), best_first)
 
 
-def _best_first(likeliest: Tensor, true: Tensor) -> NDArray[np.int64]:
-    """(N,): how many guesses the best tree accepts. likeliest: (N, G, C) chances; true: (N, G)."""
-    nodes = TREE_NODES - 1
+def _best_first(likeliest: Tensor, true: Tensor, nodes: int) -> NDArray[np.int64]:
+    """(N,): of so many guesses, how many the best tree accepts. Chances: likeliest (N, G, C), true (N, G)."""
     level = torch.ones(len(true), 1)
     levels = []
     for stream in range(true.shape[1]):
@@ -194,17 +198,27 @@ def evaluate(base: Frozen, streams: Streams, shared: bool, build: Path, rows: in
                 "in_top": given_before(guessed.in_top, own),
                 "chain": round(tokens_per_pass(guessed.chain, own), 3),
                 "tree": round(tokens_per_pass(guessed.tree, own), 3),
-                "best_first": round(tokens_per_pass(guessed.best_first, own), 3),
+                "best_first": {
+                    str(nodes): round(tokens_per_pass(accepted, own), 3)
+                    for nodes, accepted in guessed.best_first.items()
+                },
             }
         figures["pruning"] = pruning_figures(main, streams, ids, own)
         found.setdefault(style, {})[domain] = figures
     return found
 
 
+def acceptance(found: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """For `node_costs.py`: tokens per pass of the best trees by their nodes, the mean over replies of chats."""
+    chats = [found["replies"][domain]["all"]["best_first"] for domain in ("dialogue", "sql", "restaurants")]
+    return {"tree": {nodes: round(sum(of[nodes] for of in chats) / len(chats), 3) for nodes in chats[0]}}
+
+
 def table(found: dict[str, Any]) -> str:
     """Markdown, a row per style, domain and mask."""
+    sizes = " ".join(map(str, TREE_NODES))
     lines = [
-        "| text | neurons | right, given those before | any of top 3 | chain | top-3 tree | best 64 |",
+        f"| text | neurons | right, given those before | any of top 3 | chain | top-3 tree | best {sizes} |",
         "|---" * 7 + "|",
     ]
     for style, domains in found.items():
@@ -212,7 +226,8 @@ def table(found: dict[str, Any]) -> str:
             for name in ("all", "resident"):
                 values = figures[name]
                 shares = [" ".join(f"{share:.2f}" for share in values[kind]) for kind in ("right", "in_top")]
-                cells = [f"{values[kind]:.2f}" for kind in ("chain", "tree", "best_first")]
+                cells = [f"{values['chain']:.2f}", f"{values['tree']:.2f}"]
+                cells.append(" ".join(f"{of:.2f}" for of in values["best_first"].values()))
                 lines.append(f"| {style}: {domain} | {name} | {' | '.join([*shares, *cells])} |")
     return "\n".join(lines)
 
@@ -240,7 +255,7 @@ def main() -> None:
     streams, shared, step = load_streams(run_folder(arguments.build, arguments.name), base)
     found = evaluate(base, streams, shared, arguments.build, arguments.rows)
     print(table(found))
-    print(json.dumps({"step": step, "figures": found}))
+    print(json.dumps({"step": step, "acceptance": acceptance(found), "figures": found}))
 
 
 if __name__ == "__main__":
