@@ -125,7 +125,7 @@ def guesses(base: Frozen, main: Frozen, streams: Streams, ids: Tensor, residency
 
 
 def _best_first(likeliest: Tensor, true: Tensor, nodes: int) -> NDArray[np.int64]:
-    """(N,): of so many guesses, how many the best tree accepts. Chances: likeliest (N, G, C), true (N, G)."""
+    """(N,): of so many guesses, those that are accepted. Chances: likeliest (N, G, C), true (N, G)."""
     level = torch.ones(len(true), 1)
     levels = []
     for stream in range(true.shape[1]):
@@ -209,7 +209,7 @@ def evaluate(base: Frozen, streams: Streams, shared: bool, build: Path, rows: in
 
 
 def acceptance(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """For `node_costs.py`: tokens per pass of the best trees by their nodes, the mean over replies of chats."""
+    """For `node_costs.py`: tokens per pass of the best trees by their nodes, a mean over replies of chats."""
     chats = [found["replies"][domain]["all"]["best_first"] for domain in ("dialogue", "sql", "restaurants")]
     return {"tree": {nodes: round(sum(of[nodes] for of in chats) / len(chats), 3) for nodes in chats[0]}}
 
