@@ -1,7 +1,8 @@
 """What streams learn from a batch: to say what the base will, at the positions that are drawn for it.
 
-Lossless: soft cross-entropy of every stream against the base's own softmax there (the base isn't trained).
-Shared: the main stream is trained too, on the text's next token, and the streams on the text's later ones.
+Streams: soft cross-entropy against the main stream's own softmax there, through which no gradient goes.
+Lossless: the main stream is the base, and isn't trained. Shared: it has the adapters as well, and is trained,
+too, on the text's next token.
 How batches are made, and what an update is, are for others to know.
 """
 
