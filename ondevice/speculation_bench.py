@@ -22,6 +22,7 @@ from ondevice.engine import Engine
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
+    BundleError,
     ContextOverflowError,
     TextChangedError,
     UnsupportedModelError,
@@ -250,7 +251,8 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
             plan = replace(arm.plan, process_bytes=plain.plan.process_bytes)
             plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
             plan.require_fit(plain.bundle.name)
-        except (UnsupportedModelError, UsageError, BudgetError) as error:
+        except (UnsupportedModelError, UsageError, BudgetError, BundleError) as error:
+            # What is damaged here is the drafter's own: plain decoding has opened all that the model needs.
             notes.append(f"without {name}: {error}")
             continue
         if arm.runtime.speculation != name:

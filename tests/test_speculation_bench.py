@@ -15,11 +15,13 @@ import pytest
 from ondevice import plots, speculation_bench
 from ondevice.api import inspect, load, open_model
 from ondevice.bench_prompts import BUILT_IN, Task, paragraphs
+from ondevice.bundle.streams import STREAMS
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
+    BundleError,
     ContextOverflowError,
     TextChangedError,
     UsageError,
@@ -31,10 +33,11 @@ from ondevice.speculation.tree import Draft, plain
 from ondevice.speculation_bench import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
 from ondevice.speculation_report import comparison_table
 from ondevice.stats import DraftStats, GenerationStats, median_stats
-from tests.bundles import convert_bundle, write_chat_checkpoint
+from tests.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import budget_between
 from tests.command_line import Run
 from tests.engines import always_draft
+from tests.flash_files import flip_byte
 from tests.made_up_streams import add_streams
 
 TASKS = (
@@ -322,7 +325,7 @@ def test_what_is_refused(ondevice: Run, relu_bundle: Path, token_bundle: Path, t
         compare_drafters(relu_bundle, RuntimeConfig(max_context=20), TASKS, SAMPLING)
 
 
-def test_what_a_model_cannot_have_is_left_out(chat_bundle: Path) -> None:
+def test_what_a_model_cannot_have_is_left_out(chat_bundle: Path, eager: None) -> None:
     found = compare(chat_bundle)
     assert {"streams", "model"} <= missing(found)
     assert not {"streams", "model"} & set(found.held_bytes)
@@ -342,6 +345,22 @@ def test_what_a_model_cannot_have_is_left_out(chat_bundle: Path) -> None:
     tight = compare(chat_bundle, dram_budget=budget)
     assert OFF in tight.held_bytes
     assert tight.changed == ()
+
+
+def test_damaged_streams_are_left_out_but_those_that_are_part_of_the_model(
+    chat_bundle: Path, tmp_path: Path
+) -> None:
+    damaged, part = (copy_files(chat_bundle, tmp_path / name) for name in ("damaged", "part"))
+    for folder, mode in ((damaged, "lossless"), (part, "shared")):
+        add_streams(folder, mode=mode)  # type: ignore[arg-type]
+        flip_byte(folder / STREAMS, 9000)
+    found = compare(damaged)
+    assert "streams" in missing(found)
+    assert {OFF, "lookup", "auto"} <= set(found.held_bytes)
+    assert any(note.startswith("without streams: ") and "CRC32C" in note for note in found.notes)
+    assert found.changed == ()
+    with pytest.raises(BundleError, match="part of the model itself"):
+        compare(part)
 
 
 def test_prompts_are_paragraphs_spread_over_a_text() -> None:
