@@ -22,7 +22,7 @@ from ondevice.draft_model import load_draft
 from ondevice.errors import BudgetError, OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
-from ondevice.generate import Event, Generator, common_prefix
+from ondevice.generate import Event, Generator
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import (
@@ -34,7 +34,7 @@ from ondevice.memory_sizes import (
     segment_shape,
 )
 from ondevice.meter import Counters
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled, Transformer

@@ -17,7 +17,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Cancelled, Narrowed, Pass, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
@@ -159,11 +159,11 @@ class Generator:
         if drafting is not None:
             # Guesses take no block of keys and values that the newest token alone wouldn't.
             places = min(self.max_context, max(start + 1, kv.room))
-            draft = drafting.draft(written.history[-1], kv, places - start, written.room)
+            draft = drafting.draft(written.history[-1], kv, places - start, written.room, cancelled)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
         narrow = None
-        if drafting is not None and not drafting.resting:
+        if drafting is not None and drafting.wants_streams:
             narrow = partial(self._narrow, draft, drafting)
         found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, narrow=narrow)
         meter.passes += 1
@@ -257,12 +257,6 @@ def check_context(tokens: int, max_context: int) -> None:
             f"{tokens} tokens don't fit the context of {max_context}; score the text in shorter pieces or "
             "raise --max-context"
         )
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading elements a and b share."""
-    shortest = min(len(a), len(b))
-    return next((index for index in range(shortest) if a[index] != b[index]), shortest)
 
 
 class _Logits:

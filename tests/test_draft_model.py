@@ -19,18 +19,22 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
+    FlashReadError,
     ModelNotFoundError,
     UnsupportedModelError,
     UsageError,
 )
 from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.model.kv_cache import common_prefix
+from ondevice.model.transformer import Cancelled
 from ondevice.preparation import open_tokenizer
-from ondevice.speculation.draft_context import DraftContext, common_prefix
+from ondevice.speculation.draft_context import DraftContext
+from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
-from ondevice.speculation.policy import TreePolicy
 from ondevice.tokenizer import Tokenizer
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
+from tests.engines import always_draft
 
 SHIPPED = Path(__file__).resolve().parents[1] / "weights/small-relu"
 SAMPLINGS: list[dict[str, Any]] = [
@@ -58,10 +62,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def largest_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is worth."""
-    monkeypatch.setattr(TreePolicy, "begin", lambda policy: NARROW_TOKENS)
-    monkeypatch.setattr(TreePolicy, "pause", lambda policy: False)
-    for question in ("worth", "promising"):
-        monkeypatch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
+    always_draft(monkeypatch, [NARROW_TOKENS])
 
 
 @pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary"])
@@ -88,6 +89,57 @@ def test_a_second_model_leaves_every_token_as_it_is(
             session = model.session()
             conversations.append([session.respond(words, max_tokens=8).tokens for words in ("A?", "And b?")])
         assert conversations[0] == conversations[1]
+
+
+@pytest.mark.parametrize("drafter", ["model", "resident", "streams"])
+def test_a_draft_can_be_cancelled_and_leaves_nothing_behind(
+    target: Path, drafter: str, largest_trees: None
+) -> None:
+    """Within a layer of a draft, too; the second model's prompt is the longest."""
+    folder = SHIPPED if drafter == "streams" else target
+    second = {"draft_model": target} if drafter == "model" else {}
+    prompt = [5 + index % 40 for index in range(200)]
+    with load(folder, speculation="off") as plain:
+        expected = plain.generate(tokens=prompt, max_tokens=12).tokens
+    with load(folder, speculation=drafter, **second) as model:
+        drafting = model._engine._drafting
+        assert drafting is not None
+        kv, asked = model._engine._cache(model.new_key()), 0
+
+        def cancelled() -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > 1
+
+        drafting.begin(prompt, SamplingConfig())
+        drafting.entered(model._engine._generator.transformer.run(prompt[:-1], kv, last=True), 0)
+        with pytest.raises(Cancelled):
+            drafting.draft(prompt[-1], kv, 8, 8, cancelled)
+        assert asked == 2
+        assert model.generate(tokens=prompt, max_tokens=12).tokens == expected
+
+
+@pytest.mark.parametrize("where", ["prepare", "propose"])
+def test_a_drafter_that_fails_drafts_no_more_and_the_text_goes_on(
+    target: Path, where: str, largest_trees: None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with load(target, speculation="off") as plain:
+        expected = plain.generate(PROMPT, max_tokens=30).tokens
+    with load(target, speculation="lookup") as model:
+        asked = 0
+
+        def failing(*arguments: Any) -> None:
+            nonlocal asked
+            asked += 1
+            raise FlashReadError("its file is gone")
+
+        monkeypatch.setattr(Lookup, where, failing)
+        answer = model.generate(PROMPT, max_tokens=30)
+        assert answer.tokens == expected
+        assert asked == 1
+        assert answer.stats.drafting.decision == "no drafts: its file is gone"
+        assert [record.getMessage() for record in caplog.records] == ["no more drafts: its file is gone"]
+        assert model.generate(PROMPT, max_tokens=30).tokens == expected
 
 
 def test_the_shipped_model_may_be_drafted_for_in_another_vocabulary(draft: Path, largest_trees: None) -> None:
@@ -150,7 +202,7 @@ class ScriptedContext:
         self._tokens = list(tokens)
         self._vocab_size = vocab_size
 
-    def logits(self, tokens: Sequence[int]) -> Float32 | None:
+    def logits(self, tokens: Sequence[int], cancelled: Any = None) -> Float32 | None:
         logits = np.zeros(self._vocab_size, np.float32)
         if list(tokens) != self._tokens[: len(tokens)] or len(tokens) == len(self._tokens):
             return None
@@ -171,7 +223,7 @@ def test_drafted_text_becomes_the_targets_tokens(target: Path, direction: str) -
         drafter = OtherVocabularyDrafter(model)
         drafter._context = ScriptedContext(own.encode(SAID), vocab_size)  # type: ignore[assignment]
         drafter.begin(text[:length], SamplingConfig())
-        drafter.prepare(None, 16)  # type: ignore[arg-type]
+        drafter.prepare(None, 16, lambda: False)  # type: ignore[arg-type]
         path: list[int] = []
         while found := list(drafter.propose(path)):
             ((token, chance),) = found
@@ -193,13 +245,13 @@ def test_the_second_model_follows_the_text(target: Path) -> None:
     text = own.encode(SAID * 3, add_bos=False)
     drafter.begin(text[:5], SamplingConfig())
     for place in range(5, len(text), 3):
-        drafter.prepare(None, 16)  # type: ignore[arg-type]
+        drafter.prepare(None, 16, lambda: False)  # type: ignore[arg-type]
         if _whole(said[:place]):
             assert theirs.decode(drafter._tokens) == said[:place].decode()
         for token in text[place : place + 3]:
             drafter.add(token)
     drafter.begin(text[:9], SamplingConfig())
-    drafter.prepare(None, 16)  # type: ignore[arg-type]
+    drafter.prepare(None, 16, lambda: False)  # type: ignore[arg-type]
     assert drafter._tokens == theirs.encode(said[:9].decode())
 
 

@@ -12,9 +12,9 @@ import pytest
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError, BundleError, ContextOverflowError, UsageError
-from ondevice.generate import Event, Generator, common_prefix
+from ondevice.generate import Event, Generator
 from ondevice.meter import Counters
-from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
+from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block, common_prefix
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafting import Drafting

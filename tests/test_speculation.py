@@ -59,13 +59,14 @@ class Scripted:
         self.deaf = False
         self.decision = ""
         self.resting = False
+        self.wants_streams = True
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._length = len(text)
 
-    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
+    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
         rng, known, self._places = self._random, self._text[self._length :], most_nodes
         tokens, parents, depths = [root], [-1], [0]
         for _ in range(int(rng.integers(0, min(NARROW_TOKENS, most_nodes)))):

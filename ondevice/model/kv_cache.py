@@ -13,7 +13,7 @@ import numpy as np
 
 from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
 
-__all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block"]
+__all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block", "common_prefix"]
 
 ALIGNMENT = 64
 
@@ -23,6 +23,24 @@ def allocate_block(nbytes: int) -> Bytes:
     buffer = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
     return buffer[start : start + nbytes]
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -> int:
+    """How many leading elements a and b share, `most` at most; where these are tokens, mostly nearly all.
+
+    Slices are compared, which is far faster than elements one by one.
+    """
+    least, most = 0, min(len(a), len(b), len(a) if most is None else most)
+    # The end is where they differ, if they do: guesses of the last draft.
+    if a[:most] == b[:most]:
+        return most
+    while most - least > 1:
+        middle = (least + most) // 2
+        if a[least:middle] == b[least:middle]:
+            least = middle
+        else:
+            most = middle
+    return least
 
 
 def _forget(block: Block) -> None:

@@ -163,16 +163,20 @@ class Transformer:
                 kv.truncate(length)
         return found
 
-    def stream_states(self, branches: Array, kv: KVCache) -> Array:
+    def stream_states(
+        self, branches: Array, kv: KVCache, cancelled: Callable[[], bool] | None = None
+    ) -> Array:
         """Streams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
 
         The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
-        but for places that it reserves. Raises what the cache's allocator raises.
+        but for places that it reserves. Raises Cancelled, and what the cache's allocator raises.
         """
         assert self.streams is not None
         kv.reserve(kv.length + self.streams.count)
         rows, x = self._rows(kv, self.streams.count, None, certain=0), branches
         for layer in range(self.streams.first_layer, self.config.num_layers):
+            if cancelled is not None and cancelled():
+                raise Cancelled
             x = self._layer(layer, x, rows)
         return x
 
@@ -217,7 +221,8 @@ class Transformer:
             if self.streams is not None and layer == self.streams.first_layer:
                 if narrow is not None:
                     chosen = narrow(x)
-                    x, rows = self._narrow(x, kv, chosen, tree)
+                    if chosen.streams or len(chosen.tokens) < len(ids):
+                        x, rows = self._narrow(x, kv, chosen, tree)
                     branches = self._branches(x, range(len(chosen.tokens)))
                 elif last:
                     branches = self._branches(x, [len(ids) - 1])

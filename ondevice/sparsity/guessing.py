@@ -107,6 +107,7 @@ class Guessing:
 
         Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
         """
+        expected = self._expected.pop(layer, None)
         if self._guesses:
             # A pass that was given up leaves others behind.
             for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
@@ -115,7 +116,8 @@ class Guessing:
         if not self._on or tokens > GUESS_TOKENS or self._cache.holds_layer(layer):
             return
         started = time.perf_counter()
-        ids = self._surest(layer, self._with_expected(layer, scores().max(axis=0)))
+        highest = scores().max(axis=0)
+        ids = self._surest(layer, highest if expected is None else np.maximum(highest, expected))
         for guess in self._guesses:
             guess.halt()
         if len(ids):
@@ -128,7 +130,8 @@ class Guessing:
 
     def expect(self, layer: int, scores: Float32) -> None:
         """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
-        self._expected[layer] = self._with_expected(layer, scores.max(axis=0))
+        highest, before = scores.max(axis=0), self._expected.get(layer)
+        self._expected[layer] = highest if before is None else np.maximum(highest, before)
 
     def begin_expected(self) -> None:
         """A pass is about to begin: read what it is expected to want of the first layer."""
@@ -207,11 +210,6 @@ class Guessing:
         if len(ids) > self._most:
             ids = np.sort(ids[np.argpartition(-scores[ids], self._most)[: self._most]])
         return ids.astype(np.int32)
-
-    def _with_expected(self, layer: int, scores: Float32) -> Float32:
-        """scores (F,), or what was expected of a neuron where that is more; it is expected no longer."""
-        expected = self._expected.pop(layer, None)
-        return scores if expected is None else np.maximum(scores, expected)
 
     def _begin(self, layer: int, ids: Int32) -> None:
         reads = self._idle[-1]

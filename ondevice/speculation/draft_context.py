@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ondevice.backends.base import Float32
-from ondevice.model.kv_cache import KVCache
+from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Transformer
 from ondevice.tokenizer import Tokenizer
 
@@ -34,8 +34,11 @@ class DraftContext:
     def __init__(self, model: DraftModel) -> None:
         self._model = model
 
-    def logits(self, tokens: Sequence[int]) -> Float32 | None:
-        """(V,) what may follow `tokens`. None for none, and where context or vocabulary don't hold them."""
+    def logits(self, tokens: Sequence[int], cancelled: Callable[[], bool] | None = None) -> Float32 | None:
+        """(V,) what may follow `tokens`. None for none, and where context or vocabulary don't hold them.
+
+        Raises what a pass raises.
+        """
         transformer, kv, chunk = self._model.transformer, self._model.kv, self._model.chunk
         if not 0 < len(tokens) <= self._model.max_context:
             return None
@@ -44,27 +47,9 @@ class DraftContext:
             return None
         kv.truncate(kept)
         while len(tokens) - kept > chunk:
-            transformer.forward(tokens[kept : kept + chunk], kv, "none")
+            transformer.forward(tokens[kept : kept + chunk], kv, "none", cancelled)
             kept += chunk
-        logits = transformer.forward(tokens[kept:], kv, "last")
+        logits = transformer.forward(tokens[kept:], kv, "last", cancelled)
         assert logits is not None
         last: Float32 = logits[0]
         return last
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int], most: int) -> int:
-    """How many leading elements a and b share, `most` at most; they mostly share nearly all.
-
-    Slices are compared, which is far faster than elements one by one.
-    """
-    least, most = 0, min(len(a), len(b), most)
-    # The end is where they differ, if they do: guesses of the last draft.
-    if a[:most] == b[:most]:
-        return most
-    while most - least > 1:
-        middle = (least + most) // 2
-        if a[least:middle] == b[least:middle]:
-            least = middle
-        else:
-            most = middle
-    return least

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass
 from ondevice.speculation.tree import Draft, Proposals
+
+IsCancelled = Callable[[], bool]
 
 SURENESS_DECAY = 0.97
 """Of what is known about a kind of guess, per guess of its kind."""
@@ -32,11 +34,12 @@ class Drafter(ABC):
     def add(self, token: int) -> None:  # noqa: B027
         """`token` came behind the text."""
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:  # noqa: B027
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
         """A draft is about to grow: run here what it takes. Its time counts against drafting.
 
         kv: the target's keys and values, which hold the text but for its last token. most_nodes: of the
-        draft, its root included.
+        draft, its root included. cancelled: what takes a model's pass asks it in every layer, here and in
+        `propose`, and raises Cancelled.
         """
 
     @abstractmethod
@@ -54,6 +57,11 @@ class Drafter(ABC):
 
         Where nothing is worth a guess, it isn't told of every token.
         """
+
+    @property
+    def wants_streams(self) -> bool:
+        """Whether the model's streams are any use in the next pass, which is then narrowed by `narrow`."""
+        return False
 
     def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
         """Which nodes of `draft` go on into a model's stream layers, and which of them get streams there.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Sequence
 
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
+from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass
-from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
+
+log = logging.getLogger(__name__)
 
 TIMED_EVERY = 8
 """Of passes that the drafter doesn't hear of, the first is timed and one in so many after it."""
@@ -32,6 +37,8 @@ class Drafting:
         self._learning_seconds = 0.0
         """What its tokens took, once drawn."""
         self._least_pass_seconds = least_pass_seconds
+        self._failure = ""
+        """Why nothing is drafted any more."""
         self._passes = 0
         self._text: list[int] = []
         self._sampling = SamplingConfig()
@@ -51,7 +58,7 @@ class Drafting:
 
     @property
     def resting(self) -> bool:
-        """Whether this pass and the next have no drafts, so that nothing need be computed for one."""
+        """Whether this pass has no draft and the next will hardly have one: nothing is computed for it."""
         return self._paused or self._policy.resting
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
@@ -62,11 +69,23 @@ class Drafting:
         if not self.deaf:
             self._drafter.begin(text, sampling)
 
-    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
+    @property
+    def wants_streams(self) -> bool:
+        """Whether the next pass is to be narrowed by `narrow`, in a model that has streams."""
+        return not self.resting and self._drafter.wants_streams
+
+    def draft(
+        self,
+        root: int,
+        kv: KVCache,
+        most_nodes: int,
+        most_tokens: int,
+        cancelled: IsCancelled | None = None,
+    ) -> Draft:
         """Guesses behind the text, whose last token is `root` and has not been through the model.
 
         kv: holds the text but for `root`. most_nodes: that there is room for; most_tokens: that may still
-        be drawn.
+        be drawn. Raises Cancelled. A drafter that fails drafts no more, and the text goes on without.
         """
         self._drawn, self.preparing_seconds, self.growing_seconds, self._learning_seconds = 0, 0.0, 0.0, 0.0
         if self._behind:
@@ -76,22 +95,33 @@ class Drafting:
         self._paused = self._policy.pause()
         if self._paused:
             return plain(root)
-        started, asked = time.perf_counter(), 0
+        started = time.perf_counter()
         self._catch_up()
         nodes = min(self._policy.begin(), most_nodes)
         if nodes < 2 or most_tokens < 2:
             return plain(root)
+        try:
+            self._drafter.prepare(kv, nodes, cancelled or _never)
+            return self._grown(root, nodes, most_tokens - 1, started)
+        except OndeviceError as error:
+            log.warning("no more drafts: %s", error)
+            self._failure, self._least_pass_seconds = str(error), math.inf
+            self.deaf = True
+            return plain(root)
+
+    def _grown(self, root: int, nodes: int, depth: int, started: float) -> Draft:
+        """A draft of a drafter that is prepared; that began at `started`."""
+        asked = 0
 
         def propose(path: Sequence[int]) -> Proposals:
             nonlocal asked
             asked += 1
             return self._drafter.propose(path)
 
-        self._drafter.prepare(kv, nodes)
         prepared = time.perf_counter()
         self.preparing_seconds = prepared - started
         self._policy.prepared(self.preparing_seconds)
-        draft = grow(root, propose, self._policy.worth, nodes, most_tokens - 1, self._policy.promising)
+        draft = grow(root, propose, self._policy.worth, nodes, depth, self._policy.promising)
         self.growing_seconds = time.perf_counter() - prepared
         self._policy.grown(self.growing_seconds, asked)
         return draft
@@ -150,6 +180,8 @@ class Drafting:
     @property
     def decision(self) -> str:
         """Whether drafts are made, and why, for people."""
+        if self._failure:
+            return f"no drafts: {self._failure}"
         if self.deaf:
             return (
                 f"no drafts: a plain pass takes {1e3 * self._policy.plain_seconds:.2f} ms, and from "
@@ -160,3 +192,7 @@ class Drafting:
     def close(self) -> None:
         """Give back what the drafter holds. Idempotent."""
         self._drafter.close()
+
+
+def _never() -> bool:
+    return False

@@ -129,6 +129,7 @@ class Schedule:
         self.deaf = False
         self.decision = ""
         self.resting = True
+        self.wants_streams = False
         """Nothing is drafted by streams here."""
 
     @property
@@ -147,7 +148,7 @@ class Schedule:
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._bytes = self._engine.counters().flash_bytes_read
 
-    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int) -> Draft:
+    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
         """The next one, room in the context or not: there is enough, and blocks are taken for it."""
         drafted, _ = self._steps[min(self._next, len(self._steps) - 1)]
         return Draft((root, *drafted.tokens[1:]), drafted.parents, drafted.chances)

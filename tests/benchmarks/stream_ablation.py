@@ -37,7 +37,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Pass
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, StreamDrafter, StreamOptions
+from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, StreamDrafter, StreamDrafting
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
@@ -59,7 +59,7 @@ class Variant:
     group: str
     name: str
     drafter: str = "streams"
-    options: StreamOptions = DEFAULT_STREAMS
+    options: StreamDrafting = DEFAULT_STREAMS
     nodes: int = NARROW_TOKENS
     share: float | None = None
     all_neurons: bool = False
@@ -127,11 +127,11 @@ def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
     """All of them; the first of most groups that have the default is it."""
     found = [Variant("default", "default")]
     counts = range(1, streams + 1)
-    found += [Variant("streams", f"{n}", options=StreamOptions(streams=n)) for n in counts]
-    found += [Variant("guesses of each", f"{n}", options=StreamOptions(guesses=n)) for n in GUESSES]
+    found += [Variant("streams", f"{n}", options=StreamDrafting(streams=n)) for n in counts]
+    found += [Variant("guesses of each", f"{n}", options=StreamDrafting(guesses=n)) for n in GUESSES]
     found += [Variant("most nodes", f"{n}", nodes=n) for n in NODES]
-    found += [Variant("pruned below", f"{x:g}", options=StreamOptions(pruning_threshold=x)) for x in PRUNING]
-    found += [Variant("nodes with streams", f"{n}", options=StreamOptions(most_ends=n)) for n in ENDS]
+    found += [Variant("pruned below", f"{x:g}", options=StreamDrafting(pruning_threshold=x)) for x in PRUNING]
+    found += [Variant("nodes with streams", f"{n}", options=StreamDrafting(most_ends=n)) for n in ENDS]
     for share in shares:
         for everything in (False, True):
             name = f"{'all' if everything else 'held'}, {share:.0%} of the slots"

@@ -8,7 +8,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass
-from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.tree import Draft, Proposals
 
 MOST_GUESSES = 8
@@ -33,9 +33,13 @@ class Combined(Drafter):
         for member in self.members:
             member.add(token)
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
         for member in self.members:
-            member.prepare(kv, most_nodes)
+            member.prepare(kv, most_nodes, cancelled)
+
+    @property
+    def wants_streams(self) -> bool:
+        return any(member.wants_streams for member in self.members)
 
     def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
         for member in self.members:
@@ -88,10 +92,10 @@ class WhileReading(Drafter):
     def add(self, token: int) -> None:
         self._drafter.add(token)
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
         self._asked = self._reads()
         if self._asked:
-            self._drafter.prepare(kv, most_nodes)
+            self._drafter.prepare(kv, most_nodes, cancelled)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         return self._drafter.propose(path) if self._asked else []
@@ -100,10 +104,12 @@ class WhileReading(Drafter):
         if self._asked:
             self._drafter.judge(token)
 
+    @property
+    def wants_streams(self) -> bool:
+        return self._drafter.wants_streams and self._reads()
+
     def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
-        if self._asked:
-            return self._drafter.narrow(draft, entering, row_share)
-        return super().narrow(draft, entering, row_share)
+        return self._drafter.narrow(draft, entering, row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         self._drafter.entered(found, node)

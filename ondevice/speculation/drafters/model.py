@@ -13,7 +13,7 @@ from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.speculation.draft_context import DraftContext, DraftModel
-from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 
@@ -30,6 +30,8 @@ class ModelDrafter(Drafter):
         self._context = DraftContext(model)
         self._vocab_size = vocab_size
         self._ranking = Ranking(BRANCHES)
+        self._cancelled: IsCancelled | None = None
+        """Of the draft that grows."""
         self._text: list[int] = []
         self._path: tuple[int, ...] = ()
         """What has been drawn since the draft was begun."""
@@ -45,12 +47,13 @@ class ModelDrafter(Drafter):
         self._text.append(token)
         self._path = (*self._path, token)
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+        self._cancelled = cancelled
         self._forget()
 
     def propose(self, path: Sequence[int]) -> Proposals:
         tokens = [*self._text, *path]
-        logits = self._context.logits(tokens)
+        logits = self._context.logits(tokens, self._cancelled)
         if logits is None:
             return []
         self._logits[tuple(path)] = logits = logits[: self._vocab_size]

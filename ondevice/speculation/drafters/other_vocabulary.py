@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
-from ondevice.speculation.draft_context import DraftContext, DraftModel, common_prefix
-from ondevice.speculation.drafter import Drafter
+from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.speculation.draft_context import DraftContext, DraftModel
+from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer
 
@@ -33,6 +33,8 @@ class OtherVocabularyDrafter(Drafter):
         assert model.target_tokenizer is not None
         self._model, self._own, self._target = model, model.tokenizer, model.target_tokenizer
         self._context = DraftContext(model)
+        self._cancelled: IsCancelled | None = None
+        """Of the draft that grows."""
         self._temperature = 0.0
         self._text: list[int] = []
         self._said = bytearray()
@@ -56,7 +58,8 @@ class OtherVocabularyDrafter(Drafter):
         self._text.append(token)
         self._said += _spelt(self._target, token, at_start=not self._said)
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+        self._cancelled = cancelled
         said = bytes(self._said)
         # What of the last draft the text has is in the second model's keys and values already.
         for token, data in self._drafted:
@@ -104,7 +107,9 @@ class OtherVocabularyDrafter(Drafter):
         """Have the second model write a token. False where the draft ends."""
         if self._ended or len(self._drafted) == MOST_DRAFTED:
             return False
-        logits = self._context.logits([*self._tokens, *(token for token, _ in self._drafted)])
+        logits = self._context.logits(
+            [*self._tokens, *(token for token, _ in self._drafted)], self._cancelled
+        )
         token = -1 if logits is None else int(np.argmax(logits))
         at_start = not self._said and not self._continuation
         data = b"" if logits is None else _spelt(self._own, token, at_start)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
-from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 
@@ -38,13 +38,13 @@ class ResidentDrafter(Drafter):
     def add(self, token: int) -> None:
         self._text.append(token)
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
         self._chain, self._guesses = [], []
         start, chance, last = kv.length, 1.0, self._text[-1]
         most = min(most_nodes - 1, MOST_GUESSES, kv.room - start)
         try:
             while len(self._chain) < most and chance >= LEAST_CHANCE:
-                found = self._transformer.run([last], kv, resident=True)
+                found = self._transformer.run([last], kv, cancelled, resident=True)
                 logits = self._transformer.checked_logits(found.hidden)[0]
                 history = [*self._text, *self._chain]
                 self._guesses.append(self._ranking.rank(logits, len(history), history))

@@ -14,15 +14,16 @@ import numpy as np
 
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
+from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass, Transformer
-from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import MOST_GUESSES, Ranking
 from ondevice.speculation.tree import Draft, Proposals
 
 
 @dataclass(frozen=True)
-class StreamOptions:
+class StreamDrafting:
     """How streams draft: it decides how many tokens passes give and take, never which.
 
     most_ends: nodes of a draft that get streams in its own pass, at most; each takes a row for every stream.
@@ -39,14 +40,14 @@ class StreamOptions:
     pruning_threshold: float = 0.0
 
 
-DEFAULT_STREAMS = StreamOptions()
+DEFAULT_STREAMS = StreamDrafting()
 
 
 class StreamDrafter(Drafter):
     """Streams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
 
     def __init__(
-        self, transformer: Transformer, most_rows: int, options: StreamOptions = DEFAULT_STREAMS
+        self, transformer: Transformer, most_rows: int, options: StreamDrafting = DEFAULT_STREAMS
     ) -> None:
         """transformer: with streams. most_rows: of a pass, streams included."""
         assert transformer.streams is not None
@@ -73,6 +74,7 @@ class StreamDrafter(Drafter):
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._text, self._places, self._penalised = list(text), 0, sampling.repetition_penalty != 1.0
+        self._forget()
         for ranking in self._rankings:
             ranking.begin(sampling)
 
@@ -82,20 +84,26 @@ class StreamDrafter(Drafter):
 
     def entered(self, found: Pass, node: int) -> None:
         """A pass is over: `node` of those that went through it is the text's newest token in the cache."""
-        self._drawn, self._logits, self._branches = 0, None, None
-        self._ranked = [None] * self._count
+        self._forget()
         self._states = found.streams.get(node)
         if self._states is None and found.branches is not None:
             row = node if len(found.tokens) == found.branches.shape[0] // self._count else 0
             self._branches = found.branches[row * self._count : (row + 1) * self._count]
 
-    def prepare(self, kv: KVCache, most_nodes: int) -> None:
+    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
         # Streams take no block of keys and values that the text alone wouldn't.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
-            self._states = self._transformer.stream_states(self._branches, kv)
+            self._states = self._transformer.stream_states(self._branches, kv, cancelled)
         self._places = min(self._most_rows, kv.room - kv.length)
         if self._states is not None and self._logits is None:
-            self._logits = self._transformer.checked_logits(self._states)
+            self._logits = self._checked_logits(self._states)
+
+    def _checked_logits(self, states: Array) -> Float32:
+        try:
+            return self._transformer.checked_logits(states)
+        except BundleError:
+            # The model's own are looked at by itself.
+            raise BundleError("the streams compute logits that are not finite; train them again") from None
 
     def propose(self, path: Sequence[int]) -> Proposals:
         if self._logits is None or len(path) >= self._used:
@@ -111,6 +119,15 @@ class StreamDrafter(Drafter):
         stream = self._drawn
         if self._logits is not None and stream < self._used:
             self._rankings[stream].judge(self._logits[stream], len(self._text), token, self._text)
+
+    def _forget(self) -> None:
+        """What was known of the newest token: it is another one's turn."""
+        self._drawn, self._logits, self._branches, self._states = 0, None, None, None
+        self._ranked = [None] * self._count
+
+    @property
+    def wants_streams(self) -> bool:
+        return True
 
     def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
         """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
