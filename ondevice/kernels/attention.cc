@@ -195,18 +195,11 @@ class Path {
   // values: (kKvBlock, width).
   Path(const AttentionArgs& args, int64_t head, int64_t width, float* values)
       : args_(args), head_(head), width_(width), values_(values) {
-    for (int64_t& node : nodes_) node = -1;
+    for (int64_t i = 0; i < kKvBlock; ++i) nodes_[i] = valued_[i] = -1;
   }
 
   void show(int64_t node) {
-    for (; node >= 0; node = args_.tree.parents[node]) {
-      const int64_t depth = args_.tree.depths[node], place = args_.position + node;
-      if (nodes_[depth] == node) continue;
-      nodes_[depth] = node;
-      const Head at = head_at(args_.kv, place / kKvBlock, head_);
-      load_value(at, args_.kv, place % kKvBlock, width_, values_ + depth * width_);
-      if (at.value_scales) scales_[depth] = at.value_scales[place % kKvBlock];
-    }
+    for (; node >= 0; node = args_.tree.parents[node]) nodes_[args_.tree.depths[node]] = node;
   }
 
   // Of `scores`, by place from the tree's first on, those of the path from `depth` on to their places on it.
@@ -216,7 +209,15 @@ class Path {
   }
 
   // acc (width) gains weight * value from `depth` on; weights: by depth, scaled in place.
-  void weigh(float* weights, int64_t depth, int64_t last, float* acc) const {
+  void weigh(float* weights, int64_t depth, int64_t last, float* acc) {
+    for (int64_t i = depth; i <= last; ++i) {
+      if (valued_[i] == nodes_[i]) continue;
+      valued_[i] = nodes_[i];
+      const int64_t place = args_.position + nodes_[i];
+      const Head at = head_at(args_.kv, place / kKvBlock, head_);
+      load_value(at, args_.kv, place % kKvBlock, width_, values_ + i * width_);
+      if (at.value_scales) scales_[i] = at.value_scales[place % kKvBlock];
+    }
     if (args_.kv.bits == 8) multiply(weights + depth, scales_ + depth, last + 1 - depth);
     weigh_values([&](int64_t i, int64_t d) { return load(values_ + i * width_ + d); }, width_, weights, depth,
                  last, acc);
@@ -227,8 +228,44 @@ class Path {
   int64_t head_, width_;
   float* values_;
   int64_t nodes_[kKvBlock];
+  int64_t valued_[kKvBlock];  // the node whose value is there
   float scales_[kKvBlock];
 };
+
+// Rows of queries: those of one token that read the same kv head lie side by side.
+struct Queries {
+  const AttentionArgs& args;
+  int64_t begin, shared;
+
+  int64_t of(int64_t row) const { return begin + row / shared; }
+  int64_t depth(int64_t query) const { return args.tree.parents ? args.tree.depths[query] : query; }
+  int64_t position(int64_t query) const { return args.position + depth(query); }
+  int64_t lowest(int64_t query) const {
+    return args.window ? max_of(0, position(query) - args.window + 1) : 0;
+  }
+};
+
+// acc (rows, width) gains what each row sees of the first `seen` positions of a block that begins at `p`.
+// weights: of its first position, a row `span` further for each row, scaled in place. block: (64, width).
+void weigh_block(const Queries& queries, const Head& at, int64_t p, int64_t seen, int64_t rows,
+                 float* weights, int64_t span, int64_t width, float* block, float* acc) {
+  const KvView& kv = queries.args.kv;
+  // Several rows share the conversion to float; one goes without.
+  const bool convert = rows > 1 || width != kv.head_dim;
+  for (int64_t i = 0; i < seen && convert; ++i) load_value(at, kv, i, width, block + i * width);
+  for (int64_t r = 0; r < rows; ++r, weights += span, acc += width) {
+    const int64_t query = queries.of(r);
+    const int64_t low = max_of(queries.lowest(query) - p, 0),
+                  high = min_of(queries.position(query) - p, seen - 1);
+    if (at.value_scales) multiply(weights, at.value_scales, seen);
+    if (convert)
+      weigh_values([&](int64_t i, int64_t d) { return load(block + i * width + d); }, width, weights, low,
+                   high, acc);
+    else
+      weigh_values([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * width + d); }, width,
+                   weights, low, high, acc);
+  }
+}
 
 }  // namespace
 
@@ -260,19 +297,12 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   const bool tree = args.tree.parents != nullptr;
   const int64_t shared = args.heads / kv.heads, dim = kv.head_dim, width = pad16(dim);
   const int64_t rows = (q_end - q_begin) * shared;
-  const auto position_of = [&](int64_t query) {
-    return args.position + (tree ? args.tree.depths[query] : query);
-  };
-  const auto lowest_of = [&](int64_t query) {
-    return args.window ? max_of(0, position_of(query) - args.window + 1) : 0;
-  };
-  int64_t last = position_of(q_begin), first = lowest_of(q_begin);
-  for (int64_t query = q_begin + 1; query < q_end; ++query) {
-    last = max_of(last, position_of(query));
-    first = min_of(first, lowest_of(query));
-  }
-  // Of a tree, whatever it has stored up to its last query is scored, to be picked from.
-  if (tree) last = args.position + q_end - 1;
+  const Queries queries{args, q_begin, shared};
+  int64_t first = queries.lowest(q_begin);
+  for (int64_t query = q_begin + 1; query < q_end; ++query) first = min_of(first, queries.lowest(query));
+  // A tree's tokens lie side by side: all that it has stored up to its last query is scored, to be picked
+  // from.
+  const int64_t last = args.position + q_end - 1;
   const int64_t base = first / kKvBlock * kKvBlock, end = (last / kKvBlock + 1) * kKvBlock, span = end - base;
   // Queries see the same up to here.
   const int64_t fork = tree ? args.position : end;
@@ -281,57 +311,36 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   float* acc = scores + rows * span;  // (rows, width)
   float* block = acc + rows * width;  // (64, width)
   float* sums = block + kKvBlock * width;
-  float* path_values = sums + rows;  // (64, width), of a tree
+  Path path(args, head, width, sums + rows);  // (64, width), of a tree
   for (int64_t r = 0; r < rows; ++r)
-    memcpy(q + r * dim, args.q + (q_begin + r / shared) * args.q_stride + (head * shared + r % shared) * dim,
+    memcpy(q + r * dim, args.q + queries.of(r) * args.q_stride + (head * shared + r % shared) * dim,
            static_cast<size_t>(dim) * sizeof(float));
   const float scale = 1.0f / sqrtf(static_cast<float>(dim));
   for (int64_t p = base; p < end; p += kKvBlock)
     score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), scale,
                 scores + p - base, span);
-  // of(path, its first depth within the window, its last, row) of every row, where there is a tree.
+  // of(its first depth within the window, its last, its scores from the fork on, row) of every row of a tree.
   const auto each_path = [&](const auto& of) {
-    Path path(args, head, width, path_values);
-    for (int64_t query = q_begin; tree && query < q_end; ++query) {
-      path.show(query);
-      const int64_t depth = max_of(0, lowest_of(query) - fork), row = (query - q_begin) * shared;
-      for (int64_t r = row; r < row + shared; ++r) of(path, depth, args.tree.depths[query], r);
+    for (int64_t r = 0; r < rows && tree; ++r) {
+      const int64_t query = queries.of(r);
+      if (r % shared == 0) path.show(query);
+      of(max_of(0, queries.lowest(query) - fork), queries.depth(query), scores + r * span + fork - base, r);
     }
   };
-  each_path([&](const Path& path, int64_t depth, int64_t last_depth, int64_t r) {
-    path.gather(scores + r * span + fork - base, depth, last_depth);
-  });
+  each_path([&](int64_t depth, int64_t deepest, float* seen, int64_t) { path.gather(seen, depth, deepest); });
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t query = q_begin + r / shared;
-    sums[r] = softmax_row(scores + r * span, base, end, lowest_of(query), position_of(query));
+    const int64_t query = queries.of(r);
+    sums[r] = softmax_row(scores + r * span, base, end, queries.lowest(query), queries.position(query));
   }
   for (int64_t i = 0; i < rows * width; i += 16) store(acc + i, zero());
-  for (int64_t p = base; p < fork; p += kKvBlock) {
-    const Head at = head_at(kv, p / kKvBlock, head);
-    // Several queries share the conversion to float; one goes without.
-    const bool convert = rows > 1 || width != dim;
-    const int64_t seen = min_of(kKvBlock, fork - p);
-    for (int64_t i = 0; i < seen && convert; ++i) load_value(at, kv, i, width, block + i * width);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t high = position_of(q_begin + r / shared), low = lowest_of(q_begin + r / shared);
-      float* weights = scores + r * span + p - base;
-      // What lies behind the fork isn't this block's.
-      if (at.value_scales) multiply(weights, at.value_scales, seen);
-      const int64_t begin = max_of(low - p, 0), last_seen = min_of(high - p, seen - 1);
-      float* sum = acc + r * width;
-      if (convert)
-        weigh_values([&](int64_t i, int64_t d) { return load(block + i * width + d); }, width, weights, begin,
-                     last_seen, sum);
-      else
-        weigh_values([&](int64_t i, int64_t d) { return load_codes(at.values, kv.bits, i * dim + d); }, width,
-                     weights, begin, last_seen, sum);
-    }
-  }
-  each_path([&](const Path& path, int64_t depth, int64_t last_depth, int64_t r) {
-    path.weigh(scores + r * span + fork - base, depth, last_depth, acc + r * width);
+  for (int64_t p = base; p < fork; p += kKvBlock)
+    weigh_block(queries, head_at(kv, p / kKvBlock, head), p, min_of(kKvBlock, fork - p), rows,
+                scores + p - base, span, width, block, acc);
+  each_path([&](int64_t depth, int64_t deepest, float* weights, int64_t r) {
+    path.weigh(weights, depth, deepest, acc + r * width);
   });
   for (int64_t r = 0; r < rows; ++r) {
-    float* out = args.out + ((q_begin + r / shared) * args.heads + head * shared + r % shared) * dim;
+    float* out = args.out + (queries.of(r) * args.heads + head * shared + r % shared) * dim;
     for (int64_t d = 0; d < dim; d += 16)
       store_partial(out + d, mul(load(acc + r * width + d), set1(1.0f / sums[r])), dim - d);
   }
