@@ -1,4 +1,4 @@
-"""Self-drafting without reads: the model itself, restricted to the neurons that are in memory.
+"""Self-drafting that reads no neurons: the model itself, restricted to those that are in memory.
 
 A chain of guesses, each of which a pass over one token gives that multiplies what happens to be held (ideas:
 Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). It ends where it
