@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights" / "small-relu"))
 
 from recipe import continuations, multi_stream, stream_evaluation, stream_loss, stream_training  # noqa: E402
+from recipe import streams as recipe_streams  # noqa: E402
 from recipe.config import SIZES  # noqa: E402
 from recipe.frozen import Frozen  # noqa: E402
 from recipe.model import Llama, rotate  # noqa: E402
@@ -353,7 +355,33 @@ def test_passes_are_counted_run_by_run() -> None:
     assert stream_evaluation.tokens_per_pass(some, own) == pytest.approx(6 / 5)
     found = np.ones((1, 9, 2), np.bool_)
     found[0, 1, 0] = False
-    assert stream_evaluation.given_before(found, own) == [0.75, 1.0]
+    counts = stream_evaluation.given_before(found, own)
+    assert counts == {"right": [3, 1], "asked": [4, 1]}
+    assert stream_evaluation.shares(counts) == [0.75, 1.0]
+    assert stream_evaluation.shares({"right": [0], "asked": [0]}) == [0.0]
+
+
+def test_a_bundle_gets_the_acceptance_of_all_chats_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream's guesses over those that were asked of it, in replies; a novel has none."""
+
+    def figures(tokens: int, right: list[int], asked: list[int]) -> dict[str, Any]:
+        return {"tokens": tokens, "all": {"counts": {"right": right, "asked": asked}}}
+
+    found = {
+        "replies": {
+            "dialogue": figures(100, [80, 60, 10], [100, 80, 60]),
+            "sql": figures(400, [40, 1, 0], [400, 40, 1]),
+            "restaurants": figures(10, [0, 0, 0], [10, 0, 0]),
+            "math": figures(20, [20, 19, 19], [20, 20, 19]),
+            "novels": figures(900, [900, 900, 900], [900, 900, 900]),
+        }
+    }
+    written: dict[str, Any] = {}
+    monkeypatch.setattr(recipe_streams, "write_streams", lambda *_, **facts: written.update(facts))
+    training = stream_training.StreamTraining(sizes=STREAM_SIZES)
+    recipe_streams.write_sidecar(Path(), made_streams(trained=False), training, found)
+    assert written["measured_tokens"] == 530
+    assert written["acceptance"] == [round(140 / 530, 3), round(80 / 140, 3), round(29 / 80, 3)]
 
 
 def test_the_best_tree_has_the_likeliest_products() -> None:

@@ -37,9 +37,10 @@ from recipe.stream_training import load_checkpoint, run_folder, training_of
 
 STYLES = {"replies": 320, "onward": 192}
 """Tokens of a window."""
+CHATS = ("dialogue", "sql", "restaurants", "math")
 DOMAINS = ("dialogue", "sql", "restaurants", "novels", "math")
 PROMPT_TOKENS, FREE_TOKENS = 64, 128
-ROWS = 12
+ROWS = 24
 TREE_TOP, TREE_NODES, CANDIDATES = 3, (2, 4, 8, 16, 32, 64), 16
 RESIDENCY_TOKENS = 8
 BATCH = 4
@@ -93,7 +94,7 @@ def held_out(
     """(n, T) windows of held-out text, continued by the base, and which tokens are its own."""
     marks, stream = Marks.of(build), read_stream(build, domain, "held_out")
     texts = documents(stream, marks)
-    chat = domain != "novels"
+    chat = domain in CHATS
     plans = [held_out_plan(texts, stream, row, marks, chat, style) for row in range(rows)]
     windows, own = continued(base, plans, min(STYLES[style], base.shape.max_position_embeddings))
     return torch.from_numpy(windows.astype(np.int64)), own
@@ -160,9 +161,12 @@ def tokens_per_pass(accepted: NDArray[np.int64], own: NDArray[np.bool_]) -> floa
     return tokens / max(1, passes)
 
 
-def given_before(found: NDArray[np.bool_], own: NDArray[np.bool_]) -> list[float]:
-    """By stream, the share that is right where all streams before it are."""
-    right, asked = np.zeros(found.shape[2]), np.zeros(found.shape[2])
+def given_before(found: NDArray[np.bool_], own: NDArray[np.bool_]) -> dict[str, list[int]]:
+    """By stream, how often all streams before it are right (`asked`), and how often it is then (`right`).
+
+    Counts, not shares: those of several texts are added up.
+    """
+    right, asked = np.zeros((2, found.shape[2]), np.int64)
     for row, start, end in runs(own):
         for stream in range(found.shape[2]):
             # Stream 1 is stream = 0 here; it guesses the second token after its own.
@@ -170,7 +174,14 @@ def given_before(found: NDArray[np.bool_], own: NDArray[np.bool_]) -> list[float
             before = part[:, :stream].all(1)
             asked[stream] += before.sum()
             right[stream] += (before & part[:, stream]).sum()
-    return [round(float(share), 3) for share in right / np.maximum(asked, 1)]
+    return {"right": right.tolist(), "asked": asked.tolist()}
+
+
+def shares(counts: dict[str, list[int]]) -> list[float]:
+    """Of counts by `given_before`: 0 for a stream that was never asked."""
+    return [
+        round(right / max(1, asked), 3) for right, asked in zip(counts["right"], counts["asked"], strict=True)
+    ]
 
 
 def pruning_figures(main: Frozen, streams: Streams, ids: Tensor, own: NDArray[np.bool_]) -> dict[str, float]:
@@ -193,9 +204,11 @@ def evaluate(base: Frozen, streams: Streams, shared: bool, build: Path, rows: in
         figures: dict[str, Any] = {"tokens": int(own.sum())}
         for name, residency in (("all", 0), ("resident", RESIDENCY_TOKENS)):
             guessed = guesses(base, main, streams, ids, residency)
+            counts = given_before(guessed.right, own)
             figures[name] = {
-                "right": given_before(guessed.right, own),
-                "in_top": given_before(guessed.in_top, own),
+                "counts": counts,
+                "right": shares(counts),
+                "in_top": shares(given_before(guessed.in_top, own)),
                 "chain": round(tokens_per_pass(guessed.chain, own), 3),
                 "tree": round(tokens_per_pass(guessed.tree, own), 3),
                 "best_first": {
@@ -212,6 +225,17 @@ def acceptance(found: dict[str, Any]) -> dict[str, dict[str, float]]:
     """For `node_costs.py`: tokens per pass of the best trees by their nodes, a mean over replies of chats."""
     chats = [found["replies"][domain]["all"]["best_first"] for domain in ("dialogue", "sql", "restaurants")]
     return {"tree": {nodes: round(sum(of[nodes] for of in chats) / len(chats), 3) for nodes in chats[0]}}
+
+
+def chat_acceptance(found: dict[str, Any]) -> tuple[int, list[float]]:
+    """For `streams.json`: the tokens of all chats' replies, and by stream, `acceptance` over all of them."""
+    chats = [found["replies"][domain] for domain in CHATS]
+    by_chat = [figures["all"]["counts"] for figures in chats]
+    pooled = {
+        kind: [sum(of) for of in zip(*(counts[kind] for counts in by_chat), strict=True)]
+        for kind in ("right", "asked")
+    }
+    return sum(figures["tokens"] for figures in chats), shares(pooled)
 
 
 def table(found: dict[str, Any]) -> str:

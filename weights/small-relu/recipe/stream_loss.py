@@ -1,4 +1,4 @@
-"""What streams learn from a batch: to say what the base will, at the positions that are drawn for it.
+"""What streams learn from a batch: to say what the main stream will, at the positions that are drawn for it.
 
 Streams: soft cross-entropy against the main stream's own softmax there, through which no gradient goes.
 Lossless: the main stream is the base, and isn't trained. Shared: it has the adapters as well, and is trained,

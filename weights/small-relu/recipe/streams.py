@@ -56,13 +56,12 @@ def _chosen(arguments: argparse.Namespace, training: StreamTraining) -> StreamTr
 
 
 def write_sidecar(folder: Path, streams: Streams, training: StreamTraining, found: dict[str, Any]) -> None:
-    """Add a finished run's streams to the bundle in `folder`; acceptance is that of chats' replies."""
-    sizes, replies = training.sizes, found["replies"].values()
-    measured = sum(figures["tokens"] for figures in replies)
-    right = [
-        sum(figures["tokens"] * figures["all"]["right"][stream] for figures in replies) / measured
-        for stream in range(sizes.gamma)
-    ]
+    """Add a finished run's streams to the bundle in `folder`.
+
+    acceptance: over replies of all chats together; novels have none.
+    """
+    sizes = training.sizes
+    measured, acceptance = stream_evaluation.chat_acceptance(found)
     write_streams(
         folder,
         arrays(streams),
@@ -75,7 +74,7 @@ def write_sidecar(folder: Path, streams: Streams, training: StreamTraining, foun
         pruning_rank=sizes.pruning_rank,
         trained_tokens=training.steps * training.windows * CONTEXT // training.stride,
         measured_tokens=measured,
-        acceptance=[round(share, 3) for share in right],
+        acceptance=acceptance,
     )
 
 
