@@ -20,7 +20,7 @@ from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
 from ondevice.tokenizer import Tokenizer, load_tokenizer
-from ondevice.units import memory_available, parse_size, process_memory, trim_heap, usable_cores
+from ondevice.units import memory_available, parse_size, process_memory, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +102,6 @@ def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
     ):
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
-            # What reading left in the heap is no part of the process that a plan counts.
-            trim_heap()
     return bundle
 
 
