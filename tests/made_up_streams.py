@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,9 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import StreamMode, Streams
 from ondevice.config import ModelConfig
 from ondevice.converters.streams import write_streams
+
+PARTS = ("qkv", "out", "feed_forward")
+"""Of a layer, what has adapters."""
 
 
 def made_up_arrays(
@@ -55,13 +59,21 @@ def add_streams(
     mode: StreamMode = "lossless",
     bits: Literal[4, 8, 16] = 8,
     scale: float = 0.1,
+    parts: Container[str] = PARTS,
 ) -> Streams:
-    """Write streams of `made_up_arrays` into the bundle in `folder`."""
+    """Write streams of `made_up_arrays` into the bundle in `folder`.
+
+    parts: those of a layer whose adapters do anything.
+    """
     config = Bundle.open(folder).config
     ranks = attention_rank, feed_forward_rank, pruning_rank
+    arrays = made_up_arrays(config, gamma, layers, *ranks, seed, scale)
+    for name, array in arrays.items():
+        if name.startswith("layers.") and name.split(".")[2] not in parts:
+            array.fill(0.0)
     return write_streams(
         folder,
-        made_up_arrays(config, gamma, layers, *ranks, seed, scale),
+        arrays,
         mode=mode,
         bits=bits,
         streams=gamma,
