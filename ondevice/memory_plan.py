@@ -284,7 +284,7 @@ def plan_memory(
     max_context, widest = context_tokens(config, runtime), widest_pass(config, runtime)
     # The allocator keeps about a quarter more than is in use.
     wide, narrow = (
-        activation_bytes(config, quant, runtime, threads, tokens) * 5 // 4
+        activation_bytes(config, quant, runtime, threads, tokens, streams) * 5 // 4
         for tokens in (widest, min(widest, NARROW_TOKENS))
     )
     plan = Plan(
@@ -300,7 +300,7 @@ def plan_memory(
         narrow_activation_bytes=narrow,
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
-        draft_bytes=draft_bytes(config, runtime, threads, streams, draft_model_bytes),
+        draft_bytes=draft_bytes(config, quant, runtime, threads, streams, draft_model_bytes),
     )
     predictors = predictors if runtime.sparsity == "predicted" else None
     predicted = predictors is not None

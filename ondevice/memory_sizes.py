@@ -278,6 +278,7 @@ def draft_nodes(runtime: RuntimeConfig) -> int:
 
 def draft_bytes(
     config: ModelConfig,
+    quant: QuantConfig,
     runtime: RuntimeConfig,
     threads: int,
     streams: Streams | None = None,
@@ -288,10 +289,13 @@ def draft_bytes(
     streams: the bundle's; their adapters count where they run. draft_model_bytes: of a second model, if one
     drafts.
     """
+    context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
     adapters = 0
     if streams is not None and runs_streams(runtime.speculation, streams):
         adapters = stream_bytes(config, streams)
-    context, nodes = context_tokens(config, runtime), draft_nodes(runtime)
+        if streams.mode == "lossless":
+            # The streams of a draft's nodes, or those of its last token by themselves.
+            adapters += max(nodes - 1, streams.streams) * adapted_row_bytes(config, quant, streams)
     if adapters and runtime.speculation == "auto":
         adapters += drafter_bytes("streams", config, context, nodes)
     drafter = draft_model_bytes + drafter_bytes(runtime.speculation, config, context, nodes)
@@ -300,7 +304,7 @@ def draft_bytes(
     if runs_streams(runtime.speculation, streams) or runtime.speculation == "resident":
         # What drafting would have liked to have: the first that the next pass reads.
         adapters += 4 * config.num_layers * config.intermediate_size if runtime.sparsity != "dense" else 0
-    held_back = 2 * config.num_layers * (draft_nodes(runtime) - 1) * config.intermediate_size
+    held_back = 2 * config.num_layers * (nodes - 1) * config.intermediate_size
     # A thread's values along a path through the tree.
     paths = threads * 4 * BLOCK_TOKENS * padded(config.head_dim, 16)
     return adapters + drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
@@ -317,21 +321,51 @@ def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
     return 3 * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)
 
 
+def _input_bytes(cols: int, bits: int) -> int:
+    """A row that a matrix multiplies: floats at 16 bits, else int8 codes, two sums and a scale per group."""
+    cols = padded(cols, GROUP_SIZE)
+    return 4 * cols if bits == 16 else cols + cols // GROUP_SIZE * 12
+
+
+def _widest_input(config: ModelConfig) -> int:
+    """Columns of the widest matrix but the feed-forward's."""
+    return max(config.hidden_size, config.query_size)
+
+
+def adapted_row_bytes(config: ModelConfig, quant: QuantConfig, streams: Streams) -> int:
+    """What a row that adapters are added for takes in a pass beside `activation_bytes` of a plain one.
+
+    A row between their two matrices, what they add, and a copy of what enters a feed-forward block, which is
+    overwritten. Rows that matrices of 16 bits multiply lie apart from those of other widths.
+    """
+    rank, widest = max(streams.attention_rank, streams.feed_forward_rank), _widest_input(config)
+    inputs = _input_bytes(max(widest, rank), streams.bits)
+    if (streams.bits == 16) == (quant.bits == 16):
+        inputs -= _input_bytes(widest, quant.bits)
+    return 4 * (rank + max(config.qkv_size, config.hidden_size) + config.hidden_size) + inputs
+
+
 def activation_bytes(
-    config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, threads: int, tokens: int
+    config: ModelConfig,
+    quant: QuantConfig,
+    runtime: RuntimeConfig,
+    threads: int,
+    tokens: int,
+    streams: Streams | None = None,
 ) -> int:
     """Working memory of a pass of the cpu backend: activations, scores, hidden values, logits.
 
-    Convex in the pass's tokens: between two sizes it takes no more than a line from one to the other.
+    streams: the bundle's; shared ones have adapters for every token, whether anything drafts or not. Convex
+    in the pass's tokens: between two sizes it takes no more than a line from one to the other.
     """
     context = context_tokens(config, runtime)
     hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
-    widest = padded(max(config.hidden_size, config.query_size), GROUP_SIZE)
     # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
     floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
     per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * threads
-    # The matrix input: floats at 16 bits, else int8 codes with two sums and a scale per group.
-    per_token += 4 * widest if quant.bits == 16 else widest + widest // GROUP_SIZE * 12
+    per_token += _input_bytes(_widest_input(config), quant.bits)
+    if streams is not None and streams.mode == "shared":
+        per_token += adapted_row_bytes(config, quant, streams)
     rows = max(QUERY_ROWS, config.num_heads // config.num_kv_heads)
     scores = threads * 4 * rows * (padded(context, GROUP_SIZE) + 2 * padded(config.head_dim, 16))
     neurons = min(segment_shape(config, quant).neurons, padded(config.intermediate_size, GROUP_SIZE))

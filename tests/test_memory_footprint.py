@@ -16,6 +16,7 @@ from ondevice.converters.layer_predictor import LayerPredictor
 from ondevice.converters.operating_points import HeldBack
 from ondevice.converters.predictors import store_predictor, write_predictors
 from tests.bundles import convert_bundle
+from tests.made_up_streams import add_streams
 from tests.models import save_safetensors, tensor_shapes, tiny_config
 
 SHAPE = {
@@ -26,7 +27,7 @@ SHAPE = {
     "vocab_size": 16384,
     "max_position_embeddings": 1024,
 }
-PREDICTOR_RANK = 512
+PREDICTOR_RANK = ADAPTER_RANK = 512
 PROGRAM = """
 import json, sys, ondevice
 budget, prompt, options = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
@@ -95,6 +96,15 @@ def predicted_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def shared_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with adapters of high rank in its last two layers, for every token."""
+    folder = make_bundle(tmp_path_factory.mktemp("shared"))
+    ranks = {"attention_rank": ADAPTER_RANK, "feed_forward_rank": ADAPTER_RANK}
+    add_streams(folder, layers=2, mode="shared", scale=0.01, **ranks)
+    return folder
+
+
 def run(bundle: Path, budget: str, prompt: int, **options: int | str) -> tuple[int, int, int, float]:
     """(peak, budget, planned total, hit rate) of a process of its own."""
     arguments = [str(bundle), budget, str(prompt), json.dumps(options)]
@@ -114,6 +124,17 @@ def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
     """A wide chunk's working memory is a third of all, and planned a little generously."""
     peak, _, total, hit_rate = run(bundle, "8GB", 1000, max_context=1024, prefill_chunk=chunk)
+    assert hit_rate == 1.0
+    assert least * total <= peak <= total
+
+
+@pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
+def test_a_pass_with_adapters_takes_what_is_planned_for_it(
+    shared_bundle: Path, chunk: int, least: float
+) -> None:
+    """What lies between their matrices and what they add, of every token of a chunk, without any draft."""
+    options = {"max_context": 1024, "prefill_chunk": chunk, "speculation": "off"}
+    peak, _, total, hit_rate = run(shared_bundle, "8GB", 1000, **options)
     assert hit_rate == 1.0
     assert least * total <= peak <= total
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.backends.base import KVLayout
+from ondevice.bundle.streams import Streams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError, UsageError
 from ondevice.memory_plan import (
@@ -26,8 +27,10 @@ from ondevice.memory_sizes import (
     interleaved_bytes,
     segment_shape,
     sparse_activation_bytes,
+    stream_bytes,
     stream_shape,
 )
+from ondevice.speculation.registry import drafter_bytes
 
 LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
 TINY = ModelConfig("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
@@ -35,10 +38,18 @@ Q4, F16 = QuantConfig(4), QuantConfig(16)
 MB = 10**6
 
 
-def plan_for(config: ModelConfig, quant: QuantConfig, budget: int, **options: Any) -> Plan:
+def plan_for(
+    config: ModelConfig, quant: QuantConfig, budget: int, streams: Streams | None = None, **options: Any
+) -> Plan:
     """Without drafts: what they hold is added as it is."""
     runtime = RuntimeConfig(**{"speculation": "off", **options})
-    return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB)
+    return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB, streams=streams)
+
+
+def streams_of(mode: Any, bits: Any = 8) -> Streams:
+    """Four in the last eight layers of the 7B shape, of ranks 32 and 80."""
+    text = {"trained_tokens": 0, "measured_tokens": 0, "acceptance": (0.0,) * 4, "sha256": "", "crcs": ()}
+    return Streams("", mode, bits, 4, 24, 32, 80, 8, **text)  # type: ignore[arg-type]
 
 
 def configs() -> st.SearchStrategy[ModelConfig]:
@@ -96,6 +107,28 @@ def test_loading_is_the_peak_of_a_short_context() -> None:
             plan.weights_bytes + plan.process_bytes + held + REPEAT_MARGIN_BYTES
         )
         assert sum(plan.minimum_parts.values()) == plan.minimum_budget_bytes
+
+
+@pytest.mark.parametrize(("bits", "beside"), [(8, 0), (16, 4 * 4096)])
+def test_adapters_take_working_memory_for_every_row_that_has_them(bits: Any, beside: int) -> None:
+    # Between their matrices, what they add to queries, keys and values, and a copy; inputs of another width.
+    row = 4 * (80 + 3 * 4096 + 4096) + beside
+    plain, shared = (plan_for(LLAMA_7B, Q4, 0, of) for of in (None, streams_of("shared", bits)))
+    assert shared.activation_bytes == plain.activation_bytes + 256 * row * 5 // 4
+    assert shared.narrow_activation_bytes == plain.narrow_activation_bytes + 16 * row * 5 // 4
+    assert shared.draft_bytes == stream_bytes(LLAMA_7B, streams_of("shared", bits))
+    lossless = streams_of("lossless", bits)
+    assert plan_for(LLAMA_7B, Q4, 0, lossless) == plain
+    for name, nodes, rows in (("streams", 16, 15), ("auto", 16, 15), ("streams", 2, 4)):
+        # All of a pass's rows but its root, or the four streams of the last token by themselves.
+        options = {"speculation": name, "sparsity": "dense", "prefill_chunk": nodes}
+        drafting, without = (plan_for(LLAMA_7B, Q4, 0, of, **options) for of in (lossless, None))
+        held = stream_bytes(LLAMA_7B, lossless) + rows * row
+        held += drafter_bytes("streams", LLAMA_7B, 4096, nodes) if name == "auto" else 0
+        assert drafting.draft_bytes == without.draft_bytes + held
+        assert drafting.activation_bytes == without.activation_bytes
+        assert sum(drafting.minimum_parts.values()) == drafting.minimum_budget_bytes
+    assert sum(shared.minimum_parts.values()) == shared.minimum_budget_bytes
 
 
 @pytest.mark.parametrize("budget", [0, 1000 * MB, 3700 * MB, 4000 * MB, 6000 * MB, 20000 * MB])
