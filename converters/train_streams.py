@@ -26,6 +26,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import optimizers
 from numpy.random import Generator
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -33,13 +34,7 @@ from ondevice.backends.base import Float32
 from ondevice.bundle.files import disk_errors, temporary_path, write_durably
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
-from ondevice.bundle.streams import (
-    MAX_ADAPTER_RANK,
-    MAX_PRUNING_RANK,
-    MAX_STREAMS,
-    StreamMode,
-    Streams,
-)
+from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MAX_STREAMS, StreamMode, Streams
 from ondevice.config import TRAIN_TOKENS, ModelConfig
 from ondevice.converters.activations import record_entering
 from ondevice.converters.additions import held_out
@@ -104,26 +99,19 @@ class StreamOptions:
 
     def __post_init__(self) -> None:
         """Raises UsageError for a value out of range."""
+        longest, most_rank = longest_run(self.gamma), f"1 to {MAX_ADAPTER_RANK}"
         checks = (
             ("mode", self.mode in ("lossless", "shared"), "'lossless' or 'shared'"),
             ("gamma", 1 <= self.gamma <= MAX_STREAMS, f"from 1 to {MAX_STREAMS}"),
             ("layers", self.layers >= 0, "0 (half of them) or more"),
-            ("attention_rank", 1 <= self.attention_rank <= MAX_ADAPTER_RANK, f"1 to {MAX_ADAPTER_RANK}"),
-            (
-                "feed_forward_rank",
-                1 <= self.feed_forward_rank <= MAX_ADAPTER_RANK,
-                f"1 to {MAX_ADAPTER_RANK}",
-            ),
+            ("attention_rank", 1 <= self.attention_rank <= MAX_ADAPTER_RANK, most_rank),
+            ("feed_forward_rank", 1 <= self.feed_forward_rank <= MAX_ADAPTER_RANK, most_rank),
             ("pruning_rank", 0 <= self.pruning_rank <= MAX_PRUNING_RANK, f"from 0 to {MAX_PRUNING_RANK}"),
             ("most_of_model", 0.0 < self.most_of_model <= 1.0, "above 0 and at most 1"),
             ("bits", self.bits in (4, 8, 16), "4, 8 or 16"),
             ("learning_rate", 0.0 < self.learning_rate <= 1.0, "above 0 and at most 1"),
             ("batch_tokens", self.batch_tokens >= 1, "1 or more"),
-            (
-                "run_tokens",
-                1 <= self.run_tokens <= longest_run(self.gamma),
-                f"1 to {longest_run(self.gamma)}",
-            ),
+            ("run_tokens", 1 <= self.run_tokens <= longest, f"1 to {longest}"),
             ("steps", self.steps >= 1, "1 or more"),
             ("seed", self.seed >= 0, "0 or more"),
         )
@@ -366,31 +354,43 @@ class Training:
         self._tokens += tokens
         return float(loss.item()), gradients
 
-    def _save(self) -> None:
-        """Everything that decides what is to come, in one file."""
+    def _state(self) -> dict[str, NDArray[Any]]:
+        """Everything that decides what is to come, by name."""
         state = self._adam.state
         arrays = {f"parameter/{name}": np.array(values) for name, values in self.parameters.items()}
         for moment in ("m", "v"):
             arrays |= {f"{moment}/{name}": np.array(state[name][moment]) for name in self.parameters}
-        arrays["counts"] = np.array([self._step, self._tokens], dtype=np.int64)
+        return arrays | {"counts": np.array([self._step, self._tokens], dtype=np.int64)}
+
+    def _save(self) -> None:
         with disk_errors(self._path, _REMEDY):
-            write_durably(self._path, save(arrays))
+            write_durably(self._path, save(self._state()))
 
     def _restore(self) -> None:
-        """Raises OndeviceError for what isn't such a file."""
+        """Raises OndeviceError for a file that isn't the state of such a training."""
         try:
-            arrays = load(self._path.read_bytes())
-            self.parameters = {name: mx.array(arrays[f"parameter/{name}"]) for name in self.parameters}
-            for name in self.parameters:
-                self._adam.state[name] = {
-                    moment: mx.array(arrays[f"{moment}/{name}"]) for moment in ("m", "v")
-                }
-            self._step, self._tokens = (int(count) for count in arrays["counts"])
+            arrays, own = load(self._path.read_bytes()), self._state()
+            for name in sorted(own.keys() | arrays.keys()):
+                found, expected = _kind(arrays.get(name)), _kind(own.get(name))
+                if found != expected:
+                    raise ValueError(f"{name} is {found}; it must be {expected}")
+            step, tokens = (int(count) for count in arrays["counts"])
+            if not 0 <= step <= self._options.steps or tokens < 0:
+                raise ValueError(f"it is at step {step} of {self._options.steps}, after {tokens} tokens")
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise OndeviceError(
                 f"{self._path} can't be gone on from: {error}; delete {self._path.parent} to start again"
             ) from error
-        self._adam.state["step"] = mx.array(self._step, mx.uint64)
+        self._step, self._tokens = step, tokens
+        self.parameters = {name: mx.array(arrays[f"parameter/{name}"]) for name in self.parameters}
+        for name in self.parameters:
+            self._adam.state[name] = {moment: mx.array(arrays[f"{moment}/{name}"]) for moment in ("m", "v")}
+        self._adam.state["step"] = mx.array(step, mx.uint64)
+
+
+def _kind(array: NDArray[Any] | None) -> str:
+    """Of a saved array, what must be as it was."""
+    return "missing" if array is None else f"{array.dtype} {array.shape}"
 
 
 def learning_rate(options: StreamOptions, step: int) -> float:

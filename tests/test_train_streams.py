@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from ondevice.api import load, verify
 from ondevice.bundle.reader import Bundle
@@ -46,6 +48,8 @@ from ondevice.converters.stream_loss import (  # noqa: E402
     stream_loss,
 )
 from ondevice.converters.train_streams import StreamOptions  # noqa: E402
+
+Arrays = dict[str, NDArray[Any]]
 
 COUNT, RUN = 3, range(9, 17)
 CONFIG = tiny_config(attention_bias=True, qk_norm=True, hidden_act="relu", layer_windows=(0, 7))
@@ -270,6 +274,38 @@ def test_what_is_left_of_another_training_is_not_gone_on_from(bundle: Path, tmp_
     (left / training.STATE).unlink()
     train_streams(bundle, **kept)  # type: ignore[arg-type]
     assert sorted(tmp_path.iterdir()) == [tmp_path / "made"]
+
+
+def without(arrays: Arrays, name: str) -> Arrays:
+    return {other: array for other, array in arrays.items() if other != name}
+
+
+@pytest.mark.parametrize(
+    ("damaged", "match"),
+    [
+        (lambda arrays: without(arrays, "m/embeddings"), "m/embeddings is missing"),
+        (lambda arrays: arrays | {"m/other": arrays["m/embeddings"]}, "m/other is float32"),
+        (lambda arrays: arrays | {"v/embeddings": arrays["v/embeddings"][:, 1:]}, r"v/embeddings is .*63\)"),
+        (lambda arrays: arrays | {"parameter/embeddings": arrays["counts"]}, "parameter/embeddings is int64"),
+        (lambda arrays: arrays | {"counts": arrays["counts"].astype(np.int32)}, "counts is int32"),
+        (lambda arrays: arrays | {"counts": arrays["counts"][:1]}, r"counts is int64 \(1,\)"),
+        (lambda arrays: arrays | {"counts": -arrays["counts"]}, "at step -1 of 12"),
+        (lambda arrays: arrays | {"counts": arrays["counts"] + 12}, "at step 13 of 12"),
+    ],
+)
+def test_a_state_that_is_not_this_trainings_is_not_gone_on_from(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: Any, match: str
+) -> None:
+    """Files that safetensors reads, but nothing that could be trained further."""
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    with pytest.raises(Stop):
+        training.train_streams(
+            Bundle.open(bundle), pieces_of(), tmp_path, StreamOptions(**FEW), on_step=stopping_at(1)
+        )
+    path = tmp_path / training.STATE
+    save_file(damaged(load_file(path)), path)
+    with pytest.raises(OndeviceError, match=f"can't be gone on from: .*{match}.*; delete"):
+        losses_of(bundle, tmp_path)
 
 
 def test_adapters_are_a_small_part_of_the_model(bundle: Path, tmp_path: Path) -> None:
