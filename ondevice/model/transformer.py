@@ -266,7 +266,8 @@ class Transformer:
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """What the streams of `tokens` begin with: (n * S, D)."""
         assert self.streams is not None
-        return self.backend.add_streams(x, tokens, self.streams.embeddings)[x.shape[0] :]
+        own = self.backend.rows(x, tokens)
+        return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
 
     def _narrow(self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None) -> tuple[Array, Rows]:
         """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""

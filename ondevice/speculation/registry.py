@@ -48,8 +48,8 @@ class DrafterKind:
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """The text, logits of every stream twice, and what streams begin with for every node of a pass."""
-    rows = (nodes + 1) * MAX_STREAMS * config.hidden_size
+    """The text, logits of every stream twice, every node with what its streams begin with, and streams."""
+    rows = (nodes * (1 + MAX_STREAMS) + MAX_STREAMS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
