@@ -14,7 +14,7 @@ from ondevice.backends.base import KVLayout
 from ondevice.backends.cpu import CpuBackend
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
-from ondevice.errors import ModelNotFoundError, UnsupportedModelError, UsageError
+from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, plan_memory
@@ -51,7 +51,7 @@ class PreparedDraft:
 
 
 def open_draft(runtime: RuntimeConfig) -> Bundle:
-    """The bundle that `runtime.draft_model` names. Raises UsageError for none, ModelNotFoundError."""
+    """The bundle `runtime.draft_model`. Raises UsageError for none, ModelNotFoundError, BundleError."""
     if not runtime.draft_model:
         raise UsageError(
             "--speculation model needs a second, smaller model: name its bundle with --draft-model, or take "
@@ -59,8 +59,8 @@ def open_draft(runtime: RuntimeConfig) -> Bundle:
         )
     try:
         return Bundle.open(find_model(runtime.draft_model))
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"--draft-model: {error}") from error
+    except (ModelNotFoundError, BundleError) as error:
+        raise type(error)(f"--draft-model {runtime.draft_model}: {error}") from error
 
 
 def plan_draft(

@@ -50,7 +50,7 @@ _RUNTIME_HELP = {
     "predictor_recall": "With --sparsity predicted: share of the firing neurons to find, as `inspect` lists.",
     "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out, as `inspect` lists.",
     "speculation": "How tokens are drafted.",
-    "draft_model": "With --speculation model: the bundle whose model drafts.",
+    "draft_model": "The bundle whose model drafts, with --speculation model, which auto is then.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096.",
 }

@@ -245,6 +245,9 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
     arms, notes = {OFF: plain}, []
     for name in DRAFTERS:
         speculation: dict[str, Any] = {"speculation": name}
+        if name == "auto":
+            # Beside a second model it would be that one.
+            speculation["draft_model"] = ""
         try:
             arm = prepare(plain.bundle, replace(plain.runtime, **speculation))
             # Alike: one tokenizer, and what the process held before any of them.

@@ -38,7 +38,7 @@ def comparison_table(found: Comparison) -> str:
 def _decisions(found: Comparison) -> list[str]:
     """What `auto` last decided on each task."""
     rows = [row for row in found.rows if row.drafter == "auto" and row.task != ALL_TASKS]
-    return ["", *(f"auto on {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
+    return ["", *(f"auto at the end of {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
 
 
 def _row_line(task: str, row: DrafterRow) -> str:

@@ -117,6 +117,7 @@ def thresholds(
     help="lossless: the text stays what it is; shared: the model changes with its streams.",
 )
 @option("--steps", type=click.IntRange(1), help="Gradient steps; the more, the longer, the better.")
+@option("--replace", is_flag=True, help="Replace the model's own streams, if it has some.")
 def streams(
     model: str | None,
     text: str,
@@ -125,6 +126,7 @@ def streams(
     as_json: bool,
     mode: StreamMode,
     steps: int | None,
+    replace: bool,
 ) -> None:
     """Train streams, which guess several tokens at once, for --speculation streams.
 
@@ -140,7 +142,14 @@ def streams(
     chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
     with progress() as show:
         found = training.train_streams(
-            model, content, mode=mode, output=output, tokens=tokens, on_progress=show, **chosen
+            model,
+            content,
+            mode=mode,
+            output=output,
+            replace=replace,
+            tokens=tokens,
+            on_progress=show,
+            **chosen,
         )
     config = Bundle.open(find_model(model)).config
     print_result(as_json, report.stream_figures(found, config), report.stream_table(found, config))

@@ -137,6 +137,7 @@ def train_streams(
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
+    replace: bool = False,
     on_progress: OnProgress = lambda fraction, what: None,
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
     **options: Any,
@@ -145,13 +146,14 @@ def train_streams(
 
     model, pieces, output, on_progress: as in `train_predictors`. options: fields of `StreamOptions`, such as
     mode="shared", which makes another model of it; "lossless" leaves the model as it is. on_step gets, after
-    each step, the tokens whose streams have been trained and the loss in nats.
+    each step, the tokens whose streams have been trained and the loss in nats. replace: the model's own
+    streams, if it has some already and there is no output.
 
     What was interrupted goes on where it stopped, if it is called again with the same arguments, and comes to
     the same numbers: beside the output, or the model's folder, it keeps a folder `<name>.streams.training`
     meanwhile. Raises, before it trains, BackendUnavailableError without MLX, UsageError for an option out of
-    range, too little text, an output that exists, a model that can't be written to or what is left of a
-    training with other arguments, and what `load` raises.
+    range, too little text, streams that would be lost, an output that exists, a model that can't be written
+    to or what is left of a training with other arguments, and what `load` raises.
     """
     training = _stream_training()
     require_fields(training.StreamOptions, options)
@@ -159,6 +161,12 @@ def train_streams(
     prepared = open_model(model, RuntimeConfig())
     pieces = _pieces(prepared, text, pieces, chosen.tokens)
     training.check(prepared.bundle, pieces, chosen)
+    old = prepared.bundle.streams
+    if old is not None and output is None and not replace:
+        raise UsageError(
+            f"{prepared.bundle.name} has streams already, trained on {old.trained_tokens} tokens, which new "
+            "ones would replace: name another folder with --output, or give --replace"
+        )
     goal = _check_target(prepared, output)
     left = goal.with_name(f"{goal.name}.streams.training")
     trained = training.train_streams(prepared.bundle, pieces, left, chosen, on_progress, on_step)

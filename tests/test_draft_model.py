@@ -19,6 +19,7 @@ from ondevice.config import SamplingConfig
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
+    BundleError,
     FlashReadError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -32,7 +33,7 @@ from ondevice.speculation.draft_context import DraftContext
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
 from ondevice.tokenizer import Tokenizer
-from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
 from tests.engines import always_draft
 
@@ -170,8 +171,12 @@ def test_the_plan_counts_the_second_model(target: Path, draft: Path) -> None:
 def test_what_cannot_draft_is_refused(target: Path, draft: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--draft-model"):
         ondevice.inspect(target, speculation="model")
-    with pytest.raises(ModelNotFoundError, match="--draft-model: no model called nowhere"):
+    with pytest.raises(ModelNotFoundError, match="--draft-model nowhere: no model called nowhere"):
         ondevice.inspect(target, speculation="model", draft_model="nowhere")
+    damaged = copy_files(draft, tmp_path / "damaged")
+    (damaged / "resident.safetensors").write_bytes(b"short")
+    with pytest.raises(BundleError, match=r"--draft-model .*damaged: resident\.safetensors has 5 bytes"):
+        ondevice.inspect(target, speculation="model", draft_model=damaged)
     with pytest.raises(BackendUnavailableError, match="--backend cpu"):
         ondevice.inspect(target, speculation="model", draft_model=draft, backend="reference")
     assert ondevice.inspect(target, draft_model=draft, backend="reference").draft_bytes == 0

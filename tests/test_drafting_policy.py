@@ -284,7 +284,7 @@ def test_it_says_what_it_decided_and_why() -> None:
     simulation = Simulation()
     assert simulation.policy.decision == "no drafts: no pass has been timed"
     simulation.run(FIRST_PLAIN, plain=0.002)
-    assert simulation.policy.decision == "no drafts: nothing was guessed"
+    assert simulation.policy.decision == "no drafts: no guess was likely enough"
     simulation.run(200, plain=0.002, node=0.0002, claimed=0.8)
     assert re.fullmatch(
         r"drafts of [4-9]\.\d tokens; a guess takes 10 % of a plain pass of 2\.00 ms",
@@ -292,7 +292,7 @@ def test_it_says_what_it_decided_and_why() -> None:
     )
     simulation.run(40, plain=0.002, node=0.0018, claimed=0.8, right=0.3)
     assert re.fullmatch(
-        r"drafts rest: they gave 0\.\d\d times the tokens of plain decoding; "
+        r"drafts rest: they gave 0\.\d\d times the tokens per second of plain decoding; "
         r"a guess takes \d\d % of a plain pass of \d\.\d\d ms",
         simulation.policy.decision,
     )

@@ -388,4 +388,9 @@ def test_the_command_adds_streams(ondevice: Run, bundle: Path, tmp_path: Path) -
     assert "loss" in made.err
     assert (tmp_path / "made" / STREAMS_MANIFEST).exists()
     assert ondevice(*command, "--mode", "lossy", stdin=SENTENCE).code == 2
-    assert ondevice(*command, "--mode", "shared", stdin=SENTENCE).code == 2
+    again = ondevice(*command, "--mode", "lossless", stdin=30 * SENTENCE)
+    assert again.code == 2
+    assert f"trained on {found.trained_tokens} tokens, which new ones would replace" in again.err
+    assert Bundle.open(copied).streams == found
+    assert ondevice(*command, "--mode", "lossless", "--replace", stdin=30 * SENTENCE).code == 0
+    assert ondevice(*command, "--mode", "shared", "--replace", stdin=SENTENCE).code == 2

@@ -84,14 +84,14 @@ class TreePolicy:
         """Whether drafts are made, and why, for people."""
         plain = self._pass_time.plain_seconds
         if not self._drafts:
-            return "no drafts: nothing was guessed" if plain else "no drafts: no pass has been timed"
+            return "no drafts: no guess was likely enough" if plain else "no drafts: no pass has been timed"
         cost = (
             f"a guess takes {100 * self._pass_time.guess_seconds / plain:.0f} % of a plain pass of "
             f"{1e3 * plain:.2f} ms"
         )
         if self.resting:
             lost = self._switch.lost
-            return f"drafts rest: they gave {lost:.2f} times the tokens of plain decoding; {cost}"
+            return f"drafts rest: they gave {lost:.2f} times the tokens per second of plain decoding; {cost}"
         if self.quiet:
             return f"few drafts: what is guessed is seldom likely enough; {cost}"
         return f"drafts of {self._mean_nodes:.1f} tokens; {cost}"
