@@ -21,13 +21,10 @@ from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Cancelled, Narrowed, Pass, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.tree import Draft, plain
+from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
 from ondevice.speculation.verify import verify
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
-
-LOGITS_AHEAD = 4
-"""Nodes of a draft whose logits are computed together, at most."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -160,6 +157,8 @@ class Generator:
             # Guesses take no block of keys and values that the newest token alone wouldn't.
             places = min(self.max_context, max(start + 1, kv.room))
             draft = drafting.draft(written.history[-1], kv, places - start, written.room, cancelled)
+            # A drafter that has failed hears of nothing any more.
+            drafting = self._listening
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
         narrow = None

@@ -14,6 +14,7 @@ from ondevice.bundle.streams import Streams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.speculation.registry import drafter_bytes, runs_streams
+from ondevice.speculation.tree import LOGITS_AHEAD
 from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
@@ -307,7 +308,9 @@ def draft_bytes(
     held_back = 2 * config.num_layers * (nodes - 1) * config.intermediate_size
     # A thread's values along a path through the tree.
     paths = threads * 4 * BLOCK_TOKENS * padded(config.head_dim, 16)
-    return adapters + drafter + paths + (held_back if runtime.sparsity != "dense" else 0)
+    # Of the likely path, beside those that plain decoding holds: the head's output and the copy of it.
+    ahead = 2 * 4 * config.vocab_size * (LOGITS_AHEAD - 1)
+    return adapters + drafter + paths + ahead + (held_back if runtime.sparsity != "dense" else 0)
 
 
 def matrix_elements(config: ModelConfig) -> int:

@@ -90,6 +90,16 @@ def copied(tmp_path: Path) -> Path:
     return copy_files(shipped_folder() / "small-relu", tmp_path / "small")
 
 
+def assert_unaffected(
+    folder: Path, text: str, caplog: pytest.LogCaptureFixture, *options: dict[str, Any]
+) -> None:
+    """These write the text and say nothing; what `auto` chooses writes it, too."""
+    for chosen in options:
+        assert said(folder, **chosen) == text
+    assert caplog.text == ""
+    assert said(folder) == text
+
+
 @pytest.fixture(scope="module")
 def text() -> str:
     return said(shipped_folder() / "small-relu")
@@ -100,10 +110,7 @@ def test_damaged_predictors_stop_the_mode_that_needs_them(
     copied: Path, text: str, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = damage(copied, PREDICTORS_MANIFEST, PREDICTORS)
-    for sparsity in ("dense", "exact"):
-        assert said(copied, sparsity=sparsity) == text
-    assert caplog.text == ""
-    assert said(copied) == text
+    assert_unaffected(copied, text, caplog, {"sparsity": "dense"}, {"sparsity": "exact"})
     # `auto` never chooses them, so their bytes aren't read.
     assert (name in caplog.text) == (damage is not flipped)
     remedy = f"`ondevice train predictors --model {copied} --text FILE` makes both files anew"
@@ -115,10 +122,7 @@ def test_damaged_streams_stop_the_drafting_that_needs_them(
     copied: Path, text: str, damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = damage(copied, STREAMS_MANIFEST, STREAMS)
-    for speculation in ("off", "lookup"):
-        assert said(copied, speculation=speculation) == text
-    assert caplog.text == ""
-    assert said(copied) == text
+    assert_unaffected(copied, text, caplog, {"speculation": "off"}, {"speculation": "lookup"})
     assert name in caplog.text
     remedy = f"`ondevice train streams --model {copied} --text FILE --mode lossless` makes both files anew"
     assert_refused(copied, name, remedy, speculation="streams")

@@ -18,7 +18,7 @@ from tests.bundles import copy_files
 from tests.chat import squeeze
 from tests.engines import always_draft
 from tests.made_up_streams import PARTS, add_streams
-from tests.test_speculation import STREAMS, draft_by
+from tests.scripted_drafts import STREAMS, drafted
 
 SHIPPED = shipped_folder() / "small-relu"
 QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
@@ -166,10 +166,6 @@ def test_any_tree_leaves_every_token_as_it_is(
     with load(bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
         if not resident:
             squeeze(model, model.plan.segment.least + 1)
-        prompt = model.tokenizer.encode(QUESTION)
-        for seed, (sampling, expected) in enumerate(zip(SAMPLINGS, plain_texts, strict=True)):
-            scripted = draft_by(model, [*prompt, *expected], seed)
-            found = model.generate(QUESTION, max_tokens=NEW_TOKENS, **sampling)
-            assert found.tokens == expected
+        for scripted, found in drafted(model, QUESTION, SAMPLINGS, plain_texts):
             assert scripted.streamed > 10
             assert found.stats.accepted_tokens_per_pass > 1.2

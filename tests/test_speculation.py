@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +18,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine
 from ondevice.errors import BundleError, UsageError
 from ondevice.memory_sizes import NARROW_TOKENS
-from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass, Transformer
+from ondevice.model.transformer import Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
@@ -34,6 +32,7 @@ from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
 from tests.engines import always_draft
 from tests.made_up_streams import add_streams
+from tests.scripted_drafts import STREAMS, draft_by, drafted
 
 SHIPPED = Path(__file__).resolve().parents[1] / "weights/small-relu"
 SAMPLINGS: list[dict[str, Any]] = [
@@ -42,71 +41,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(3)),
     {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
 ]
-STREAMS = 3
 ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
 QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
-
-
-class Scripted:
-    """Drafts that are right for a while and wrong beside it: trees of all shapes, from a text known ahead."""
-
-    def __init__(self, text: Sequence[int], vocab_size: int, seed: int) -> None:
-        self._text = list(text)
-        self._vocab_size = vocab_size
-        self._random = np.random.default_rng(seed)
-        self.sizes: list[int] = []
-        self.preparing_seconds = self.growing_seconds = 0.0
-        self.deaf = False
-        self.decision = ""
-        self.resting = False
-        self.wants_streams = True
-        self.streamed = 0
-        """Nodes that had streams in their pass."""
-
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._length = len(text)
-
-    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
-        rng, known, self._places = self._random, self._text[self._length :], most_nodes
-        tokens, parents, depths = [root], [-1], [0]
-        for _ in range(int(rng.integers(0, min(NARROW_TOKENS, most_nodes)))):
-            parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
-            depth = depths[parent] + 1
-            right = depth <= len(known) and rng.random() < 0.6
-            token = known[depth - 1] if right else int(rng.integers(self._vocab_size))
-            taken = [tokens[i] for i, its_parent in enumerate(parents) if its_parent == parent]
-            if depth < most_tokens and token not in taken:
-                tokens.append(token)
-                parents.append(parent)
-                depths.append(depth)
-        self.sizes.append(len(tokens))
-        return Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
-
-    def narrow(self, draft: Draft, entering: Float32) -> Narrowed:
-        """Some nodes end here, with what is behind them; some get streams."""
-        kept = [0]
-        for node in range(1, len(draft)):
-            if draft.parents[node] in kept and self._random.random() < 0.9:
-                kept.append(node)
-        most = min(2, (NARROW_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
-        return Narrowed(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
-
-    def entered(self, found: Pass, node: int) -> None:
-        self.streamed += len(found.streams)
-
-    def drew(self, last: int, token: int, logits: Float32) -> None:
-        self._length += 1
-
-    def passed(self, draft: Draft, seconds: float) -> None:
-        pass
-
-
-def draft_by(model: Model, text: Sequence[int], seed: int) -> Scripted:
-    """Make the model draft from what it is known to write."""
-    engine = model._engine
-    scripted: Any = Scripted(text, engine._bundle.config.vocab_size, seed)
-    engine._generator = dataclasses.replace(engine._generator, drafting=scripted)
-    return scripted  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +74,7 @@ def test_any_tree_leaves_every_token_as_it_is(
     with load(relu_bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
         if not resident:
             squeeze(model, model.plan.segment.least + 1)
-        prompt = model.tokenizer.encode(PROMPT)
-        for seed, (sampling, expected) in enumerate(zip(SAMPLINGS, plain_texts, strict=True)):
-            scripted = draft_by(model, [*prompt, *expected], seed)
-            answer = model.generate(PROMPT, max_tokens=60, logit_bias={EOS: -math.inf}, **sampling)
-            assert answer.tokens == expected
+        for scripted, answer in drafted(model, PROMPT, SAMPLINGS, plain_texts, logit_bias={EOS: -math.inf}):
             assert max(scripted.sizes) > 6
             assert (scripted.streamed > 10) == (drafter == "streams")
             assert answer.stats.accepted_tokens_per_pass > 1.2

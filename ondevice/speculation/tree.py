@@ -14,6 +14,8 @@ from functools import cached_property
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
+LOGITS_AHEAD = 4
+"""Nodes of a draft whose logits are computed together, at most."""
 LIKELY = 0.5
 """A node whose chance is this part of its parent's is likely to follow it."""
 
