@@ -14,7 +14,7 @@ import click
 
 from ondevice.bench_commands import bench, profile
 from ondevice.command_model import loaded_model, prepared_model
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, SamplingConfig
 from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
     CommandGroup,
@@ -39,6 +39,7 @@ from ondevice.train_commands import train
 
 if TYPE_CHECKING:
     from ondevice.api import ConversionProgress, Model
+    from ondevice.session import Session
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
@@ -164,11 +165,12 @@ def convert(
 def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
     from ondevice import api
+    from ondevice.preparation import check_tokens
 
     sampling = sampling_config(values)
     text = read_text(prompt) if prompt == "-" else prompt
     prepared = prepared_model(model, values)
-    api.check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
+    check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
     with loaded_model(prepared) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
@@ -204,24 +206,23 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
         session = loaded.session(system_prompt)
         if loaded.chat_template.is_default:
             say("this model has no chat template: it continues a plain User and Assistant transcript")
-        for number, line in commands.read_turns(say):
-            try:
-                if commands.is_command(line):
-                    say(commands.chat_command(loaded, session, line))
-                    continue
-                events = session.stream_response(commands.message(line), sampling=sampling)
-                if write_events(events) == "length":
-                    say(commands.cut_short(loaded.stats, sampling.max_tokens))
-            except KeyboardInterrupt:
-                if not sys.stdin.isatty():
-                    raise
-                say("")
-            except OndeviceError as error:
-                advice = commands.advice(error, session)
-                if not sys.stdin.isatty():
-                    error.add_note(f"line {number} of stdin, and what follows it, wasn't answered{advice}")
-                    raise
-                say(f"error: {error}{advice}")
+        with commands.Interrupts() as interrupts:
+            for number, line in commands.read_turns(say, interrupts):
+                try:
+                    with interrupts.heard():
+                        _take_turn(loaded, session, line, sampling)
+                except KeyboardInterrupt:
+                    if not sys.stdin.isatty():
+                        raise
+                    say("")
+                except OndeviceError as error:
+                    advice = commands.advice(error, session)
+                    if not sys.stdin.isatty():
+                        error.add_note(
+                            f"line {number} of stdin, and what follows it, wasn't answered{advice}"
+                        )
+                        raise
+                    say(f"error: {error}{advice}")
         _say_figures(loaded)
 
 
@@ -282,6 +283,18 @@ def verify(model: str | None) -> None:
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
+
+
+def _take_turn(loaded: Model, session: Session, line: str, sampling: SamplingConfig) -> None:
+    """Do what a line of a chat asks, or answer it."""
+    from ondevice import chat_commands as commands
+
+    if commands.is_command(line):
+        say(commands.chat_command(loaded, session, line))
+        return
+    events = session.stream_response(commands.message(line), sampling=sampling)
+    if write_events(events) == "length":
+        say(commands.cut_short(loaded.stats, sampling.max_tokens))
 
 
 def _say_figures(model: Model) -> None:

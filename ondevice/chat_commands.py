@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import FrameType, TracebackType
 
 from ondevice.api import Model
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
@@ -55,12 +57,47 @@ def chat_command(model: Model, session: Session, line: str) -> str:
     )
 
 
-def read_turns(tell: Callable[[str], None]) -> Iterator[tuple[int, str]]:
+class Interrupts:
+    """Inside its `with`, a person's Ctrl-C raises KeyboardInterrupt only while it is `heard`, and once.
+
+    People press it twice: the second must not hit what handles the first. From a pipe nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.getsignal(signal.SIGINT)
+        if sys.stdin.isatty() and self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While this lasts; to be left by the exception, too."""
+        self._heard = True
+        try:
+            yield
+        finally:
+            self._heard = False
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._heard:
+            self._heard = False
+            raise KeyboardInterrupt
+
+
+def read_turns(tell: Callable[[str], None], interrupts: Interrupts) -> Iterator[tuple[int, str]]:
     """What a person types, or the lines of a pipe, with their numbers; empty ones are skipped.
 
     Raises UsageError for a line of a pipe that isn't UTF-8; a person is told, and asked again.
     """
-    for number, line in enumerate(_typed(tell) if sys.stdin.isatty() else _piped(), 1):
+    for number, line in enumerate(_typed(tell, interrupts) if sys.stdin.isatty() else _piped(), 1):
         if line in QUIT:
             return
         if line:
@@ -99,12 +136,13 @@ def _piped() -> Iterator[str]:
         offset += len(data)
 
 
-def _typed(tell: Callable[[str], None]) -> Iterator[str]:
+def _typed(tell: Callable[[str], None], interrupts: Interrupts) -> Iterator[str]:
     with suppress(ImportError):
         import_module("readline")  # input() then has editing and a history.
     while True:
         try:
-            yield decode_text(_input_bytes(), "the line").strip()
+            with interrupts.heard():
+                typed = decode_text(_input_bytes(), "the line").strip()
         except KeyboardInterrupt:
             tell("\n(Ctrl-D quits)")
         except UsageError as error:
@@ -112,6 +150,8 @@ def _typed(tell: Callable[[str], None]) -> Iterator[str]:
         except EOFError:
             tell("")
             return
+        else:
+            yield typed
 
 
 def _input_bytes() -> bytes:
@@ -120,3 +160,8 @@ def _input_bytes() -> bytes:
         return input("> ").encode("utf-8", "surrogateescape")
     except UnicodeDecodeError as error:
         return error.object
+    except SystemError as error:
+        # What Python makes of a second interrupt while input() raises for the first.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise

@@ -8,12 +8,15 @@ import pty
 import select
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ondevice import chat_commands
 from tests.bundles import CONTEXT
 from tests.command_line import Run, command
 
@@ -112,6 +115,31 @@ def test_a_conversation_that_cannot_be_saved_or_loaded(
     assert list(tmp_path.parent.glob("*.partial")) == []
 
 
+def test_a_second_interrupt_while_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """People press Ctrl-C twice: at the prompt that never ends the chat."""
+    typed = [signal.SIGINT, b"Hello", EOFError()]
+    told: list[str] = []
+
+    def read() -> bytes:
+        item = typed.pop(0)
+        if isinstance(item, EOFError):
+            raise item
+        if item is signal.SIGINT:
+            signal.raise_signal(item)
+        return item
+
+    def tell(text: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        told.append(text)
+
+    monkeypatch.setattr(chat_commands, "_input_bytes", read)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    with chat_commands.Interrupts() as interrupts:
+        assert list(chat_commands.read_turns(tell, interrupts)) == [(1, "Hello")]
+    assert told == ["\n(Ctrl-D quits)", ""]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 class Terminal:
     """A command on a pseudo-terminal, typed at and read from."""
 
@@ -136,6 +164,12 @@ class Terminal:
         assert text in self.seen, self.seen
         shown, _, self.seen = self.seen.partition(text)
         return shown + text
+
+    def quiet(self) -> None:
+        """Wait until nothing more is shown, and forget what was."""
+        while select.select([self.master], [], [], 0.5)[0]:
+            os.read(self.master, 4096)
+        self.seen = ""
 
     def interrupt_until(self, text: str) -> None:
         """Ctrl-C until `text` is shown: Python misses one that comes just before it waits for a key."""
@@ -168,6 +202,7 @@ def test_chat_on_a_terminal(chat_bundle: Path) -> None:
         time.sleep(0.05)
         os.kill(terminal.process.pid, signal.SIGINT)
         terminal.until("> ")
+        terminal.quiet()
         terminal.interrupt_until("(Ctrl-D quits)")
         terminal.ask_until("/nonsense\r", "is not a command")
         terminal.type("/stats\r")
