@@ -165,12 +165,11 @@ def convert(
 def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
     from ondevice import api
-    from ondevice.preparation import check_tokens
 
     sampling = sampling_config(values)
     text = read_text(prompt) if prompt == "-" else prompt
     prepared = prepared_model(model, values)
-    check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
+    api.check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
     with loaded_model(prepared) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
