@@ -9,6 +9,7 @@
 #   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
+#   make app          the example app of examples/macos_app, from its sources; app-screenshot makes its picture
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
 #
@@ -35,7 +36,7 @@ NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 MODEL_FOLDER := weights/small-relu
 RECIPE_BUILD := build/recipe
 
-.PHONY: help build chat test test-slow check check-python check-types check-native format bench clean train \
+.PHONY: help build chat app app-screenshot test test-slow check check-python check-types check-native format bench clean train \
 	evaluate-model model-tables
 
 help:
@@ -92,6 +93,22 @@ build: $(STAMPS)/installed
 chat: $(STAMPS)/installed
 	@$(VENV)/bin/ondevice chat $(CHAT_ARGS)
 
+# --- the example app -----------------------------------------------------------------------------------
+
+APP := examples/macos_app
+SCREENSHOT ?= $(APP)/screenshot.png
+
+# The backend of this platform: Cocoa, or GTK, which needs what $(APP)/README.md lists.
+$(STAMPS)/app: $(STAMPS)/installed
+	@$(PIP) "toga~=0.5.0"
+	@touch $@
+
+app: $(STAMPS)/app
+	@PYTHONPATH=$(APP)/src $(PY) -m ondevice_chat
+
+app-screenshot: $(STAMPS)/app
+	@PYTHONPATH=$(APP)/src $(PY) $(APP)/screenshot.py "$(SCREENSHOT)"
+
 # --- the model that ships -------------------------------------------------------------------------------
 
 RECIPE := cd $(MODEL_FOLDER) && $(abspath $(PY)) -m recipe
@@ -111,6 +128,7 @@ train: $(RECIPE_BUILD)/streams.json
 	@$(RECIPE).predictors --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
 	@$(RECIPE).streams --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8) --steps 2000 --stride 2 \
 		--write $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
+	@$(RECIPE).recorded_tokens --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
 	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-relu-q8; to ship it: cp $(RECIPE_BUILD)/bundles/small-relu-q8/* $(MODEL_FOLDER)/" >&2
 
 evaluate-model: $(RECIPE_BUILD)/streams.json
@@ -141,6 +159,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
 	@MYPYPATH=build/typing:tests/benchmarks $(PY) -m mypy --strict tests/benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
+	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat
 
 check-native: $(STAMPS)/check
 	@$(VENV)/bin/clang-format --dry-run -Werror $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
@@ -163,4 +182,4 @@ bench: $(STAMPS)/bench
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find ondevice converters tests -name __pycache__ -prune -exec rm -rf {} +
+	find ondevice converters tests examples -name __pycache__ -prune -exec rm -rf {} +

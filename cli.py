@@ -15,6 +15,7 @@ import click
 from ondevice.bench_commands import bench, profile
 from ondevice.command_model import loaded_model, prepared_model
 from ondevice.config import QuantConfig, SamplingConfig
+from ondevice.doctor_commands import doctor
 from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
     CommandGroup,
@@ -165,11 +166,12 @@ def convert(
 def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
     from ondevice import api
+    from ondevice.preparation import check_tokens
 
     sampling = sampling_config(values)
     text = read_text(prompt) if prompt == "-" else prompt
     prepared = prepared_model(model, values)
-    api.check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
+    check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
     with loaded_model(prepared) as loaded:
         if as_json:
             response = loaded.generate(text, sampling=sampling)
@@ -267,6 +269,7 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
 
 cli.add_command(train)
 cli.add_command(profile)
+cli.add_command(doctor)
 
 
 @cli.command()

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout, Norm
 from ondevice.backends.cpu import CpuBackend, make_engine
-from ondevice.backends.cpu_weights import BLOCK_NEURONS, CpuFeedForward
+from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.fed_layer import BLOCK_NEURONS
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Activation, Sparsity

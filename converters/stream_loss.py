@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import FeedForwardSource, Float32, KVLayout, LinearSource, Norm, Selector
-from ondevice.backends.mlx import MlxBackend, MlxFeedForward, MlxLinear, activate, block_allocator
+from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
+from ondevice.backends.mlx_ops import MlxLinear, activate, block_allocator
 from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, Streams, layer_prefix
@@ -68,7 +69,7 @@ class TopLayers:
         return Transformer(self.config, ResidentBackend(resident_tokens), self.weights, adapters)
 
 
-class ResidentBackend(MlxBackend):
+class ResidentBackend(MlxFloatBackend):
     """Streams make do with the neurons that the last tokens used, as they do where neurons are cached.
 
     resident_tokens: how many of them, their own token included; 0: every neuron is at hand. For one text,
@@ -123,7 +124,7 @@ def top_config(config: ModelConfig, first_layer: int) -> ModelConfig:
     return replace(config, num_layers=config.num_layers - first_layer, layer_windows=windows)
 
 
-class _TopBackend(MlxBackend):
+class _TopBackend(MlxFloatBackend):
     """Passes over the matrices of the layers before `first_layer`: they are read and not kept."""
 
     def __init__(self, first_layer: int) -> None:

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from ondevice.api import inspect as inspect
     from ondevice.api import load as load
     from ondevice.api import verify as verify
+    from ondevice.budget_watch import MemoryPressure as MemoryPressure
     from ondevice.config import RuntimeConfig as RuntimeConfig
     from ondevice.config import SamplingConfig as SamplingConfig
+    from ondevice.doctor import examine as examine
     from ondevice.errors import BackendUnavailableError as BackendUnavailableError
     from ondevice.errors import BudgetError as BudgetError
     from ondevice.errors import BundleError as BundleError
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "api": ("Model", "convert", "inspect", "load", "verify"),
+    "budget_watch": ("MemoryPressure",),
     "config": ("RuntimeConfig", "SamplingConfig"),
+    "doctor": ("examine",),
     "errors": (
         "BackendUnavailableError",
         "BudgetError",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ondevice.api import Name, check_tokens, open_model
+from ondevice.api import Name, open_model
 from ondevice.backends.base import Bytes
 from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
@@ -27,7 +27,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.memory_sizes import STREAM_SLOT_BYTES, STREAM_SLOTS
 from ondevice.meter import Counters
-from ondevice.preparation import Prepared, prepare
+from ondevice.preparation import Prepared, check_tokens, prepare
 from ondevice.profiling import read_doubts
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ondevice.backends.base import Float32
+from ondevice.budget_watch import BudgetWatch, MemoryPressure
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
@@ -28,12 +28,14 @@ from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine, IsCancelled
 from ondevice.errors import UsageError, system_refusals
-from ondevice.generate import Event, check_context, check_prompt
+from ondevice.generate import Event, check_context, token_ids
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
 from ondevice.owner import OwnerThread, closed_error
 from ondevice.preparation import Prepared, budget_bytes, prepare
+from ondevice.pressure import DEFAULT_PRESSURE
+from ondevice.pressure_sources import system_source
 from ondevice.response import LastFigures, Response, gather
 from ondevice.scoring import Score, Tally, benchmark_prompt, windows
 from ondevice.session import Session
@@ -126,14 +128,6 @@ def text_tokenizer(prepared: Prepared) -> Tokenizer:
     return prepared.tokenizer
 
 
-def check_tokens(prepared: Prepared, tokens: Sequence[int], wanted: int = 0) -> None:
-    """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
-
-    wanted: tokens that there must be room for behind these.
-    """
-    check_prompt(tokens, prepared.plan.max_context, prepared.bundle.config.max_context, wanted)
-
-
 def scoring_windows(prepared: Prepared, tokens: Sequence[int]) -> list[list[int]]:
     """The pieces that `score` predicts. Raises UsageError if there is nothing to predict."""
     settings = prepared.bundle.manifest.tokenizer
@@ -155,14 +149,20 @@ class Model:
         self._figures = LastFigures()
         self._keys = itertools.count()
         self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
+        urgent = self._owner.run_urgent
         with ExitStack() as undo:
             undo.callback(self._owner.close)
             # An interrupt leaves the iterator, and so cancels the loading.
-            (engine,) = self._owner.stream(lambda cancelled: iter([Engine(prepared, cancelled)]))
+            (engine,) = self._owner.stream(
+                lambda cancelled: iter([Engine(prepared, cancelled, between_passes=urgent)])
+            )
             self._engine: Engine = engine
             self._owner.when_idle(engine.fill_ahead)
             undo.pop_all()
-        self._finalizer = weakref.finalize(self, self._owner.close, self._engine.close)
+        self._watch = BudgetWatch(self._owner, engine, DEFAULT_PRESSURE)
+        if self.runtime.memory_pressure == "auto":
+            self._watch.start(system_source)
+        self._finalizer = weakref.finalize(self, _close, self._watch, self._owner, engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -185,6 +185,11 @@ class Model:
     def plan(self) -> Plan:
         """How the budget is divided now."""
         return self._engine.plan
+
+    @property
+    def memory_pressure(self) -> MemoryPressure:
+        """How scarce memory is, what that leaves of the budget, and how often it has changed it."""
+        return self._watch.state
 
     @property
     def kernel_target(self) -> str:
@@ -254,7 +259,7 @@ class Model:
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
         self._require_open()
-        ids = _token_ids(tokens)
+        ids = token_ids(tokens)
         check_context(len(ids), self.plan.max_context)
         out = np.empty((len(ids), self.config.vocab_size), dtype=np.float32)
 
@@ -299,12 +304,13 @@ class Model:
     def set_dram_budget(self, budget: str | int) -> Plan:
         """Keep to another budget from now on; while a generation runs, from its next token on.
 
-        Returns the new plan. Raises BudgetError, and changes nothing, if the model can't run in it.
+        Under memory pressure less is kept to, never more. Returns the new plan. Raises BudgetError, and
+        changes nothing, if the model can't run in it.
         """
         self._require_open()
         nbytes = budget_bytes(budget, self.plan)
         self.plan.with_budget(nbytes).require_fit(self.name)
-        self._owner.call(lambda: self._engine.set_budget(nbytes), urgent=True)
+        self._watch.set_user_budget(nbytes)
         return self.plan
 
     def close(self) -> None:
@@ -333,7 +339,7 @@ class Model:
         if (prompt is None) == (tokens is None):
             raise UsageError("give either a text or tokens")
         if tokens is not None:
-            return _token_ids(tokens)
+            return token_ids(tokens)
         if not isinstance(prompt, str):
             raise UsageError(f"the text is of type {type(prompt).__name__}; it must be a str")
         return self.tokenizer.encode(prompt)
@@ -386,9 +392,7 @@ class Model:
         return work
 
 
-def _token_ids(tokens: Sequence[int]) -> list[int]:
-    """Tokens as plain integers; an array's will do. Raises UsageError if they are anything else."""
-    try:
-        return [operator.index(token) for token in tokens]
-    except TypeError as error:
-        raise UsageError(f"tokens must be a sequence of integers: {error}") from error
+def _close(watch: BudgetWatch, owner: OwnerThread[Any], engine: Engine) -> None:
+    watch.stop()
+    owner.close(engine.close)
+    watch.join()

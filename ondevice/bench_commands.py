@@ -137,12 +137,13 @@ def bench(
         given = context.get_parameter_source("max_tokens") is not ParameterSource.DEFAULT
         run_ablation(model, prompt_tokens, max_tokens if given else ABLATION_MAX_TOKENS, as_json, values)
         return
-    from ondevice import api, report
+    from ondevice import report
+    from ondevice.preparation import check_tokens
     from ondevice.scoring import benchmark_report
     from ondevice.stats import median_stats
 
     prepared = prepared_model(model, values)
-    api.check_tokens(prepared, range(prompt_tokens), max_tokens)
+    check_tokens(prepared, range(prompt_tokens), max_tokens)
     with loaded_model(prepared) as loaded:
         # Memory fills in the first passes: they aren't what a run of any length is like.
         loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))

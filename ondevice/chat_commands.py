@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from ondevice.api import Model
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.options import decode_text
-from ondevice.report import figures, plan_summary
+from ondevice.report import figures, plan_summary, pressure_summary
 from ondevice.session import Session
 from ondevice.stats import GenerationStats
 
@@ -42,7 +42,8 @@ def chat_command(model: Model, session: Session, line: str) -> str:
             session.reset()
             return "the conversation is forgotten"
         case "/stats":
-            return f"{figures(model.stats, model.plan)}\n{plan_summary(model.plan)}"
+            budget = f"{plan_summary(model.plan)}\n{pressure_summary(model.memory_pressure)}"
+            return f"{figures(model.stats, model.plan)}\n{budget}"
         case "/save" if argument:
             session.save(argument)
             return f"saved to {argument}"

@@ -149,6 +149,8 @@ class RuntimeConfig:
     """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text."""
 
     dram_budget: str | int = "auto"
+    memory_pressure: Literal["auto", "off"] = "auto"
+    """auto: while other programs need the memory, the budget shrinks, and grows back after."""
     backend: Literal["auto", "cpu", "mlx", "reference"] = "auto"
     threads: int = 0
     """Compute threads; 0 means one per core the process may use."""

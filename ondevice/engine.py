@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ondevice.backends.base import Bytes, Float32, KVLayout
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backend_choice import BudgetBackend, make_backend
+from ondevice.backends.base import Block, Float32, KVLayout
+from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
 from ondevice.draft_model import load_draft
@@ -31,7 +32,6 @@ from ondevice.memory_sizes import (
     SlotShape,
     draft_nodes,
     logits_rows,
-    segment_shape,
 )
 from ondevice.meter import Counters
 from ondevice.model.kv_cache import KVCache, common_prefix
@@ -64,12 +64,17 @@ class Engine:
     """
 
     def __init__(
-        self, prepared: Prepared, cancelled: IsCancelled, fetch: FetchOptions = DEFAULT_FETCH
+        self,
+        prepared: Prepared,
+        cancelled: IsCancelled,
+        fetch: FetchOptions = DEFAULT_FETCH,
+        between_passes: Callable[[], None] = lambda: None,
     ) -> None:
         """Raises BudgetError before anything is read, FlashReadError and BundleError for damaged weights.
 
-        Cancelled when `cancelled()` holds between two pieces of the weights.
+        Cancelled when `cancelled()` holds between two pieces of the weights. between_passes may set budgets.
         """
+        self._between_passes = between_passes
         self._fetch = fetch
         prepared.plan.require_fit(prepared.bundle.name)
         self.plan = prepared.plan
@@ -86,7 +91,7 @@ class Engine:
         self._segments = 0
         """Feed-forward segments that are lent; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
-        self._cpu: CpuBackend | None = None
+        self._backend: BudgetBackend | None = None
         self._drafting: Drafting | None = None
         self._draftings: dict[str, Drafting | None] = {}
         """By `--speculation`: what has been drafted with, `_drafting` among it."""
@@ -114,7 +119,7 @@ class Engine:
     @property
     def kernel_target(self) -> str:
         """The instruction set that multiplies; `numpy` for the reference backend."""
-        return "numpy" if self._cpu is None else self._cpu.engine.target
+        return "numpy" if self._backend is None else self._backend.target
 
     @property
     def io(self) -> str:
@@ -142,6 +147,8 @@ class Engine:
             neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
             guesses_used=guesses.used,
             guess_wasted_bytes=guesses.wasted_bytes,
+            synchronisations=0 if self._backend is None else self._backend.synchronisations,
+            synchronised_seconds=0.0 if self._backend is None else self._backend.synchronised_seconds,
             peak_memory_bytes=process_memory().peak_bytes,
         )
 
@@ -215,13 +222,15 @@ class Engine:
 
     def _keep_to(self, plan: Plan) -> None:
         self.plan = plan
-        if not plan.embedding_resident and self._cpu is not None:
-            self._cpu.hold_embedding(False)
+        if self._backend is not None:
+            self._backend.keep_to(plan.budget_bytes)
+        if not plan.embedding_resident and self._backend is not None:
+            self._backend.hold_embedding(False)
         self._drop_idle(plan.kv_limit_bytes)
         self._lend(self._room(self._kv_bytes))
-        if plan.embedding_resident and self._cpu is not None:
+        if plan.embedding_resident and self._backend is not None:
             with system_refusals():
-                self._cpu.hold_embedding(True)
+                self._backend.hold_embedding(True)
             self._reader.trim()
 
     def fill_ahead(self) -> bool:
@@ -236,7 +245,9 @@ class Engine:
         if self._neurons is not None:
             self._neurons.close()
             self._neurons = None
-        self._cpu = None
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
         self._reader.close()
         for drafting in self._draftings.values():
             if drafting is not None:
@@ -245,15 +256,8 @@ class Engine:
 
     def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime
-        if runtime.backend == "reference":
-            backend: ReferenceBackend | CpuBackend = ReferenceBackend()
-        else:
-            backend = self._cpu = CpuBackend(
-                make_engine(runtime.threads, runtime.kernel_target),
-                segment_neurons=segment_shape(config, self._bundle.quant).neurons,
-                stream_neurons=plan.stream.neurons,
-                resident_embedding=plan.embedding_resident,
-            )
+        backend = make_backend(config, self._bundle.quant, runtime, plan)
+        self._backend = None if isinstance(backend, ReferenceBackend) else backend
         point = operating_point(runtime, self._bundle.predictors, self._bundle.thresholds)
         weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
         streams = None
@@ -261,9 +265,9 @@ class Engine:
             last = len(bundle_files(self._bundle, runtime.sparsity))
             streams = load_streams(self._bundle, self._reader, backend, last, cancelled)
         transformer = Transformer(config, backend, weights, streams)
-        if self._cpu is not None:
+        if self._backend is not None:
             self._neurons = neuron_memory(
-                self._bundle, plan, self._cpu.feed_forwards, self._reader, self._costs, self._fetch
+                self._bundle, plan, self._backend.feed_forwards, self._reader, self._costs, self._fetch
             )
             self._lend(self._room(plan.kv_block_bytes))
         self._drafting = self._make_drafting(transformer, prepared, cancelled)
@@ -294,8 +298,8 @@ class Engine:
         self, transformer: Transformer, prepared: Prepared, cancelled: IsCancelled
     ) -> Drafting | None:
         second = None
-        if prepared.draft is not None and self._cpu is not None:
-            second = load_draft(prepared.draft, self._cpu.engine, cancelled)
+        if prepared.draft is not None and isinstance(self._backend, CpuBackend):
+            second = load_draft(prepared.draft, self._backend.engine, cancelled)
         nodes = draft_nodes(self._runtime)
         config, context = self._bundle.config, self.plan.max_context
         target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
@@ -311,7 +315,7 @@ class Engine:
     def _new_cache(self) -> KVCache:
         return KVCache(self._layout, self._allocate, self._release)
 
-    def _allocate(self, nbytes: int) -> Bytes:
+    def _allocate(self, nbytes: int) -> Block:
         """A key/value block in a mapping of its own; residency yields before it exists."""
         self._drop_idle(self.plan.kv_limit_bytes - nbytes)
         if self._kv_bytes + nbytes > self.plan.kv_limit_bytes:
@@ -324,12 +328,13 @@ class Engine:
         if target < self._segments:
             self._lend(target)
         # Whole at once: pages that come as tokens are written would hit a memory limit token by token.
-        block = _native.allocate(nbytes)
+        backend = self._backend
+        block = _native.allocate(nbytes) if backend is None else backend.allocate_block(self._layout)
         self._kv_bytes += nbytes
         return block
 
-    def _release(self, block: Bytes) -> None:
-        self._kv_bytes -= block.nbytes
+    def _release(self, block: Block) -> None:
+        self._kv_bytes -= self._layout.block_bytes
 
     def _drop_retired(self) -> None:
         while not self.retired.empty():
@@ -354,6 +359,9 @@ class Engine:
             self._lend(target)
 
     def _before_pass(self, tokens: int, guesses: int) -> None:
+        # A draft is made by what is in memory, and is to find it there.
+        if not guesses:
+            self._between_passes()
         if isinstance(self._neurons, NeuronFetcher):
             self._neurons.hold_back(guesses)
         self._make_room(tokens)
@@ -373,8 +381,8 @@ class Engine:
             room = self._room(self._kv_bytes)
             if room < self._segments:
                 self._lend(room)
-        elif tokens <= NARROW_TOKENS < self._pass_tokens and self._cpu is not None and self.plan.streams:
-            self._cpu.trim()
+        elif tokens <= NARROW_TOKENS < self._pass_tokens and self._backend is not None and self.plan.streams:
+            self._backend.trim()
             trim_heap()
             self._pass_tokens = NARROW_TOKENS
             self._lend(self._room(self._kv_bytes))

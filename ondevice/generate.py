@@ -7,6 +7,7 @@ nothing of files, budgets, threads or chat.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -227,6 +228,14 @@ class Generator:
         meter.passes += 1
         meter.prefilled(len(prompt) - kept)
         return found
+
+
+def token_ids(tokens: Sequence[int]) -> list[int]:
+    """Tokens as plain integers; an array's will do. Raises UsageError if they are anything else."""
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise UsageError(f"tokens must be a sequence of integers: {error}") from error
 
 
 def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:

@@ -43,6 +43,7 @@ from ondevice.memory_sizes import (
     weights_bytes,
     widest_pass,
 )
+from ondevice.mlx_sizes import mlx_activation_bytes, mlx_segment_shape, mlx_stream_shape, mlx_weights_bytes
 from ondevice.units import format_bytes
 
 PROCESS_ALLOWANCE_BYTES = 4 << 20
@@ -60,6 +61,8 @@ LENT_MARGIN_BYTES = 12 << 20
 """Of the wide passes' working memory, what is never lent: they leave the heap larger than they found it, by
 up to 7 MB in `long_ceiling.py`."""
 AUTO_RESERVE_BYTES = 256 << 20
+GATED = ("exact", "threshold")
+"""Modes in which every layer's gates stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -272,10 +275,12 @@ def plan_memory(
     predictors: Predictors | None = None,
     streams: Streams | None = None,
     draft_model_bytes: int = 0,
+    operand_bytes: int = 0,
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
-    draft_model_bytes: of a second model that drafts, loaded and with its context full.
+    draft_model_bytes: of a second model that drafts, loaded and with its context full. operand_bytes: of what
+    the MLX engine's matrices multiply in.
     runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
     as `dense`. Raises UsageError if the context asked for is longer than the model's; a budget that is too
     small gives a plan that says so (`fits`).
@@ -304,14 +309,14 @@ def plan_memory(
     )
     predictors = predictors if runtime.sparsity == "predicted" else None
     predicted = predictors is not None
-    if runtime.sparsity in ("exact", "threshold") or predicted:
+    if runtime.sparsity in GATED or predicted:
         slots = slot_shape(config, quant, whole=predicted)
         selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
         wide, narrow = (
             sparse_activation_bytes(config, runtime, predictors, tokens)
             for tokens in (widest, min(widest, NARROW_TOKENS))
         )
-        return replace(
+        plan = replace(
             plan,
             weights_bytes=plan.weights_bytes + selecting,
             predictor_bytes=0 if predictors is None else predictors_bytes(config, predictors),
@@ -321,7 +326,35 @@ def plan_memory(
             narrow_activation_bytes=plan.narrow_activation_bytes + narrow,
             sparsity=runtime.sparsity,
         )
+    if runtime.backend == "mlx":
+        return _mlx_plan(plan, config, quant, runtime, predictors, operand_bytes)
     return plan if runtime.backend != "reference" else _reference_plan(plan, config, quant, runtime)
+
+
+def _mlx_plan(
+    plan: Plan,
+    config: ModelConfig,
+    quant: QuantConfig,
+    runtime: RuntimeConfig,
+    predictors: Predictors | None,
+    operand_bytes: int,
+) -> Plan:
+    """That engine holds scales in its operands' type, and streams a segment at a time."""
+    sparse = isinstance(plan.segment, SlotShape)
+    more = mlx_weights_bytes(config, quant, predictors, runtime.sparsity in GATED, operand_bytes)
+    stream = mlx_stream_shape(config, quant, operand_bytes)
+    wide, narrow = (
+        plan.activation_bytes + mlx_activation_bytes(config, quant, runtime, tokens)
+        for tokens in (plan.pass_tokens, min(plan.pass_tokens, NARROW_TOKENS))
+    )
+    return replace(
+        plan,
+        weights_bytes=plan.weights_bytes + more,
+        segment=plan.segment if sparse else mlx_segment_shape(config, quant, operand_bytes),
+        stream=replace(plan.stream, packed_bytes=stream.packed_bytes) if sparse else stream,
+        activation_bytes=wide,
+        narrow_activation_bytes=narrow,
+    )
 
 
 def _reference_plan(plan: Plan, config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig) -> Plan:

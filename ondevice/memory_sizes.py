@@ -129,11 +129,16 @@ def interleaved_bytes(rows: int, cols: int, bits: int) -> int:
     return padded(rows, INTERLEAVED_ROWS) * RowLayout(cols, bits).nbytes
 
 
-def segment_shape(config: ModelConfig, quant: QuantConfig) -> SegmentShape:
-    """Segments near 8 MiB, or an eighth of a layer if that is less, sized so that a layer wastes little."""
-    unit = _block_bytes(config, quant)
+def segment_shape(
+    config: ModelConfig, quant: QuantConfig, block_bytes: int = 0, aim_bytes: int = SEGMENT_BYTES
+) -> SegmentShape:
+    """Segments near `aim_bytes`, or an eighth of a layer if that is less, sized so that little is wasted.
+
+    block_bytes: of 64 neurons, where the kernels' own packing isn't what holds them.
+    """
+    unit = block_bytes or _block_bytes(config, quant)
     units = -(-config.intermediate_size // GROUP_SIZE)
-    aim = max(1, min(SEGMENT_BYTES // unit, units // SEGMENTS_PER_SMALL_LAYER))
+    aim = max(1, min(aim_bytes // unit, units // SEGMENTS_PER_SMALL_LAYER))
     sizes = range(max(1, (aim + 1) // 2), 2 * aim + 1)
     size = min(sizes, key=lambda size: (size * -(-units // size), abs(size - aim), size))
     return SegmentShape(

@@ -24,6 +24,8 @@ class Counters:
     flash_reads: int = 0
     waited_seconds: float = 0.0
     managed_seconds: float = 0.0
+    synchronisations: int = 0
+    synchronised_seconds: float = 0.0
 
 
 class Meter:
@@ -82,5 +84,7 @@ class Meter:
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
             decode_passes=decode_passes,
             decode_seconds=decode_seconds if decode_passes else 0.0,
+            synchronisations=after.synchronisations - self._before.synchronisations,
+            synchronised_seconds=after.synchronised_seconds - self._before.synchronised_seconds,
             drafting=self.drafts.stats,
         )

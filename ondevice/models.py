@@ -15,13 +15,13 @@ from importlib import import_module, util
 from pathlib import Path
 from types import MappingProxyType
 
+from ondevice.backend_choice import check_backend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import listed_targets
 from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
-    BackendUnavailableError,
     BundleError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -294,20 +294,10 @@ def check_runtime(
             f"{modes[runtime.sparsity].reason}. It can have: {have}"
         )
     operating_point(runtime, predictors, thresholds)
-    if runtime.sparsity in ("exact", "predicted", "threshold") and runtime.backend == "reference":
-        raise BackendUnavailableError(
-            "--backend reference multiplies every neuron: it takes --sparsity dense"
-        )
     if needs(runtime.speculation) == "streams" and streams is None:
         have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
             f"`ondevice train streams` makes them. It can have: {have}"
         )
-    if runtime.speculation not in ("auto", "off") and runtime.backend == "reference":
-        raise BackendUnavailableError(
-            f"--speculation {runtime.speculation}: with --backend reference a token's last bits depend on "
-            "what goes through the model beside it, so guesses could change the text; use --backend cpu"
-        )
-    if runtime.backend == "mlx":
-        raise BackendUnavailableError("--backend mlx isn't part of this version; use cpu or reference")
+    check_backend(runtime)

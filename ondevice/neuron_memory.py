@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.fed_layer import FedLayer
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
@@ -19,7 +19,7 @@ from ondevice.sparsity.segments import SegmentPool
 def neuron_memory(
     bundle: Bundle,
     plan: Plan,
-    layers: Sequence[CpuFeedForward],
+    layers: Sequence[FedLayer],
     reader: FlashReader,
     costs: CostModel,
     options: FetchOptions,

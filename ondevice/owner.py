@@ -73,12 +73,23 @@ class OwnerThread(Generic[T]):
         # exit, before the interpreter takes the thread's ground away.
         self._finalizer = weakref.finalize(self, _finish, self._jobs, self._thread)
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is asked on the owner thread."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def run_urgent(self) -> Callable[[], None]:
+        """Runs the urgent calls that wait: for work that has long ways from item to item."""
+        return self._jobs.run_urgent
+
     def call(self, work: Callable[[], T], urgent: bool = False) -> T:
         """Run `work` there and return its result, or raise its error here.
 
-        urgent: run it between two items of the job that is running, before the jobs that wait.
+        urgent: run it between two items of the job that is running, or where that runs urgent calls itself,
+        before the jobs that wait.
         """
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return work()
 
         def one_item(cancelled: Cancelled) -> Iterator[T]:
@@ -155,7 +166,7 @@ class OwnerThread(Generic[T]):
         self._jobs.put(job, urgent)
 
     def _join(self) -> None:
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ondevice.backend_choice import operand_bytes, settled_backend
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
@@ -13,6 +15,7 @@ from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
 from ondevice.draft_model import PreparedDraft, open_draft, plan_draft
+from ondevice.generate import check_prompt
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan, auto_budget, plan_memory
 from ondevice.memory_sizes import context_tokens
@@ -68,20 +71,22 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
         raise bundle.incomplete
     runtime = replace(
         runtime,
-        backend="cpu" if runtime.backend == "auto" else runtime.backend,
+        backend=settled_backend(runtime.backend),
         speculation=_speculation(runtime),
         threads=runtime.threads or usable_cores(),
     )
     tokenizer = open_tokenizer(bundle)
     draft = _prepared_draft(bundle, tokenizer, runtime) if runtime.speculation == "model" else None
     warnings = _warnings(bundle, runtime)
+    # Imports what it asks: the process is measured with it.
+    operands = operand_bytes(runtime.backend)
     process_bytes = process_memory().current_bytes
     choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
     drafts: list[Speculation] = ["auto", "off"] if runtime.speculation == "auto" else [runtime.speculation]
     possible = []
     for sparsity, speculation in product(choices, drafts):
         settled = replace(runtime, sparsity=sparsity, speculation=speculation)
-        plan = _plan(bundle, settled, process_bytes, draft)
+        plan = _plan(bundle, settled, process_bytes, draft, operands)
         possible.append(Prepared(bundle, tokenizer, settled, plan, draft, warnings=warnings))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
     # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
@@ -116,7 +121,9 @@ def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     return tuple(str(error) for key, error in bundle.damaged.items() if may_use[key])
 
 
-def _plan(bundle: Bundle, runtime: RuntimeConfig, process_bytes: int, draft: PreparedDraft | None) -> Plan:
+def _plan(
+    bundle: Bundle, runtime: RuntimeConfig, process_bytes: int, draft: PreparedDraft | None, operands: int
+) -> Plan:
     """The plan of a model whose options are settled, under its budget."""
     plan = plan_memory(
         bundle.config,
@@ -128,6 +135,7 @@ def _plan(bundle: Bundle, runtime: RuntimeConfig, process_bytes: int, draft: Pre
         predictors=bundle.predictors,
         streams=bundle.streams,
         draft_model_bytes=0 if draft is None else draft.nbytes,
+        operand_bytes=operands,
     )
     return plan.with_budget(budget_bytes(runtime.dram_budget, plan))
 
@@ -136,7 +144,7 @@ def _speculation(runtime: RuntimeConfig) -> Speculation:
     """What `auto` means: the second model, if one is named; nothing where guesses could change a text."""
     if runtime.speculation != "auto":
         return runtime.speculation
-    if runtime.backend == "reference":
+    if settled_backend(runtime.backend) != "cpu":
         return "off"
     return "model" if runtime.draft_model else "auto"
 
@@ -156,6 +164,14 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
     return load_tokenizer(
         info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
     )
+
+
+def check_tokens(prepared: Prepared, tokens: Sequence[int], wanted: int = 0) -> None:
+    """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
+
+    wanted: tokens that there must be room for behind these.
+    """
+    check_prompt(tokens, prepared.plan.max_context, prepared.bundle.config.max_context, wanted)
 
 
 def budget_bytes(budget: str | int, plan: Plan) -> int:

@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from ondevice.ablation import BEFORE, Ablation
+from ondevice.budget_watch import MemoryPressure
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import Streams, medusa_parameters
@@ -36,6 +37,15 @@ def plan_summary(plan: Plan) -> str:
     return (
         f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
         f"      {residency(plan)}"
+    )
+
+
+def pressure_summary(found: MemoryPressure) -> str:
+    """What memory pressure has done to a budget, in a line."""
+    now, own = format_bytes(found.budget_bytes), format_bytes(found.user_budget_bytes)
+    return (
+        f"memory pressure: {found.level}; the budget is {now} of {own}, has shrunk {found.shrinks} times and "
+        f"grown {found.growths} times"
     )
 
 
@@ -85,13 +95,19 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         if stats.guess_recall or stats.guess_wasted_bytes
         else ""
     )
+    waits = (
+        f"; {stats.synchronisations / max(1, stats.forward_passes):.1f} waits for the device a pass, "
+        f"{stats.synchronised_seconds:.2f} s in all"
+        if stats.synchronisations
+        else ""
+    )
     return (
         f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
-        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}"
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}{waits}"
     )
 
 

@@ -43,7 +43,8 @@ class Option:
 
 _RUNTIME_HELP = {
     "dram_budget": "Ceiling of the whole process: 4GB, 3.5GiB, 60%, bytes, or auto.",
-    "backend": "Engine that multiplies; mlx is not part of this version yet.",
+    "memory_pressure": "auto: the budget yields memory that others need, and takes it back; off: it stays.",
+    "backend": "Engine that multiplies; auto is mlx on Apple silicon, cpu elsewhere.",
     "threads": "Compute threads; 0: one per core.",
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Final
 
-from ondevice.api import Name, check_tokens, open_model, text_tokenizer
+from ondevice.api import Name, open_model, text_tokenizer
 from ondevice.bench_prompts import Task
 from ondevice.bundle.reader import Bundle
 from ondevice.chat_template import ChatTemplate
@@ -28,7 +28,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.preparation import Prepared, budget_bytes, prepare
+from ondevice.preparation import Prepared, budget_bytes, check_tokens, prepare
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.speculation.registry import DRAFTERS, runs_streams
 from ondevice.stats import DraftStats, per_second

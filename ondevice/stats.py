@@ -70,7 +70,8 @@ class GenerationStats:
     read from guesses for nothing. `flash_read_seconds` is wall time with a read in flight,
     `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
     `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
-    the prompt's, and took `decode_seconds`.
+    the prompt's, and took `decode_seconds`. `synchronisations` are those with a device that computes by
+    itself (`mlx`), logits' included; they took `synchronised_seconds` of waiting.
     """
 
     prompt_tokens: int = 0
@@ -93,6 +94,8 @@ class GenerationStats:
     io: str = ""
     decode_passes: int = 0
     decode_seconds: float = 0.0
+    synchronisations: int = 0
+    synchronised_seconds: float = 0.0
     drafting: DraftStats = DraftStats()
 
     def to_dict(self) -> dict[str, Any]:

@@ -34,8 +34,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
-_PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | None = None) -> int:
@@ -100,43 +100,46 @@ class ProcessMemory:
     peak_bytes: int
 
 
-def process_memory(proc: Path = _PROC) -> ProcessMemory:
+def process_memory(proc: Path = PROC) -> ProcessMemory:
     """This process's memory. Raises BackendUnavailableError where the system doesn't tell."""
     if sys.platform == "darwin":
         return _macos_footprint()
-    sizes = _read_kilobytes(proc / "self" / "status", ("VmRSS", "VmHWM"))
+    sizes = read_kilobytes(proc / "self" / "status", ("VmRSS", "VmHWM"))
     # VmRSS is summed from per-thread counters and may run ahead of the recorded peak by a few pages.
     return ProcessMemory(sizes["VmRSS"], max(sizes["VmRSS"], sizes["VmHWM"]))
 
 
-def memory_total(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+def memory_total(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Bytes of memory this process could ever have: the machine's, or a control group's limit if lower."""
     if sys.platform == "darwin":
-        return _sysctl("hw.memsize")
-    total = _read_kilobytes(proc / "meminfo", ("MemTotal",))["MemTotal"]
-    return min([total, *(group.limit_bytes for group in _memory_groups(proc, cgroup))])
+        return sysctl("hw.memsize")
+    total = read_kilobytes(proc / "meminfo", ("MemTotal",))["MemTotal"]
+    return min([total, *(group.limit_bytes for group in memory_groups(proc, cgroup))])
 
 
-def memory_available(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+def memory_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Bytes that can still be allocated without swapping or being killed, never below 0.
 
     What this process holds already is not in it. Page cache that isn't in active use counts as free.
     """
     if sys.platform == "darwin":
-        return _sysctl("hw.memsize") * _sysctl("kern.memorystatus_level", 4) // 100
-    available = _read_kilobytes(proc / "meminfo", ("MemAvailable",))["MemAvailable"]
-    free = (group.limit_bytes - group.used_bytes for group in _memory_groups(proc, cgroup))
+        return sysctl("hw.memsize") * sysctl("kern.memorystatus_level", 4) // 100
+    available = read_kilobytes(proc / "meminfo", ("MemAvailable",))["MemAvailable"]
+    free = (
+        group.limit_bytes - group.used_bytes + group.inactive_cache_bytes
+        for group in memory_groups(proc, cgroup)
+    )
     return max(0, min([available, *free]))
 
 
-def usable_cores(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
+def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Cores this process may use: its affinity, cut to the control group's quota rounded up; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for folder in _group_folders(proc, cgroup, "cpu"):
-        words: list[str | None] = [*(_read_text(folder / "cpu.max") or "").split()]
+        words: list[str | None] = [*(read_text(folder / "cpu.max") or "").split()]
         if len(words) != 2:
-            words = [_read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+            words = [read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
         quota, period = map(_digits, words)
         if quota and period:
             cores = min(cores, math.ceil(quota / period))
@@ -144,27 +147,57 @@ def usable_cores(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
 
 
 @dataclass(frozen=True)
-class _MemoryGroup:
+class MemoryGroup:
+    """A control group with a memory limit: where its files are, and what they say. Sizes are bytes."""
+
+    folder: Path
     limit_bytes: int
+    """What the group is killed at, or throttled at where that is less."""
     used_bytes: int
+    """By all of its processes, page cache included."""
+    inactive_cache_bytes: int
+    active_cache_bytes: int
+    limit_hits: int
+    """Times the limit was met since the group exists."""
 
 
-def _memory_groups(proc: Path, cgroup: Path) -> Iterator[_MemoryGroup]:
+@dataclass(frozen=True)
+class _GroupFiles:
+    """Names of a hierarchy's control files, and of what they hold."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cache: str
+    """Prefix of the lines of `memory.stat` that count this group and those below it."""
+    hits: str
+
+
+_GROUP_FILES = (
+    _GroupFiles(("memory.max", "memory.high"), "memory.current", "", "memory.events"),
+    _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "memory.failcnt"),
+)
+
+
+def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGroup]:
     """Every control group with a memory limit that this process is in, from its own up to the root."""
-    names = (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    )
     for folder in _group_folders(proc, cgroup, "memory"):
-        for limit_name, usage_name, reclaimable_name in names:
-            limit = _digits(_read_text(folder / limit_name))
-            usage = _digits(_read_text(folder / usage_name))
-            if limit is None or usage is None or limit >= _MAX_BYTES:
+        for names in _GROUP_FILES:
+            limits = [_digits(read_text(folder / name)) for name in names.limits]
+            limit = min((limit for limit in limits if limit is not None), default=_MAX_BYTES)
+            usage = _digits(read_text(folder / names.usage))
+            if usage is None or limit >= _MAX_BYTES:
                 continue
-            stat = dict(
-                line.split(" ", 1) for line in (_read_text(folder / "memory.stat") or "").splitlines()
+            counts = _counts(read_text(folder / "memory.stat"))
+            hits = read_text(folder / names.hits)
+            events = _counts(hits)
+            yield MemoryGroup(
+                folder,
+                limit,
+                usage,
+                inactive_cache_bytes=counts.get(f"{names.cache}inactive_file", 0),
+                active_cache_bytes=counts.get(f"{names.cache}active_file", 0),
+                limit_hits=(_digits(hits) or 0) + events.get("max", 0) + events.get("high", 0),
             )
-            yield _MemoryGroup(limit, usage - (_digits(stat.get(reclaimable_name)) or 0))
 
 
 def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
@@ -173,7 +206,7 @@ def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
     Inside a container the path may name folders of the host that aren't mounted; they are passed over,
     and the mount's root, which then is the container's own group, still counts.
     """
-    for line in (_read_text(proc / "self" / "cgroup") or "").splitlines():
+    for line in (read_text(proc / "self" / "cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers and controller not in controllers.split(","):
             continue
@@ -184,32 +217,41 @@ def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
             yield root.joinpath(*parts[:depth])
 
 
-def _read_text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """What a file of the system's says; None if it can't be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
 
 
+def _counts(text: str | None) -> dict[str, int]:
+    """The lines of a control file that are a name and a whole number."""
+    pairs = (line.partition(" ") for line in (text or "").splitlines())
+    return {name: count for name, _, value in pairs if (count := _digits(value)) is not None}
+
+
 def _digits(text: str | None) -> int | None:
     """The integer in a control file; None for `max`, -1 or a file that isn't there."""
     text = (text or "").strip()
-    return int(text) if text.isdecimal() else None
+    return int(text) if text.isdecimal() and len(text) <= 20 else None
 
 
-def _read_kilobytes(path: Path, names: tuple[str, ...]) -> dict[str, int]:
+def read_kilobytes(path: Path, names: tuple[str, ...]) -> dict[str, int]:
+    """Bytes from lines such as `MemTotal: 8 kB`. Raises BackendUnavailableError where one is missing."""
     sizes = {}
-    for line in (_read_text(path) or "").splitlines():
+    for line in (read_text(path) or "").splitlines():
         name, _, value = line.partition(":")
-        if name in names:
-            sizes[name] = 1024 * int(value.split()[0])
+        kilobytes = _digits(value.partition("kB")[0])
+        if name in names and kilobytes is not None:
+            sizes[name] = 1024 * kilobytes
     missing = [name for name in names if name not in sizes]
     if missing:
         raise BackendUnavailableError(f"{path} doesn't tell {', '.join(missing)}; memory can't be planned")
     return sizes
 
 
-def _sysctl(name: str, width: int = 8) -> int:
+def sysctl(name: str, width: int = 8) -> int:
     """An integer of `width` bytes from macOS's sysctl."""
     library = ctypes.CDLL("/usr/lib/libSystem.B.dylib", use_errno=True)
     value, size = (ctypes.c_uint64 if width == 8 else ctypes.c_uint32)(0), ctypes.c_size_t(width)

@@ -32,11 +32,12 @@ LAST_LAYER = "neurons-00002.safetensors"
 
 def test_importing_the_package_imports_nothing_else_and_is_fast() -> None:
     program = (
-        "import sys, time; before = set(sys.modules); start = time.perf_counter(); import ondevice\n"
-        "seconds = time.perf_counter() - start\n"
+        "import sys, time; before = set(sys.modules); start = time.process_time(); import ondevice\n"
+        "seconds = time.process_time() - start\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "assert not new & {'numpy', 'click', 'jinja2', 'safetensors', 'platformdirs'}, new\n"
-        "assert seconds < 0.5, seconds\n"
+        "heavy = {'numpy', 'mlx', 'asyncio', 'click', 'jinja2', 'safetensors', 'platformdirs'}\n"
+        "assert not new & heavy, new\n"
+        "assert seconds < 0.15, seconds\n"
         "assert 'load' in dir(ondevice) and ondevice.BudgetError.exit_code == 5\n"
         "assert 'numpy' not in sys.modules\n"
     )
@@ -167,7 +168,7 @@ def test_a_model_without_a_tokenizer_takes_ids_and_says_so(token_bundle: Path) -
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"backend": "mlx"}, BackendUnavailableError),
+        ({"backend": "mlx", "kv_bits": 8}, BackendUnavailableError),
         ({"backend": "cuda"}, UsageError),
         ({"sparsity": "exact"}, UnsupportedModelError),
         ({"speculation": "streams"}, UnsupportedModelError),

@@ -25,7 +25,8 @@ STATS = [
     "flash_cpu_seconds", "neuron_cache_hit_rate", "guess_recall", "guess_wasted_bytes",
     "forward_passes", "accepted_tokens_per_pass",
     "backend", "sparsity", "speculation", "io",
-    "decode_passes", "decode_seconds", "drafting",
+    "decode_passes", "decode_seconds", "synchronisations",
+    "synchronised_seconds", "drafting",
 ]  # fmt: skip
 PLAN = [
     "budget_bytes", "total_bytes", "resident_weights_bytes", "kv_cache_bytes", "neuron_cache_bytes",

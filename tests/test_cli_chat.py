@@ -42,7 +42,14 @@ def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None
     saved = json.loads(talk.read_text())["messages"]
     assert [message["role"] for message in saved] == ["system", "user", "assistant"]
     assert result.out == saved[-1]["content"] + "\n"
-    for part in ("3 messages loaded", "forgotten", "budget 8.00 GB", "cut short after 4 tokens", "Ctrl-D"):
+    for part in (
+        "3 messages loaded",
+        "forgotten",
+        "budget 8.00 GB",
+        "memory pressure: normal",
+        "cut short after 4 tokens",
+        "Ctrl-D",
+    ):
         assert part in result.err
 
 

@@ -228,7 +228,18 @@ def test_an_error_spells_a_key_as_the_settings_file_does(
 
 
 def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
-    commands = {"convert", "chat", "generate", "inspect", "bench", "eval", "verify", "train", "profile"}
+    commands = {
+        "convert",
+        "chat",
+        "generate",
+        "inspect",
+        "bench",
+        "eval",
+        "verify",
+        "train",
+        "profile",
+        "doctor",
+    }
     assert set(cli.cli.commands) == commands
     for name in cli.cli.commands:
         result = ondevice(name, "--help")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ondevice.bundle.layout
-from ondevice import converters, models
+from ondevice import backend_choice, converters, models
 from ondevice.config import ModelConfig, RuntimeConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -222,8 +222,16 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
             models.check_runtime(
                 config, RuntimeConfig(speculation=speculation, backend="reference"), None, None
             )
-    with pytest.raises(BackendUnavailableError, match="mlx"):
-        models.check_runtime(config, RuntimeConfig(backend="mlx"), None, None)
+    with pytest.raises(BackendUnavailableError, match="--kv-bits 16"):
+        models.check_runtime(config, RuntimeConfig(backend="mlx", kv_bits=8), None, None)
+
+
+def test_mlx_that_is_not_there_is_said_with_how_to_get_it(
+    config_for: Callable[[str], ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_choice, "has_mlx", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="pip install"):
+        models.check_runtime(config_for("silu"), RuntimeConfig(backend="mlx"), None, None)
 
 
 def test_a_bundle_without_its_manifest_is_damaged_not_a_checkpoint(tmp_path: Path) -> None:

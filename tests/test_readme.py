@@ -22,6 +22,8 @@ DOCUMENTS = [
         "CHANGELOG.md",
         "weights/README.md",
         "weights/small-relu/README.md",
+        "docs/embedding.md",
+        "examples/macos_app/README.md",
     )
 ]
 

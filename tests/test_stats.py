@@ -31,6 +31,8 @@ CONTRACT = [
     "io",
     "decode_passes",
     "decode_seconds",
+    "synchronisations",
+    "synchronised_seconds",
     "drafting",
 ]
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(SHIPPED))
 from torch.nn import functional  # noqa: E402
 
 from ondevice.backends.base import KVLayout  # noqa: E402
-from ondevice.backends.mlx import MlxBackend, MlxLinear, block_allocator  # noqa: E402
+from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
+from ondevice.backends.mlx_ops import MlxLinear, block_allocator  # noqa: E402
 from ondevice.bundle.reader import Bundle  # noqa: E402
 from ondevice.bundle.streams import Streams as StreamFacts  # noqa: E402
 from ondevice.converters.stream_loss import Window, load_top, stream_loss  # noqa: E402
@@ -42,7 +43,7 @@ Arrays = dict[str, Any]
 
 def of_mlx(bundle: Bundle, reader: FlashReader) -> tuple[Transformer, Arrays]:
     """The model, and the arrays of its streams by the names of their file."""
-    backend = MlxBackend()
+    backend = MlxFloatBackend()
     weights = load_weights(bundle, reader, backend)
     streams = load_streams(bundle, reader, backend, len(bundle_files(bundle)))
     arrays: Arrays = {"embeddings": mx.stack(list(streams.embeddings))}

@@ -32,7 +32,7 @@ from tests.stream_twin import StreamTwin
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice.backends.mlx import MlxBackend, MlxFeedForward  # noqa: E402
+from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend  # noqa: E402
 from ondevice.converters import train_streams as training  # noqa: E402
 from ondevice.converters.activations import record_entering  # noqa: E402
 from ondevice.converters.stream_loss import (  # noqa: E402
@@ -96,7 +96,7 @@ def random_parameters(config: ModelConfig, streams: Streams, seed: int = 1) -> d
 
 
 def random_top() -> tuple[TopLayers, Window]:
-    model = RandomWeights(CONFIG).load(MlxBackend())
+    model = RandomWeights(CONFIG).load(MlxFloatBackend())
     tokens = np.random.default_rng(7).integers(0, CONFIG.vocab_size, 30).tolist()
     return TopLayers(CONFIG, model.weights), Window(tokens, model.embedding(tokens))
 
@@ -127,7 +127,7 @@ def test_masks_change_streams_and_nothing_else() -> None:
         rng.standard_normal((7, 8)).astype(np.float32),
         rng.standard_normal((4, 8)).astype(np.float32),
     )
-    plain, masked = MlxBackend(), ResidentBackend(2)
+    plain, masked = MlxFloatBackend(), ResidentBackend(2)
     first = masked.feed_forward(mx.array(text[:5]), weight, "relu")
     x = mx.array(np.concatenate([text[5:], ends]))
     second = np.array(masked.feed_forward(x, weight, "relu", certain=2))

@@ -21,6 +21,7 @@ from ondevice.units import (
     process_memory,
     usable_cores,
 )
+from tests.fake_system import GIB, FakeSystem
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -135,37 +136,6 @@ def test_this_machine_is_plausible() -> None:
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
-class FakeSystem:
-    """A /proc and a /sys/fs/cgroup in a folder: 8 GiB of memory, 6 GiB of it available."""
-
-    def __init__(self, folder: Path) -> None:
-        self.proc, self.cgroup = folder / "proc", folder / "cgroup"
-        self.write(self.proc / "meminfo", "MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n")
-        self.cgroup.mkdir()
-
-    def write(self, path: Path, text: str | int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-
-    def join(self, lines: str) -> None:
-        self.write(self.proc / "self" / "cgroup", lines)
-
-    @property
-    def total(self) -> int:
-        return memory_total(self.proc, self.cgroup)
-
-    @property
-    def available(self) -> int:
-        return memory_available(self.proc, self.cgroup)
-
-    @property
-    def cores(self) -> int:
-        return usable_cores(self.proc, self.cgroup)
-
-
-GIB = 1 << 30
-
-
 @pytest.fixture
 def system(tmp_path: Path) -> FakeSystem:
     if sys.platform != "linux":
@@ -196,6 +166,32 @@ def test_version_1_limits_and_reclaimable_cache(system: FakeSystem) -> None:
     system.write(system.cgroup / "memory" / "memory.limit_in_bytes", 9223372036854771712)
     system.write(system.cgroup / "memory" / "memory.usage_in_bytes", GIB)
     assert (system.total, system.available) == (2 * GIB, 3 * GIB // 4)
+
+
+def test_a_group_is_throttled_before_it_is_killed(system: FakeSystem) -> None:
+    system.join("0::/a")
+    for name, text in (("max", "max"), ("high", 2 * GIB), ("current", GIB)):
+        system.write(system.cgroup / "a" / f"memory.{name}", text)
+    assert (system.total, system.available) == (2 * GIB, GIB)
+    system.write(system.cgroup / "a" / "memory.max", GIB // 2)
+    assert system.total == GIB // 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "inactive_file", "inactive_file x\n\n \x00", "inactive_file 9" + "9" * 9999]
+)
+def test_what_a_group_says_in_vain_is_no_cache(system: FakeSystem, text: str) -> None:
+    system.join("0::/a")
+    for name, content in (("max", 2 * GIB), ("current", GIB), ("stat", text)):
+        system.write(system.cgroup / "a" / f"memory.{name}", content)
+    assert system.available == GIB
+
+
+@pytest.mark.parametrize("text", ["MemTotal:", "MemTotal: much kB", "MemTotal: -1 kB", "MemTotal", "\xff"])
+def test_sizes_that_are_none_are_a_typed_error(system: FakeSystem, text: str) -> None:
+    system.write(system.proc / "meminfo", text)
+    with pytest.raises(BackendUnavailableError, match="MemTotal"):
+        memory_total(system.proc, system.cgroup)
 
 
 def test_in_a_container_the_mounts_root_is_the_group(system: FakeSystem) -> None:

@@ -13,18 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import (
+    Bytes,
     Cutoff,
     EmbeddingSource,
     FeedForwardSource,
     Float32,
     HeadNorms,
     Int32,
+    KVLayout,
     KVStore,
     LinearSource,
     Norm,
     Selector,
 )
-from ondevice.backends.cpu_weights import BLOCK_NEURONS, CpuEmbedding, CpuFeedForward, CpuLinear
+from ondevice.backends.cpu_weights import CpuFeedForward, CpuLinear
+from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingTable
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ACTIVATIONS, Activation
 from ondevice.errors import BackendUnavailableError
@@ -65,6 +68,9 @@ class CpuBackend:
     """
 
     name = "cpu"
+    synchronisations = 0
+    """An op has its result when it returns."""
+    synchronised_seconds = 0.0
 
     def __init__(
         self,
@@ -79,7 +85,7 @@ class CpuBackend:
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
         self._resident_embedding = resident_embedding
-        self._embedding: CpuEmbedding | None = None
+        self._embedding: EmbeddingTable | None = None
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._views: dict[tuple[str, tuple[int, int]], Float32] = {}
@@ -100,8 +106,8 @@ class CpuBackend:
         self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, selector))
         return self.feed_forwards[-1]
 
-    def load_embedding(self, source: EmbeddingSource) -> CpuEmbedding:
-        self._embedding = CpuEmbedding(source)
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
+        self._embedding = EmbeddingTable(source)
         self.hold_embedding(self._resident_embedding)
         return self._embedding
 
@@ -110,13 +116,29 @@ class CpuBackend:
         if self._embedding is not None:
             self._embedding.hold(resident)
 
+    @property
+    def target(self) -> str:
+        """The instruction set that multiplies."""
+        return self.engine.target
+
+    def allocate_block(self, layout: KVLayout) -> Bytes:
+        """One block of keys and values, in a mapping of its own."""
+        return _native.allocate(layout.block_bytes)
+
+    def keep_to(self, budget_bytes: int) -> None:
+        """The kernels take no memory that nobody lends them."""
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.trim()
+
     def trim(self) -> None:
         """Give working memory back; the next pass takes what it needs. No result of an op is valid after."""
         self._buffers.clear()
         self._views.clear()
         self.engine.trim()
 
-    def embedding(self, table: CpuEmbedding, tokens: Int32) -> Float32:
+    def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
         out = np.empty((len(tokens), table.padded_cols), dtype=np.float32)
         _native.dequantize_rows(self.engine, table.bits, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])

@@ -1,171 +1,144 @@
-"""The ops over `mlx.core` arrays in float32, with weights dequantised when loaded: differentiable.
+"""The MLX engine: `mlx.core` arrays for activations, quantised weights in a bundle's own bytes, Apple's GPU.
 
-`mx.grad` reaches whatever a forward pass multiplies with and what enters it, through keys and values too: no
-op leaves MLX's graph but `to_numpy`. Logits are within 1e-4 of the largest of `reference`'s on MLX's CPU
-device; GPUs that round products further (TF32) are further away. Nothing promises equal bits between ways
-of splitting a prompt. MLX is lazy: a pass computes nothing until `to_numpy` or `mx.eval` asks for a result.
+A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
+bit depends on the budget. Where MLX's kernels give a row the same bits whatever lies beside it, and skip
+zeros exactly (its CPU device does: `tests/benchmarks/mlx_invariance.py`), none depends on how a text is
+split, nor on whether neurons are skipped that don't fire. MLX is lazy; memory that is filled from flash is
+written to only after what was computed from it has been evaluated.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from ondevice.backends.base import (
-    BLOCK_TOKENS,
+    Bytes,
+    Cutoff,
     EmbeddingSource,
     FeedForwardSource,
     Float32,
-    HeadNorms,
     Int32,
     KVLayout,
-    KVStore,
     LinearSource,
     Norm,
     Selector,
 )
-from ondevice.backends.reference import ReferenceBackend, read_rows
-from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout
+from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingTable
+from ondevice.backends.mlx_limits import MlxLimits
+from ondevice.backends.mlx_ops import MlxBlock, MlxOps, activate, block_allocator, normed
+from ondevice.backends.mlx_weights import MlxFeedForward, MlxLinear, MlxNeurons
+from ondevice.backends.reference import read_rows
+from ondevice.bundle.layout import RowLayout, padded
 from ondevice.config import Activation
-from ondevice.errors import BackendUnavailableError
+from ondevice.kernels import _native
 
-MlxBlock: TypeAlias = list[tuple[mx.array, mx.array]]
-"""Per layer, keys and values of 64 positions: (64, KVH, Dh) each. A write replaces arrays, never their
-values, so copies of the list are independent, and gradients pass through."""
-_KV_TYPES = {32: mx.float32, 16: mx.float16}
+STAGES = 2
+"""Neurons at hand that are gathered for two products: one may be under way while the next is gathered."""
 
 
-def block_allocator(layout: KVLayout) -> Callable[[int], MlxBlock]:
-    """What a `KVCache` of this layout allocates blocks with, for this backend's ops.
+def compute_type() -> mx.Dtype:
+    """What matrices multiply in on MLX's default device: half precision where that is what it is fast at."""
+    return mx.float16 if mx.default_device() == mx.gpu else mx.float32
 
-    16 and 32 bits per value; raises BackendUnavailableError for 8.
+
+def is_row_invariant() -> bool:
+    """Whether rows on MLX's default device have the same bits whatever lies beside them, as measured."""
+    return bool(mx.default_device() == mx.cpu)
+
+
+class MlxBackend(MlxOps):
+    """`Backend` under a budget, on MLX's default device.
+
+    segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: on their way
+    through at a time, as many or more. cache_bytes: freed arrays that MLX may keep. budget_bytes: of the
+    process.
     """
-    if layout.kv_bits not in _KV_TYPES:
-        raise BackendUnavailableError(
-            f"the mlx backend holds keys and values in 16 or 32 bits, not {layout.kv_bits}; use --kv-bits 16"
-        )
-    config = layout.config
-    empty = mx.zeros((BLOCK_TOKENS, config.num_kv_heads, config.head_dim), dtype=_KV_TYPES[layout.kv_bits])
-    return lambda nbytes: [(empty, empty)] * config.num_layers
-
-
-@dataclass(frozen=True)
-class MlxLinear:
-    """weight: (N, K); bias: (N,) or None."""
-
-    weight: mx.array
-    bias: mx.array | None
-
-
-@dataclass(frozen=True)
-class MlxFeedForward:
-    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection."""
-
-    gate: mx.array
-    up: mx.array
-    down: mx.array
-
-
-class MlxBackend:
-    """`Backend` in MLX, on its default device. Arrays are float32 `mx.array`s."""
 
     name = "mlx"
 
-    def __init__(self) -> None:
-        self._loader = ReferenceBackend()
-
-    def load_vector(self, values: Float32) -> mx.array:
-        return mx.array(values)
+    def __init__(
+        self,
+        *,
+        segment_neurons: int,
+        stage_neurons: int,
+        cache_bytes: int = 0,
+        budget_bytes: int = 0,
+        resident_embedding: bool = False,
+    ) -> None:
+        self.dtype = compute_type()
+        self._limits = MlxLimits(cache_bytes)
+        self.keep_to(budget_bytes)
+        self.feed_forwards: list[MlxFeedForward] = []
+        self.synchronisations = 0
+        """Times that the host has waited for what MLX computes; that took `synchronised_seconds`."""
+        self.synchronised_seconds = 0.0
+        self._segment_neurons = segment_neurons
+        self._stage_neurons = stage_neurons
+        self._resident_embedding = resident_embedding
+        self._embedding: EmbeddingTable | None = None
+        self._stages: list[_Stage] = []
+        self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
-        loaded = self._loader.load_linear(source)
-        return MlxLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
+        return MlxLinear(source, self.dtype)
 
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> MlxFeedForward:
-        # Every neuron is multiplied here: nothing is selected.
-        loaded = self._loader.load_feed_forward(layer, source)
-        return MlxFeedForward(mx.array(loaded.gate), mx.array(loaded.up), mx.array(loaded.down))
+        self.feed_forwards.append(MlxFeedForward(source, self._segment_neurons, self.dtype, selector))
+        return self.feed_forwards[-1]
 
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
-        return source
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
+        self._embedding = EmbeddingTable(source)
+        self.hold_embedding(self._resident_embedding)
+        return self._embedding
 
-    def embedding(self, table: EmbeddingSource, tokens: Int32) -> mx.array:
+    def hold_embedding(self, resident: bool) -> None:
+        """Hold the embedding table in memory, or give it back: its rows then come from flash."""
+        if self._embedding is not None:
+            self._embedding.hold(resident)
+
+    @property
+    def target(self) -> str:
+        """What multiplies: `mlx-gpu` or `mlx-cpu`."""
+        return f"mlx-{mx.default_device().type.name}"
+
+    def allocate_block(self, layout: KVLayout) -> MlxBlock:
+        """One block of keys and values."""
+        return block_allocator(layout)(layout.block_bytes)
+
+    def keep_to(self, budget_bytes: int) -> None:
+        """MLX's own limits follow the budget. 0: they stay as they are."""
+        if budget_bytes:
+            self._limits.keep_to(budget_bytes)
+
+    def close(self) -> None:
+        """Give working memory and MLX's limits back. Idempotent."""
+        self.trim()
+        self._limits.restore()
+
+    def trim(self) -> None:
+        """Give working memory back. No result of an op that hasn't been evaluated is valid after."""
+        self._stages.clear()
+        mx.clear_cache()
+
+    def embedding(self, table: EmbeddingTable, tokens: Int32) -> mx.array:
         return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
 
-    def linear(
-        self, x: mx.array, weight: MlxLinear, norm: Norm | None = None, added: mx.array | None = None
-    ) -> mx.array:
-        product = _normed(x, norm) @ weight.weight.T
-        if weight.bias is not None:
-            product = product + weight.bias
-        return product if added is None else added + product
-
-    def _kv_write(self, kv: KVStore, layer: int, k: mx.array, v: mx.array, position: int) -> None:
-        end = position + k.shape[0]
-        for block in range(position // BLOCK_TOKENS, kv.layout.blocks(end)):
-            first = max(position, block * BLOCK_TOKENS)
-            chunk = slice(first - position, min(end, (block + 1) * BLOCK_TOKENS) - position)
-            slot = mx.array([first % BLOCK_TOKENS])
-            keys, values = kv.blocks[block][layer]
-            kv.blocks[block][layer] = (
-                mx.slice_update(keys, k[chunk].astype(keys.dtype), slot, [0]),
-                mx.slice_update(values, v[chunk].astype(values.dtype), slot, [0]),
-            )
-
-    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        (source_block, source_slot), (block, slot) = (
-            divmod(place, BLOCK_TOKENS) for place in (source, target)
-        )
-        for layer in range(kv.layout.config.num_layers):
-            stored = (side[source_slot : source_slot + 1] for side in kv.blocks[source_block][layer])
-            kv.blocks[block][layer] = tuple(
-                mx.slice_update(side, value, mx.array([slot]), [0])
-                for side, value in zip(kv.blocks[block][layer], stored, strict=True)
-            )
-
-    def attend(
-        self,
-        qkv: mx.array,
-        kv: KVStore,
-        layer: int,
-        position: int,
-        cos: Float32,
-        sin: Float32,
-        norms: HeadNorms | None = None,
-        window: int = 0,
-        tree: TokenTree | None = None,
-    ) -> mx.array:
-        config, tokens = kv.layout.config, qkv.shape[0]
-        heads, width = config.num_heads, config.head_dim
-        q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
-        if norms is not None:
-            q, k = mx.fast.rms_norm(q, norms.q, norms.eps), mx.fast.rms_norm(k, norms.k, norms.eps)
-        q, k = (_turned(x, mx.array(cos), mx.array(sin)) for x in (q, k))
-        self._kv_write(kv, layer, k, v, position)
-        length = position + tokens
-        blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]
-        stored = (
-            mx.concatenate(list(side))[:length].astype(mx.float32) for side in zip(*blocks, strict=True)
-        )
-        context = mx.fast.scaled_dot_product_attention(
-            *(x.swapaxes(0, 1)[None] for x in (q, *stored)),
-            scale=1.0 / math.sqrt(width),
-            mask=_visible(position, tokens, window)
-            if tree is None
-            else mx.array(tree.visible(position, window)),
-        )
-        return context[0].swapaxes(0, 1).reshape(tokens, heads * width)
+    def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
+        found = weight.matrix.rows_product(x)
+        return found if weight.bias is None else found + weight.bias
 
     def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
-        """Everything is in memory."""
+        # Read back together with the layer's own scores: a guess must not cost a synchronisation.
+        if weight.foresee is not None and weight.selector is not None:
+            self._foreseen = weight, x.shape[0], self._scored(x, weight.selector, norm)[0]
 
     def feed_forward(
         self,
@@ -176,64 +149,199 @@ class MlxBackend:
         added: mx.array | None = None,
         certain: int | None = None,
     ) -> mx.array:
-        x = _normed(x, norm)
-        product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
-        return product if added is None else added + product
+        entering = normed(x, norm)
+        if weight.selector is None:
+            found = self._dense(entering, weight, activation, streamed=certain != 0)
+        else:
+            certain = x.shape[0] if certain is None else certain
+            found = self._selected(entering, weight, weight.selector, activation, certain)
+        return found if added is None else added + found
 
-    def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
-        return x[mx.array(list(tokens))]
+    def _dense(self, x: mx.array, weight: MlxFeedForward, activation: Activation, streamed: bool) -> mx.array:
+        """Segment after segment, be it resident or on its way: (T, D)."""
+        found = mx.zeros(x.shape)
+        pieces = weight.streamed() if streamed else ()
+        for index, segment in enumerate(weight.segments):
+            found = found + _all_of(x, segment, slice(len(weight.segment_range(index))), activation)
+        for piece in pieces:
+            if isinstance(piece, MlxNeurons):
+                count = len(weight.segment_range(len(weight.segments) - 1))
+                found = found + _all_of(x, piece, slice(count), activation)
+                continue
+            stage, rows = self._room(weight, len(piece))
+            stage.neurons.write(rows.start, piece)
+            whole = slice(rows.start, rows.start + len(piece))
+            found = stage.pending = found + _all_of(x, stage.neurons, whole, activation)
+            mx.async_eval(found)
+        return found
 
-    def add_streams(self, x: mx.array, tokens: Sequence[int], embeddings: Sequence[mx.array]) -> mx.array:
-        streams = x[mx.array(list(tokens))][:, None] + mx.stack(list(embeddings))
-        return mx.concatenate([x, streams.reshape(-1, x.shape[1])])
-
-    def add_low_rank(
+    def _selected(
         self,
-        y: mx.array,
         x: mx.array,
-        down: MlxLinear,
-        up: MlxLinear,
-        first: int,
-        activation: Literal["relu"] | None = None,
-        norm: Norm | None = None,
+        weight: MlxFeedForward,
+        selector: Selector,
+        activation: Activation,
+        certain: int,
     ) -> mx.array:
-        narrow = _normed(x, norm) @ down.weight.T
-        narrow = narrow if activation is None else activate(narrow, activation)
-        return mx.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
+        """The neurons that `selector` selects of x (T, D), range after range of ascending ids: (T, D).
+
+        Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
+        """
+        if certain:
+            weight.turn(certain)
+        scores, gates = self._scored(x, selector, None)
+        known = self._to_host(scores)
+        found = mx.zeros(x.shape)
+        piece: _Piece | None = None
+        for ids, addresses in weight.selected(known, certain):
+            for first, last in _ranges(ids, weight.segment_neurons):
+                index = int(ids[first]) // weight.segment_neurons
+                if piece is not None and piece.index != index:
+                    found = self._multiplied(found, x, weight, piece, known, gates, activation)
+                    piece = None
+                if piece is None:
+                    piece = _Piece(index)
+                piece.add(ids[first:last], addresses[first:last], weight)
+        if piece is not None:
+            found = self._multiplied(found, x, weight, piece, known, gates, activation)
+        return found
+
+    def _multiplied(
+        self,
+        found: mx.array,
+        x: mx.array,
+        weight: MlxFeedForward,
+        piece: _Piece,
+        scores: Float32,
+        gates: mx.array,
+        activation: Activation,
+    ) -> mx.array:
+        """found (T, D) and what the neurons of a piece add to it; shapes are whole blocks of neurons."""
+        ids, predicted = np.concatenate(piece.ids), weight.selector is not None and weight.selector.predicted
+        stage, rows = self._room(weight, len(ids))
+        count, neurons = rows.stop - rows.start, stage.neurons
+        for start, records in zip(piece.starts, piece.records, strict=True):
+            if predicted:
+                neurons.write(rows.start + start, records)
+            else:
+                neurons.write_up_and_down(rows.start + start, records)
+        neurons.clear(rows.start + len(ids), rows.stop)
+        chosen = np.zeros((len(scores), count), dtype=np.float32)
+        chosen[:, : len(ids)] = scores[:, ids] > 0
+        where = np.zeros(count, dtype=np.int32)
+        where[: len(ids)] = ids
+        own = neurons.gate.rows_product(x, rows) if predicted else gates[:, mx.array(where)]
+        hidden = activate(own, activation) * neurons.up.rows_product(x, rows) * mx.array(chosen)
+        stage.pending = found + neurons.down.columns_product(hidden, rows)
+        return stage.pending
+
+    def _room(self, weight: MlxFeedForward, count: int) -> tuple[_Stage, slice]:
+        """Rows of a stage for `count` neurons, in whole blocks; what was computed from them is known."""
+        count = padded(count, BLOCK_NEURONS)
+        if not self._stages or self._stages[0].filled + count > self._stage_neurons:
+            if len(self._stages) < STAGES:
+                self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
+            else:
+                self._stages.insert(0, self._stages.pop())
+                stage = self._stages[0]
+                if stage.pending is not None:
+                    self._await(stage.pending)
+                stage.filled, stage.pending = 0, None
+        stage = self._stages[0]
+        rows = slice(stage.filled, stage.filled + count)
+        stage.filled = rows.stop
+        return stage, rows
+
+    def _to_host(self, scores: mx.array) -> Float32:
+        """One synchronisation: scores as the host knows them, and what was foreseen of the next layer."""
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is None:
+            return self.to_numpy(scores)
+        layer, tokens, guess = foreseen
+        self._await(scores, *([guess] if layer.wants_guess(tokens) else []))
+        self._settled()
+        if layer.foresee is not None:
+            layer.foresee(tokens, _known(guess))
+        return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:
+        self._await(x)
+        self._settled()
         return np.array(x)
 
+    def _settled(self) -> None:
+        """What a pass has asked for so far is known: what is read back depends on all of it."""
+        for stage in self._stages:
+            stage.pending = None
 
-def activate(x: mx.array, activation: Activation) -> mx.array:
-    """The gate's nonlinearity, elementwise. At zero, ReLU's gradient is zero."""
-    match activation:
-        case "silu":
-            return x * mx.sigmoid(x)
-        case "gelu":
-            return 0.5 * x * (1.0 + mx.erf(x / math.sqrt(2.0)))
-        case "gelu_tanh":
-            return 0.5 * x * (1.0 + mx.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
-        case "relu":
-            return mx.maximum(x, 0.0)
-        case "relu2":
-            return mx.square(mx.maximum(x, 0.0))
+    def _await(self, *arrays: mx.array) -> None:
+        """One synchronisation, unless all has been computed already: nobody can tell beforehand."""
+        started = time.perf_counter()
+        mx.eval(*arrays)
+        self.synchronisations += 1
+        self.synchronised_seconds += time.perf_counter() - started
 
-
-def _normed(x: mx.array, norm: Norm | None) -> mx.array:
-    return x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
-
-
-def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """x (T, H, Dh) turned by halves with cos and sin (T, Dh / 2)."""
-    first, second = mx.split(x, 2, axis=-1)
-    c, s = cos[:, None], sin[:, None]
-    return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+    def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
+        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
+        found = normed(x, norm)
+        for linear in selector.matrices:
+            found = self.product(found, linear)
+        return (found if selector.cutoff is None else _cut_off(found, selector.cutoff)), found
 
 
-def _visible(position: int, tokens: int, window: int) -> mx.array:
-    """(T, position + T) True where query t may look at key p: p <= position + t, within the window."""
-    query = mx.arange(position, position + tokens)[:, None]
-    key = mx.arange(position + tokens)[None, :]
-    causal = key <= query
-    return causal & (key > query - window) if window else causal
+@dataclass
+class _Stage:
+    """Neurons on their way through: each row is written to once before all have been multiplied."""
+
+    neurons: MlxNeurons
+    filled: int = 0
+    pending: mx.array | None = None
+    """What was last asked for of them, if it isn't known to have been computed."""
+
+
+@dataclass
+class _Piece:
+    """Selected neurons of one range, in ascending order, as they come: copies of what lies in their slots."""
+
+    index: int
+    ids: list[Int32] = field(default_factory=list)
+    records: list[Bytes] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward) -> None:
+        """What lies at `addresses`: whole records where they are predicted, else what follows gate rows."""
+        layout = weight.source.layout
+        predicted = weight.selector is not None and weight.selector.predicted
+        nbytes = layout.stride if predicted else layout.part_bytes[1]
+        records = np.empty((len(addresses), nbytes), dtype=np.uint8)
+        _native.copy_out(addresses, records)
+        self.ids.append(ids.copy())
+        self.records.append(records)
+        self.starts.append(self.count)
+        self.count += len(ids)
+
+
+def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
+    """Where ids, ascending, are cut at multiples of `width`."""
+    start = 0
+    while start < len(ids):
+        end = (int(ids[start]) // width + 1) * width
+        stop = int(np.searchsorted(ids, end))
+        yield start, stop
+        start = stop
+
+
+def _known(guess: mx.array) -> Callable[[], Float32]:
+    return lambda: np.array(guess)
+
+
+def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
+    """(T, F), above zero by how much gates (T, F) exceed the cutoff."""
+    return mx.abs(activate(gates, cutoff.activation)) * cutoff.importance - cutoff.threshold
+
+
+def _all_of(x: mx.array, neurons: MlxNeurons, rows: slice, activation: Activation) -> mx.array:
+    """These neurons for x (T, D): (T, D)."""
+    gates = activate(neurons.gate.rows_product(x, rows), activation)
+    return neurons.down.columns_product(gates * neurons.up.rows_product(x, rows), rows)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.cpu_weights import BLOCK_NEURONS, Batches, CpuFeedForward, Whole
+from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole, wants_none
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
@@ -74,7 +74,7 @@ class NeuronFetcher:
 
     def __init__(
         self,
-        layers: Sequence[CpuFeedForward],
+        layers: Sequence[FedLayer],
         reader: FlashReader,
         cache: NeuronCache,
         *,
@@ -113,6 +113,7 @@ class NeuronFetcher:
             layer.selected = partial(self._selected, index)
             if options.guess:
                 layer.foresee = partial(self._guessing.foresee, index)
+                layer.wants_guess = partial(self._guessing.wants, index)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +179,7 @@ class NeuronFetcher:
         self._cache.close()
         for layer in self._layers:
             layer.turn = layer.selected = _closed
-            layer.foresee = None
+            layer.foresee, layer.wants_guess = None, wants_none
 
     def _turn(self, index: int, certain: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""

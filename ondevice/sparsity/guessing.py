@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
@@ -73,7 +73,7 @@ class Guessing:
 
     def __init__(
         self,
-        layers: Sequence[CpuFeedForward],
+        layers: Sequence[FedLayer],
         reader: FlashReader,
         cache: NeuronCache,
         *,
@@ -102,6 +102,10 @@ class Guessing:
         """Whether guesses are made: not as long as they have lately cost more than they hid."""
         return self._on
 
+    def wants(self, layer: int, tokens: int) -> bool:
+        """Whether scores of so many tokens are of use to a layer."""
+        return self._on and tokens <= GUESS_TOKENS and not self._cache.holds_layer(layer)
+
     def foresee(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
         """Begin to read what scores() (T, F) selects of a layer, the highest scores first.
 
@@ -113,7 +117,7 @@ class Guessing:
             for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
                 self._guesses.remove(guess)
                 self._release(guess)
-        if not self._on or tokens > GUESS_TOKENS or self._cache.holds_layer(layer):
+        if not self.wants(layer, tokens):
             return
         started = time.perf_counter()
         highest = scores().max(axis=0)

@@ -19,12 +19,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ondevice.backends.base import Bytes
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.fed_layer import FedLayer, Segment
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import _native
 from ondevice.stats import PassTimes
 
 log = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ class SegmentPool:
 
     def __init__(
         self,
-        layers: Sequence[CpuFeedForward],
+        layers: Sequence[FedLayer],
         reader: FlashReader,
         *,
         segment_bytes: int,
@@ -58,7 +57,7 @@ class SegmentPool:
         self._lent = [0] * len(layers)
         self._passes = 0
         self._allocator: ThreadPoolExecutor | None = None
-        self._empty: deque[Future[_native.Segment]] = deque()
+        self._empty: deque[Future[Segment]] = deque()
         self._stream: ExtentStream | None = None
         self._position = 0
         self._pieces: list[list[tuple[int, int, Extent]]] = []
@@ -121,7 +120,7 @@ class SegmentPool:
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             try:
-                self._empty.append(self._allocator.submit(_native.Segment, self._segment_bytes))
+                self._empty.append(self._allocator.submit(self._layers[0].new_segment))
             except RuntimeError as error:
                 # The system has no thread for it just now, or the program ends: passes go on from flash.
                 log.info("no thread to allocate feed-forward segments: %s", error)
@@ -157,7 +156,7 @@ class SegmentPool:
                 ]
             )
 
-    def _streamed(self, index: int) -> Iterable[Bytes | _native.Segment]:
+    def _streamed(self, index: int) -> Iterable[Bytes | Segment]:
         """A layer's neurons that aren't resident, ascending: records (n, stride), or a segment just filled.
 
         Each is valid until the next. Layers come in order in a pass, from the first.
@@ -170,11 +169,11 @@ class SegmentPool:
         self.hits += resident
         return () if resident == neurons else self._read(index)
 
-    def _read(self, index: int) -> Iterator[Bytes | _native.Segment]:
+    def _read(self, index: int) -> Iterator[Bytes | Segment]:
         layer = self._layers[index]
         stream = self._stream_at(index)
         end = self._starts[index] + len(self._pieces[index])
-        filling: _native.Segment | None = None
+        filling: Segment | None = None
         for segment, first, _ in self._pieces[index]:
             neurons = layer.segment_range(segment)
             # Until the piece is released the position is unknown: what is raised here restarts the stream.
@@ -194,7 +193,7 @@ class SegmentPool:
                 yield filling
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
-    def _take_empty(self, index: int, segment: int) -> _native.Segment | None:
+    def _take_empty(self, index: int, segment: int) -> Segment | None:
         """An empty segment for the next range of a layer, if it is to have one and memory has arrived."""
         if segment != len(self._layers[index].segments) or segment >= self._lent[index]:
             return None
@@ -246,6 +245,6 @@ class SegmentPool:
         return self._stream
 
 
-def _closed() -> Iterator[Bytes | _native.Segment]:
+def _closed() -> Iterator[Bytes | Segment]:
     """Neurons that are gone must not read as zeros."""
     raise OndeviceError("the model's feed-forward memory was given back: it is closed")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
@@ -26,7 +26,7 @@ class Warming:
 
     def __init__(
         self,
-        layers: Sequence[CpuFeedForward],
+        layers: Sequence[FedLayer],
         reader: FlashReader,
         cache: NeuronCache,
         parts: Parts,

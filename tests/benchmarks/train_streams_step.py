@@ -76,7 +76,8 @@ def random_top() -> Any:
     """The `TopLayers`: matrices of deviation 1 / sqrt(columns), so that values stay of one size."""
     import mlx.core as mx
 
-    from ondevice.backends.mlx import MlxFeedForward, MlxLinear
+    from ondevice.backends.mlx_float import MlxFeedForward
+    from ondevice.backends.mlx_ops import MlxLinear
     from ondevice.converters.stream_loss import TopLayers, top_config
     from ondevice.model.weights import LayerWeights, ModelWeights
 

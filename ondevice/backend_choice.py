@@ -1,0 +1,107 @@
+"""Which engine runs a model, and its making. MLX is imported only where it is what runs, or may be."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.reference import ReferenceBackend
+from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.errors import BackendUnavailableError
+from ondevice.memory_plan import Plan
+from ondevice.memory_sizes import segment_shape
+from ondevice.mlx_sizes import MLX_CACHE_BYTES, mlx_segment_shape, mlx_stage_neurons
+
+if TYPE_CHECKING:
+    from ondevice.backends.mlx import MlxBackend
+
+BudgetBackend: TypeAlias = "CpuBackend | MlxBackend"
+"""A backend whose neurons are lent memory by the plan."""
+
+
+def has_mlx() -> bool:
+    """Whether MLX can be imported; it then is."""
+    try:
+        import_module("mlx.core")
+    except ImportError:
+        return False
+    return True
+
+
+def settled_backend(backend: str) -> Literal["cpu", "mlx", "reference"]:
+    """What `auto` means on this machine: Apple's GPU where there is one."""
+    if backend == "auto":
+        apple = sys.platform == "darwin" and platform.machine() == "arm64"
+        return "mlx" if apple and has_mlx() else "cpu"
+    return backend  # type: ignore[return-value]
+
+
+def check_backend(runtime: RuntimeConfig) -> None:
+    """Raises BackendUnavailableError for what a backend can't do, or this machine lacks for it."""
+    backend = settled_backend(runtime.backend)
+    if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
+        raise BackendUnavailableError(
+            "--backend reference multiplies every neuron: it takes --sparsity dense"
+        )
+    if backend == "mlx" and runtime.kv_bits != 16:
+        raise BackendUnavailableError(
+            f"--backend mlx holds keys and values in 16 bits, not {runtime.kv_bits}; use --kv-bits 16, or "
+            "--backend cpu"
+        )
+    if backend == "mlx" and not has_mlx():
+        raise BackendUnavailableError(
+            "--backend mlx needs the package mlx, which can't be imported here: pip install 'ondevice[mlx]', "
+            "or use --backend cpu"
+        )
+    if runtime.speculation not in ("auto", "off") and not is_row_invariant(backend):
+        raise BackendUnavailableError(
+            f"--speculation {runtime.speculation}: with --backend {backend} a token's last bits depend here "
+            "on what goes through the model beside it, so guesses could change the text; use "
+            "--backend cpu"
+        )
+
+
+def is_row_invariant(backend: str) -> bool:
+    """Whether a token's bits don't depend on what goes through the model beside it: guesses are exact."""
+    if backend != "mlx":
+        return backend == "cpu"
+    from ondevice.backends import mlx
+
+    return mlx.is_row_invariant()
+
+
+def operand_bytes(backend: str) -> int:
+    """Of what MLX's matrices multiply in on its default device; 0 for the other backends."""
+    if backend != "mlx":
+        return 0
+    from ondevice.backends.mlx import compute_type
+
+    return int(compute_type().size)
+
+
+def make_backend(
+    config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, plan: Plan
+) -> ReferenceBackend | BudgetBackend:
+    """The engine that `runtime`, which is settled, asks for. Raises BackendUnavailableError."""
+    match runtime.backend:
+        case "reference":
+            return ReferenceBackend()
+        case "mlx":
+            from ondevice.backends.mlx import MlxBackend
+
+            return MlxBackend(
+                segment_neurons=mlx_segment_shape(config, quant, operand_bytes("mlx")).neurons,
+                stage_neurons=mlx_stage_neurons(config, quant, operand_bytes("mlx")),
+                cache_bytes=MLX_CACHE_BYTES,
+                budget_bytes=plan.budget_bytes,
+                resident_embedding=plan.embedding_resident,
+            )
+    return CpuBackend(
+        make_engine(runtime.threads, runtime.kernel_target),
+        segment_neurons=segment_shape(config, quant).neurons,
+        stream_neurons=plan.stream.neurons,
+        resident_embedding=plan.embedding_resident,
+    )

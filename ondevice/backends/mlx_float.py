@@ -1,0 +1,72 @@
+"""The ops over float32 weights, dequantised when loaded: differentiable by them. Training runs on it.
+
+Logits are within 1e-4 of the largest of `reference`'s on MLX's CPU device; GPUs that round products further
+(TF32) are further away. Nothing promises equal bits between ways of splitting a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ondevice.backends.base import EmbeddingSource, FeedForwardSource, Int32, LinearSource, Norm, Selector
+from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed
+from ondevice.backends.reference import ReferenceBackend, read_rows
+from ondevice.bundle.layout import RowLayout
+from ondevice.config import Activation
+
+
+@dataclass(frozen=True)
+class MlxFeedForward:
+    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection."""
+
+    gate: mx.array
+    up: mx.array
+    down: mx.array
+
+
+class MlxFloatBackend(MlxOps):
+    """`Backend` in MLX, on its default device, with all weights in float32."""
+
+    name = "mlx"
+
+    def __init__(self) -> None:
+        self._loader = ReferenceBackend()
+
+    def load_linear(self, source: LinearSource) -> MlxLinear:
+        loaded = self._loader.load_linear(source)
+        return MlxLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
+
+    def load_feed_forward(
+        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+    ) -> MlxFeedForward:
+        # Every neuron is multiplied here: nothing is selected.
+        loaded = self._loader.load_feed_forward(layer, source)
+        return MlxFeedForward(mx.array(loaded.gate), mx.array(loaded.up), mx.array(loaded.down))
+
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
+        return source
+
+    def embedding(self, table: EmbeddingSource, tokens: Int32) -> mx.array:
+        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
+
+    def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
+        product = x @ weight.weight.T
+        return product if weight.bias is None else product + weight.bias
+
+    def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+        """Everything is in memory."""
+
+    def feed_forward(
+        self,
+        x: mx.array,
+        weight: MlxFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: mx.array | None = None,
+        certain: int | None = None,
+    ) -> mx.array:
+        x = normed(x, norm)
+        product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+        return product if added is None else added + product

@@ -1,0 +1,178 @@
+"""What both backends over `mlx.core` arrays share: attention, keys and values, streams, activations.
+
+Activations are float32. No op leaves MLX's graph but `to_numpy`, so `mx.grad` reaches through all of them,
+through keys and values too. MLX is lazy: a pass computes nothing until a result is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from ondevice.backends.base import BLOCK_TOKENS, Float32, HeadNorms, KVLayout, KVStore, Norm
+from ondevice.backends.token_tree import TokenTree
+from ondevice.config import Activation
+from ondevice.errors import BackendUnavailableError
+
+MlxBlock: TypeAlias = list[tuple[mx.array, mx.array]]
+"""Per layer, keys and values of 64 positions: (64, KVH, Dh) each. A write replaces arrays, never their
+values, so copies of the list are independent, and gradients pass through."""
+_KV_TYPES = {32: mx.float32, 16: mx.float16}
+
+
+def block_allocator(layout: KVLayout) -> Callable[[int], MlxBlock]:
+    """What a `KVCache` of this layout allocates blocks with, for this backend's ops.
+
+    16 and 32 bits per value; raises BackendUnavailableError for 8.
+    """
+    if layout.kv_bits not in _KV_TYPES:
+        raise BackendUnavailableError(
+            f"the mlx backend holds keys and values in 16 or 32 bits, not {layout.kv_bits}; use --kv-bits 16"
+        )
+    config = layout.config
+    empty = mx.zeros((BLOCK_TOKENS, config.num_kv_heads, config.head_dim), dtype=_KV_TYPES[layout.kv_bits])
+    return lambda nbytes: [(empty, empty)] * config.num_layers
+
+
+@dataclass(frozen=True)
+class MlxLinear:
+    """weight: (N, K); bias: (N,) or None."""
+
+    weight: mx.array
+    bias: mx.array | None
+
+
+class MlxOps:
+    """The ops that need not know how a backend holds its weights."""
+
+    def load_vector(self, values: Float32) -> mx.array:
+        return mx.array(values)
+
+    def linear(
+        self, x: mx.array, weight: Any, norm: Norm | None = None, added: mx.array | None = None
+    ) -> mx.array:
+        product = self.product(normed(x, norm), weight)
+        return product if added is None else added + product
+
+    def product(self, x: mx.array, weight: Any) -> mx.array:
+        """x (T, K) @ W^T + bias of a loaded matrix: (T, N) float32."""
+        raise NotImplementedError
+
+    def _kv_write(self, kv: KVStore, layer: int, k: mx.array, v: mx.array, position: int) -> None:
+        end = position + k.shape[0]
+        for block in range(position // BLOCK_TOKENS, kv.layout.blocks(end)):
+            first = max(position, block * BLOCK_TOKENS)
+            chunk = slice(first - position, min(end, (block + 1) * BLOCK_TOKENS) - position)
+            slot = mx.array([first % BLOCK_TOKENS])
+            keys, values = kv.blocks[block][layer]
+            kv.blocks[block][layer] = (
+                mx.slice_update(keys, k[chunk].astype(keys.dtype), slot, [0]),
+                mx.slice_update(values, v[chunk].astype(values.dtype), slot, [0]),
+            )
+
+    def kv_move(self, kv: KVStore, source: int, target: int) -> None:
+        (source_block, source_slot), (block, slot) = (
+            divmod(place, BLOCK_TOKENS) for place in (source, target)
+        )
+        for layer in range(kv.layout.config.num_layers):
+            stored = (side[source_slot : source_slot + 1] for side in kv.blocks[source_block][layer])
+            kv.blocks[block][layer] = tuple(
+                mx.slice_update(side, value, mx.array([slot]), [0])
+                for side, value in zip(kv.blocks[block][layer], stored, strict=True)
+            )
+
+    def attend(
+        self,
+        qkv: mx.array,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        cos: Float32,
+        sin: Float32,
+        norms: HeadNorms | None = None,
+        window: int = 0,
+        tree: TokenTree | None = None,
+    ) -> mx.array:
+        config, tokens = kv.layout.config, qkv.shape[0]
+        heads, width = config.num_heads, config.head_dim
+        q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
+        if norms is not None:
+            q, k = mx.fast.rms_norm(q, norms.q, norms.eps), mx.fast.rms_norm(k, norms.k, norms.eps)
+        q, k = (_turned(x, mx.array(cos), mx.array(sin)) for x in (q, k))
+        self._kv_write(kv, layer, k, v, position)
+        length = position + tokens
+        blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]
+        stored = (
+            mx.concatenate(list(side))[:length].astype(mx.float32) for side in zip(*blocks, strict=True)
+        )
+        context = mx.fast.scaled_dot_product_attention(
+            *(x.swapaxes(0, 1)[None] for x in (q, *stored)),
+            scale=1.0 / math.sqrt(width),
+            mask=_visible(position, tokens, window)
+            if tree is None
+            else mx.array(tree.visible(position, window)),
+        )
+        return context[0].swapaxes(0, 1).reshape(tokens, heads * width)
+
+    def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
+        return x[mx.array(list(tokens))]
+
+    def add_streams(self, x: mx.array, tokens: Sequence[int], embeddings: Sequence[mx.array]) -> mx.array:
+        streams = x[mx.array(list(tokens))][:, None] + mx.stack(list(embeddings))
+        return mx.concatenate([x, streams.reshape(-1, x.shape[1])])
+
+    def add_low_rank(
+        self,
+        y: mx.array,
+        x: mx.array,
+        down: Any,
+        up: Any,
+        first: int,
+        activation: Literal["relu"] | None = None,
+        norm: Norm | None = None,
+    ) -> mx.array:
+        narrow = self.product(normed(x, norm), down)
+        narrow = narrow if activation is None else activate(narrow, activation)
+        return mx.concatenate([y[:first], y[first:] + self.product(narrow, up)])
+
+    def to_numpy(self, x: mx.array) -> Float32:
+        return np.array(x)
+
+
+def activate(x: mx.array, activation: Activation) -> mx.array:
+    """The gate's nonlinearity, elementwise. At zero, ReLU's gradient is zero."""
+    match activation:
+        case "silu":
+            return x * mx.sigmoid(x)
+        case "gelu":
+            return 0.5 * x * (1.0 + mx.erf(x / math.sqrt(2.0)))
+        case "gelu_tanh":
+            return 0.5 * x * (1.0 + mx.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+        case "relu":
+            return mx.maximum(x, 0.0)
+        case "relu2":
+            return mx.square(mx.maximum(x, 0.0))
+
+
+def normed(x: mx.array, norm: Norm | None) -> mx.array:
+    return x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
+
+
+def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """x (T, H, Dh) turned by halves with cos and sin (T, Dh / 2)."""
+    first, second = mx.split(x, 2, axis=-1)
+    c, s = cos[:, None], sin[:, None]
+    return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
+
+
+def _visible(position: int, tokens: int, window: int) -> mx.array:
+    """(T, position + T) True where query t may look at key p: p <= position + t, within the window."""
+    query = mx.arange(position, position + tokens)[:, None]
+    key = mx.arange(position + tokens)[None, :]
+    causal = key <= query
+    return causal & (key > query - window) if window else causal

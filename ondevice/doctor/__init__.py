@@ -1,0 +1,106 @@
+"""The machine and this installation, examined: what `ondevice doctor` shows, and an app's self-test.
+
+Prints nothing, starts no other program and leaves nothing behind; every check imports what it needs when it
+runs, so what an installation lacks is a finding and no crash. What it finds wrong it doesn't mend.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from ondevice.doctor import generation, machine, storage
+from ondevice.doctor.check import Check as Check
+from ondevice.doctor.check import Report as Report
+from ondevice.doctor.check import attempt
+from ondevice.errors import OndeviceError
+from ondevice.settings import RUNTIME_OPTIONS, settings_path
+
+Step = tuple[str, Callable[[], Check]]
+
+
+def examine(
+    model: str | os.PathLike[str] | None = None, *, on_progress: Callable[[float, str], None] | None = None
+) -> Report:
+    """Examine this machine and this installation, in a few seconds, and say what is wrong with them.
+
+    model: a bundle to examine as well, and whose device to measure: a path, a name or an alias.
+    on_progress gets the share that is done and what comes next; an exception it raises ends the examination,
+    and nothing else does: what is wrong is a failed check.
+    """
+    begun, steps, checks = time.monotonic(), list(_steps(model)), []
+    for index, (name, step) in enumerate(steps):
+        if on_progress is not None:
+            on_progress(index / len(steps), name)
+        checks.append(attempt(name, step))
+    if on_progress is not None:
+        on_progress(1.0, "done")
+    return Report(tuple(checks), time.monotonic() - begun)
+
+
+def backends() -> tuple[str, ...]:
+    """Every backend that can be asked for; those that can't run here say so when a model is loaded."""
+    return tuple(name for name in RUNTIME_OPTIONS["backend"].choices if name != "auto")
+
+
+def _steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
+    """What is examined, by name and in order."""
+    yield "versions", machine.versions
+    yield "processor", machine.processor
+    yield "kernels", machine.kernels
+    yield "memory", machine.memory
+    yield "mlx", machine.mlx
+    yield "metal", machine.metal
+    yield "models folder", lambda: storage.models_folder(_models_folder())
+    yield "settings file", lambda: storage.settings_file(settings_path())
+    yield "cache folder", lambda: storage.cache_folder(_cache_folder())
+    yield "package folder", lambda: storage.package_folder(Path(__file__).resolve().parents[1])
+    yield "shipped model", lambda: generation.shipped_model(generation.shipped_bundle())
+    if model is not None:
+        yield "model", partial(generation.named_model, model)
+    yield from _flash_steps(model)
+    for backend in backends():
+        yield f"generation {backend}", partial(_generation, backend)
+
+
+def _flash_steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
+    """A measurement of every device that models lie on: that of the model first, then that of the others."""
+    devices: dict[int, list[Path]] = {}
+    for find in (partial(_model_folder, model), _models_folder, _cache_folder):
+        try:
+            folder = find()
+            devices.setdefault(storage.device(folder), []).append(folder)
+        except (OndeviceError, ImportError, OSError):
+            continue  # The check of that folder says so.
+    for number, folders in enumerate(devices.values()):
+        name = "flash" if not number else f"flash {number + 1}"
+        yield name, partial(_flash, name, folders)
+
+
+def _flash(name: str, folders: Sequence[Path]) -> Check:
+    return storage.flash(name, folders, storage.neuron_files(folders[0]))
+
+
+def _generation(backend: str) -> Check:
+    return generation.generation(backend, generation.shipped_bundle())
+
+
+def _model_folder(model: str | os.PathLike[str] | None) -> Path:
+    from ondevice.models import find_model
+
+    return find_model(model)
+
+
+def _models_folder() -> Path:
+    from ondevice.models import model_home
+
+    return model_home()
+
+
+def _cache_folder() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("ondevice", appauthor=False)

@@ -1,0 +1,70 @@
+"""What an examination says: one finding per thing examined, and the report of them all.
+
+Knows of no machine and no model, and prints nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ondevice.errors import OndeviceError
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was examined.
+
+    value: what was found, in words. remedy: what to do about it, empty where there is nothing to do.
+    figures: what was found, for programs; units are part of the names.
+    """
+
+    name: str
+    status: Status
+    value: str
+    remedy: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks, in the order they were made, and the time they took."""
+
+    checks: tuple[Check, ...]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed; warnings are allowed."""
+        return not self.count("failed")
+
+    def count(self, status: Status) -> int:
+        """How many checks ended so."""
+        return sum(check.status == status for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "ok": self.ok,
+            "failed": self.count("failed"),
+            "warnings": self.count("warning"),
+            "seconds": self.seconds,
+            "checks": [asdict(check) for check in self.checks],
+        }
+
+
+def attempt(name: str, examine: Callable[[], Check]) -> Check:
+    """The check that `examine` makes; a failed one where it can't for a reason that has a type."""
+    try:
+        return examine()
+    except OndeviceError as error:
+        return Check(name, "failed", str(error))
+    except ImportError as error:
+        remedy = "install ondevice again; in an app, pack all of its modules and those it depends on"
+        return Check(name, "failed", f"a part of this installation can't be imported: {error}", remedy)
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        return Check(name, "failed", f"{named}{error.strerror or error}")

@@ -1,0 +1,193 @@
+"""Whether a model is sound: its bytes are what its hashes say, and it still writes the recorded tokens.
+
+The recording lies beside the model that ships; `recipe.recorded_tokens` in that folder makes it. Knows
+nothing of how a backend multiplies, only how far its logits may be from those of `cpu`, which were recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ondevice.doctor.check import Check
+from ondevice.errors import BackendUnavailableError, BundleError, ModelNotFoundError
+from ondevice.units import format_bytes
+
+if TYPE_CHECKING:
+    from ondevice.api import Model
+
+RECORDED = "recorded_tokens.json"
+RECORDED_VERSION = 1
+MOST_TOKENS = 256
+CONTEXT = 128
+"""Of the model while it is tested, in tokens: little memory."""
+GENERATION_SECONDS = 8.0
+"""What isn't written by then isn't waited for."""
+WRONG_REMEDY = "this build computes wrongly here: install one made for this machine, or use another --backend"
+TOLERANCES = {"cpu": 0.0}
+OTHER_TOLERANCE = 0.25
+"""In logits, by backend: a token may differ where the recorded margin is below this.
+
+`cpu` has equal bits on every machine. The others multiply activations that aren't rounded to 8 bits: on the
+model that ships, `reference` moves the difference of two logits by 0.02 in the median and by 0.11 at most.
+"""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a model said to one message, greedily, on the `cpu` backend.
+
+    prompt: the ids of the message in the model's chat template. margins: by how much the logit of every
+    token exceeded the second best.
+    """
+
+    message: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+def read_recorded(folder: Path) -> Recorded:
+    """The recording beside the model. Raises BundleError for none, a damaged one, and another model's."""
+    from ondevice.bundle.files import contained, read_whole
+    from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, parse_json
+    from ondevice.models import MANIFEST
+
+    data = read_whole(contained(folder.resolve(), RECORDED), MAX_JSON_BYTES)
+    section = Section(parse_json(data, RECORDED), RECORDED)
+    section.equal("version", RECORDED_VERSION)
+    manifest = sha256(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).hexdigest()
+    if section.text("manifest_sha256", 64) != manifest:
+        raise BundleError(f"{RECORDED} was recorded with another model than {folder} holds; record it anew")
+    found = Recorded(
+        section.text("message", 1000),
+        section.integers("prompt", MOST_TOKENS, 0, 1 << 30),
+        section.integers("tokens", MOST_TOKENS, 0, 1 << 30),
+        section.numbers("margins", MOST_TOKENS, 0.0, 1e6),
+    )
+    section.close()
+    if not found.tokens or len(found.tokens) != len(found.margins):
+        raise BundleError(
+            f"{RECORDED} has {len(found.tokens)} tokens and {len(found.margins)} margins; record it anew"
+        )
+    return found
+
+
+def shipped_model(folder: Path | None) -> Check:
+    """Whether every byte of the model that ships is what its hashes say. Raises BundleError for damage."""
+    name = "shipped model"
+    if folder is None:
+        remedy = "install ondevice again; an app that leaves the model out can ignore this"
+        return Check(name, "warning", "there is none, so no backend can be tested", remedy)
+    from ondevice import api
+
+    found = api.verify(folder)
+    figures = {"path": str(folder), "files": len(found.files), "bytes": found.nbytes}
+    value = f"{folder.name}: {len(found.files)} files, {format_bytes(found.nbytes)}, all hashes right"
+    return Check(name, "ok", value, figures=figures)
+
+
+def named_model(model: str | os.PathLike[str]) -> Check:
+    """Whether a model can be opened and would fit. Raises what `load` does before it reads a weight."""
+    from ondevice import api
+    from ondevice.config import RuntimeConfig
+
+    prepared = api.open_model(model, RuntimeConfig())
+    prepared.plan.require_fit(prepared.bundle.name)
+    least = prepared.frugal.plan.minimum_budget_bytes
+    nbytes = prepared.bundle.bundle_bytes
+    figures = {"path": str(prepared.bundle.path), "bytes": nbytes, "minimum_budget_bytes": least}
+    value = f"{prepared.bundle.name}: {format_bytes(nbytes)}, runs in {format_bytes(least)} and more"
+    if prepared.warnings:
+        return Check("model", "warning", "; ".join((value, *prepared.warnings)), figures=figures)
+    return Check("model", "ok", f"{value}; `ondevice verify` reads all of it", figures=figures)
+
+
+def generation(backend: str, folder: Path | None) -> Check:
+    """Whether a backend makes the model in the folder write what was recorded, margins considered.
+
+    Raises what loading the model and reading the recording raise.
+    """
+    name = f"generation {backend}"
+    if folder is None:
+        return Check(name, "skipped", "no model ships with this installation")
+    from ondevice import api
+
+    recorded = read_recorded(folder)
+    try:
+        with api.load(folder, backend=backend, max_context=CONTEXT) as model:
+            return compare(name, model, recorded, TOLERANCES.get(backend, OTHER_TOLERANCE))
+    except BackendUnavailableError as error:
+        return Check(name, "skipped", str(error))
+
+
+def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Check:
+    """What a loaded model writes beside what was recorded; tolerance in logits, 0 forgives nothing.
+
+    Behind a difference that is forgiven, every token is compared as what follows the recorded ones.
+    """
+    from ondevice.model.kv_cache import common_prefix
+
+    begun, count = time.monotonic(), len(recorded.tokens)
+    prompt = model.chat_ids([{"role": "user", "content": recorded.message}])
+    if tuple(prompt) != recorded.prompt:
+        return Check(name, "failed", "the prompt's token ids aren't the recorded ones", WRONG_REMEDY)
+    written, in_time = _written(model, prompt, count)
+    same = common_prefix(written, recorded.tokens)
+    different = [same] if same < (count if in_time else len(written)) else []
+    if different and recorded.margins[same] < tolerance:
+        logits = model.logits([*prompt, *recorded.tokens])[len(prompt) - 1 : -1]
+        likeliest = logits.argmax(axis=1).tolist()
+        different += [i for i in range(same + 1, count) if likeliest[i] != recorded.tokens[i]]
+    figures = {
+        "tokens": count,
+        "written_tokens": len(written),
+        "different_tokens": different,
+        "tolerance_logits": tolerance,
+        "kernel_target": model.kernel_target,
+        "seconds": time.monotonic() - begun,
+    }
+    wrong = next((i for i in different if recorded.margins[i] >= tolerance), None)
+    if wrong is not None:
+        forgiven = f"below {tolerance} logits it would be forgiven" if tolerance else "none is forgiven"
+        margin = f"by a margin of {recorded.margins[wrong]:.2f}; {forgiven}"
+        value = f"token {wrong + 1} of {count} isn't the recorded one, which won {margin}"
+        return Check(name, "failed", value, WRONG_REMEDY, figures)
+    if not different and same < count:
+        value = f"{same} of {count} tokens within {GENERATION_SECONDS:.0f} s, those as recorded"
+        remedy = "try again when nothing else keeps the disk and the processor busy"
+        return Check(name, "warning", value, remedy, figures)
+    value = f"{count} tokens as recorded ({model.kernel_target})"
+    if different:
+        value += f", but for {len(different)} with margins below {tolerance} logits"
+    return Check(name, "ok", value, figures=figures)
+
+
+def _written(model: Model, prompt: list[int], count: int) -> tuple[tuple[int, ...], bool]:
+    """The first tokens of the answer, and whether the time was enough for `count`, or for its end."""
+    tokens, end = [], time.monotonic() + GENERATION_SECONDS
+    events = model.stream(tokens=prompt, max_tokens=count)
+    with closing(events):  # type: ignore[type-var]
+        for event in events:
+            if event.token is not None:
+                tokens.append(event.token)
+            elif event.finish_reason is not None:
+                return tuple(tokens), True
+            if time.monotonic() > end:
+                break
+    return tuple(tokens), len(tokens) == count
+
+
+def shipped_bundle() -> Path | None:
+    """The folder of the model that ships; None where there is none."""
+    from ondevice.models import find_model
+
+    try:
+        return find_model()
+    except ModelNotFoundError:
+        return None

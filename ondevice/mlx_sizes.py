@@ -1,0 +1,101 @@
+"""What the parts of a model take in memory under the MLX engine. Pure functions, in bytes.
+
+operand_bytes: of what matrices multiply in, 4 or 2: scales, biases and 16-bit values are held in it.
+"""
+
+from __future__ import annotations
+
+from ondevice.bundle.layout import neuron_layout, padded
+from ondevice.bundle.predictors import Predictors
+from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.memory_sizes import (
+    SegmentShape,
+    StreamShape,
+    context_tokens,
+    fetch_neurons,
+    logits_rows,
+    matrix_elements,
+    segment_shape,
+    widest_pass,
+)
+from ondevice.units import PAGE_BYTES
+
+MLX_CACHE_BYTES = 16 << 20
+"""Freed arrays that MLX keeps for the next ones, at most."""
+MLX_SEGMENT_BYTES = 16 << 20
+MLX_STAGES = 2
+"""Of gathered or streamed neurons that are multiplied (`backends/mlx.py`)."""
+MLX_STREAM_SLOTS = 3
+"""Segments of records on their way from flash."""
+
+
+def held_bytes(elements: int, bits: int, operand_bytes: int) -> int:
+    """So many elements of matrices whose rows are whole groups."""
+    if bits == 16:
+        return elements * operand_bytes
+    return elements * bits // 8 + elements // GROUP_SIZE * 2 * operand_bytes
+
+
+def mlx_segment_shape(config: ModelConfig, quant: QuantConfig, operand_bytes: int) -> SegmentShape:
+    """Ranges that are summed by themselves: fewer, larger ones than the kernels have, as each is launched."""
+    block = _neurons_bytes(config, quant, operand_bytes, GROUP_SIZE)
+    return segment_shape(config, quant, block, MLX_SEGMENT_BYTES)
+
+
+def mlx_stream_shape(config: ModelConfig, quant: QuantConfig, operand_bytes: int) -> StreamShape:
+    """A piece is a whole segment: pieces are summed one by one, and mustn't depend on what is resident."""
+    neurons = mlx_segment_shape(config, quant, operand_bytes).neurons
+    records = neurons * neuron_layout(config, quant).stride
+    return StreamShape(
+        neurons=neurons,
+        slot_bytes=padded(records, PAGE_BYTES) + PAGE_BYTES,
+        slots=MLX_STREAM_SLOTS,
+        packed_bytes=mlx_stage_bytes(config, quant, operand_bytes),
+    )
+
+
+def mlx_stage_neurons(config: ModelConfig, quant: QuantConfig, operand_bytes: int) -> int:
+    """Neurons in one stage: a streamed segment, or a token's of a layer, ranges in whole blocks each."""
+    segment = mlx_segment_shape(config, quant, operand_bytes)
+    return max(segment.neurons, padded(fetch_neurons(config), GROUP_SIZE) + segment.per_layer * GROUP_SIZE)
+
+
+def mlx_stage_bytes(config: ModelConfig, quant: QuantConfig, operand_bytes: int) -> int:
+    """Room in which streamed and gathered neurons are multiplied, and the copy that is taken apart."""
+    neurons = mlx_stage_neurons(config, quant, operand_bytes)
+    copied = neurons * neuron_layout(config, quant).stride
+    return MLX_STAGES * _neurons_bytes(config, quant, operand_bytes, neurons) + copied
+
+
+def mlx_weights_bytes(
+    config: ModelConfig, quant: QuantConfig, predictors: Predictors | None, gates: bool, operand_bytes: int
+) -> int:
+    """What operands wider than a bundle's float16 add to the matrices of every token."""
+    hidden, neurons = padded(config.hidden_size, GROUP_SIZE), config.intermediate_size
+    elements = matrix_elements(config) - 3 * config.num_layers * config.hidden_size * neurons
+    elements += config.num_layers * neurons * hidden if gates else 0
+    more = held_bytes(elements, quant.bits, operand_bytes) - held_bytes(elements, quant.bits, 2)
+    if predictors is not None:
+        low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in predictors.ranks)
+        more += held_bytes(low, predictors.bits, operand_bytes) - held_bytes(low, predictors.bits, 2)
+    return more
+
+
+def mlx_activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, tokens: int) -> int:
+    """Working memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
+
+    Scores of attention exist whole, keys and values of a context twice: joined and in the operands' type.
+    """
+    context = context_tokens(config, runtime)
+    neurons = max(fetch_neurons(config), config.intermediate_size)
+    per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
+    scores = 2 * config.num_heads * context
+    rows = min(widest_pass(config, runtime), logits_rows(config))
+    logits = max(8 * 8, 3 * 4 * rows) * config.vocab_size
+    joined = 3 * 4 * 2 * config.kv_size * context
+    return 4 * tokens * (per_token + scores) + joined + logits + MLX_CACHE_BYTES
+
+
+def _neurons_bytes(config: ModelConfig, quant: QuantConfig, operand_bytes: int, neurons: int) -> int:
+    row = padded(config.hidden_size, GROUP_SIZE)
+    return 3 * held_bytes(neurons * row, quant.bits, operand_bytes)

@@ -1,0 +1,168 @@
+"""Memory pressure: how scarce memory is, by one reading of it, and what a DRAM budget should then be.
+
+Pure functions of readings, budgets and a clock's time. They know no system: `pressure_sources.py` makes the
+readings, `budget_watch.py` asks and carries out. Sizes are bytes, times are seconds of a monotonic clock.
+
+Pressure is what others take of the memory that there was for this process when it was loaded. Whoever gives
+a model all that a control group holds isn't told so by the group being full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Level = Literal["normal", "warning", "critical"]
+"""In the order of distress."""
+LEVELS: tuple[Level, ...] = ("normal", "warning", "critical")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One look at memory where it is scarcest for this process: on the machine, or in a control group."""
+
+    limit_bytes: int
+    """What there is in all."""
+    available_bytes: int
+    """What can still be allocated, page cache that can be dropped included."""
+    process_bytes: int
+    """What this process holds."""
+    stalled: float = 0.0
+    """Share of the last seconds, from 0 to 1, in which something waited for memory."""
+    blocked: float = 0.0
+    """Share in which nothing did anything but wait for it."""
+    limit_hits: int = 0
+    """Times the limit was met, ever."""
+    reported: Level = "normal"
+    """What the system itself calls it, where it does."""
+
+
+@dataclass(frozen=True)
+class PressureConfig:
+    """When a budget shrinks and grows. Shares are of a reading's `limit_bytes`."""
+
+    interval_seconds: float = 1.0
+    """Between two looks."""
+    reserve_share: float = 0.05
+    least_reserve_bytes: int = 16 << 20
+    """Left to others, unless they had less when the model was loaded; it is critical below half of that."""
+    drift_share: float = 0.0025
+    least_drift_bytes: int = 8 << 20
+    """What readings differ by without meaning anything: page tables, the kernel's own caches."""
+    short_share: float = 0.1
+    """Waiting counts only with less than this available: elsewhere it is others' own limits they wait at."""
+    reported_share: float = 0.5
+    """What the system says counts only with less than this available: macOS may warn with memory free."""
+    waiting: float = 0.2
+    """Share of time: a warning where something waited so long, critical where everything did."""
+    confirmations: int = 2
+    """Looks in a row before a warning counts."""
+    settle_seconds: float = 5.0
+    """Between two steps down that no arithmetic asks for, only what the system says."""
+    calm_seconds: float = 30.0
+    """Without pressure, before the budget grows."""
+    grow_seconds: float = 5.0
+    """Between two steps up."""
+    steps: int = 8
+    """From the smallest budget to the largest."""
+
+
+DEFAULT_PRESSURE = PressureConfig()
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Where a budget is, and between what it may move."""
+
+    current_bytes: int
+    floor_bytes: int
+    """The smallest that works."""
+    ceiling_bytes: int
+    """The user's own, or what the model can use at most if that is less."""
+
+
+@dataclass(frozen=True)
+class PressureState:
+    """What is remembered from look to look."""
+
+    usual_room_bytes: int
+    """What there was for this process at the first look: held already, or available."""
+    level: Level = "normal"
+    looks: int = 0
+    """In a row, that weren't normal."""
+    limit_hits: int = 0
+    troubled_at: float = 0.0
+    """The last look that wasn't normal."""
+    changed_at: float = 0.0
+    """The last change of the budget."""
+
+
+def advance(
+    state: PressureState | None, reading: Reading, bounds: Bounds, now: float, config: PressureConfig
+) -> tuple[PressureState, int]:
+    """What to remember after a look, and the budget that it calls for. state: None at the first look."""
+    room = reading.available_bytes + min(reading.process_bytes, bounds.current_bytes)
+    if state is None:
+        state = PressureState(room, limit_hits=reading.limit_hits, troubled_at=now, changed_at=now)
+    drift = _share(config.drift_share, reading, config.least_drift_bytes)
+    allowed = room - _reserve(state.usual_room_bytes - bounds.ceiling_bytes, reading, drift, config)
+    over = bounds.current_bytes > allowed
+    level = _level(reading, over, reading.limit_hits > state.limit_hits, config)
+    state = replace(
+        state,
+        level=level,
+        looks=0 if level == "normal" else state.looks + 1,
+        limit_hits=reading.limit_hits,
+        troubled_at=state.troubled_at if level == "normal" else now,
+    )
+    target = _target(state, bounds, allowed - drift, over, now, config)
+    return replace(state, changed_at=now if target != bounds.current_bytes else state.changed_at), target
+
+
+def _share(share: float, reading: Reading, least_bytes: int) -> int:
+    return max(least_bytes, int(share * reading.limit_bytes))
+
+
+def _reserve(usual_spare: int, reading: Reading, drift: int, config: PressureConfig) -> int:
+    """What is to stay free beside the budget; below 0 where the budget was given with open eyes.
+
+    usual_spare: what the largest budget left free when the model was loaded.
+    """
+    reserve = _share(config.reserve_share, reading, config.least_reserve_bytes)
+    return min(reserve, usual_spare // 2, usual_spare - 2 * drift)
+
+
+def _level(reading: Reading, over: bool, hit: bool, config: PressureConfig) -> Level:
+    """How bad it is. over: the budget takes more than others leave. hit: the limit was met since the last."""
+    available = reading.available_bytes / max(1, reading.limit_bytes)
+    levels: list[Level] = ["normal"]
+    if available < config.reported_share:
+        levels.append(reading.reported)
+    if over:
+        nothing_left = _share(config.reserve_share, reading, config.least_reserve_bytes) // 2
+        levels.append("critical" if hit or reading.available_bytes < nothing_left else "warning")
+    if available < config.short_share and max(reading.stalled, reading.blocked) >= config.waiting:
+        levels.append("critical" if reading.blocked >= config.waiting else "warning")
+    return max(levels, key=LEVELS.index)
+
+
+def _target(
+    state: PressureState, bounds: Bounds, fitting: int, over: bool, now: float, config: PressureConfig
+) -> int:
+    """The budget to have now. fitting: the one that others leave, with some to spare."""
+    current, floor, ceiling = bounds.current_bytes, bounds.floor_bytes, bounds.ceiling_bytes
+    step = max(1, (ceiling - floor) // config.steps)
+    since = now - state.changed_at
+    if state.level == "critical":
+        return min(current, floor)
+    if state.level == "warning":
+        if state.looks < config.confirmations or current <= floor:
+            return current
+        if over:
+            return max(floor, fitting)
+        return max(floor, current - step) if since >= config.settle_seconds else current
+    calm = now - state.troubled_at
+    if current >= ceiling or calm < config.calm_seconds or since < config.grow_seconds:
+        return current
+    wanted = min(ceiling, current + step)
+    return wanted if wanted <= fitting else current
