@@ -34,7 +34,7 @@ budget, prompt, options = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 if budget == "smallest":
     budget = ondevice.inspect(sys.argv[1], **options).minimum_budget_bytes
 with ondevice.load(sys.argv[1], dram_budget=budget, threads=1, **options) as model:
-    for _ in range(20):
+    for _ in range(int(sys.argv[5])):
         stats = model.measure(prompt, 8)
         if stats.neuron_cache_hit_rate == 1.0:
             break
@@ -105,9 +105,11 @@ def shared_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(bundle: Path, budget: str, prompt: int, **options: int | str) -> tuple[int, int, int, float]:
-    """(peak, budget, planned total, hit rate) of a process of its own."""
-    arguments = [str(bundle), budget, str(prompt), json.dumps(options)]
+def run(
+    bundle: Path, budget: str, prompt: int, rounds: int = 20, **options: int | str
+) -> tuple[int, int, int, float]:
+    """(peak, budget, planned total, hit rate) of a process of its own, which ends when all is in memory."""
+    arguments = [str(bundle), budget, str(prompt), json.dumps(options), str(rounds)]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -160,3 +162,12 @@ def test_neurons_that_are_predicted_keep_to_the_plan(
     options = {"max_context": 1024, "sparsity": "predicted"}
     peak, allowed, total, _ = run(predicted_bundle, budget, prompt, **options)
     assert 0.80 * total <= peak <= total <= allowed
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, sparsity: str) -> None:
+    """Its working memory is planned for the widest chunk, and freed arrays that it may keep."""
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    options = {"backend": "mlx", "speculation": "off", "sparsity": sparsity, "max_context": 64}
+    peak, allowed, total, _ = run(relu_bundle, "smallest", 40, rounds=2, **options)
+    assert 0.75 * total <= peak <= total <= allowed

@@ -243,10 +243,9 @@ class MlxBackend(MlxOps):
                 self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
             else:
                 self._stages.insert(0, self._stages.pop())
-                stage = self._stages[0]
-                if stage.pending is not None:
-                    self._await(stage.pending)
-                stage.filled, stage.pending = 0, None
+                if self._stages[0].pending is not None:
+                    self._await()
+                self._stages[0].filled = 0
         stage = self._stages[0]
         rows = slice(stage.filled, stage.filled + count)
         stage.filled = rows.stop
@@ -259,25 +258,20 @@ class MlxBackend(MlxOps):
             return self.to_numpy(scores)
         layer, tokens, guess = foreseen
         self._await(scores, *([guess] if layer.wants_guess(tokens) else []))
-        self._settled()
         if layer.foresee is not None:
             layer.foresee(tokens, _known(guess))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:
         self._await(x)
-        self._settled()
         return np.array(x)
 
-    def _settled(self) -> None:
-        """What a pass has asked for so far is known: what is read back depends on all of it."""
+    def _await(self, *arrays: mx.array) -> None:
+        """One synchronisation: these are known then, and all that was asked for of stages."""
+        started = time.perf_counter()
+        mx.eval(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
-
-    def _await(self, *arrays: mx.array) -> None:
-        """One synchronisation, unless all has been computed already: nobody can tell beforehand."""
-        started = time.perf_counter()
-        mx.eval(*arrays)
         self.synchronisations += 1
         self.synchronised_seconds += time.perf_counter() - started
 
