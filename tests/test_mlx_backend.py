@@ -206,6 +206,14 @@ def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
         assert 0 < stats.synchronised_seconds < 60
 
 
+def test_a_prompts_chunks_are_computed_one_by_one() -> None:
+    """MLX is lazy: what nobody waits for would pile up, beyond the plan and beyond cancelling."""
+    with loaded(SHIPPED, sparsity="dense", prefill_chunk=16) as model:
+        stats = model.generate(tokens=random_tokens(model, 100), max_tokens=1).stats
+        assert stats.forward_passes == 7
+        assert stats.synchronisations >= 7
+
+
 @pytest.mark.skipif(ON_GPU, reason="MLX's CPU kernels give rows the same bits in any company; others may not")
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> None:

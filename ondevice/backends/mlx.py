@@ -23,8 +23,10 @@ from ondevice.backends.base import (
     EmbeddingSource,
     FeedForwardSource,
     Float32,
+    HeadNorms,
     Int32,
     KVLayout,
+    KVStore,
     LinearSource,
     Norm,
     Selector,
@@ -34,6 +36,7 @@ from ondevice.backends.mlx_limits import MlxLimits
 from ondevice.backends.mlx_ops import MlxBlock, MlxOps, activate, block_allocator, normed
 from ondevice.backends.mlx_weights import MlxFeedForward, MlxLinear, MlxNeurons
 from ondevice.backends.reference import read_rows
+from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
 from ondevice.config import Activation
 from ondevice.kernels import _native
@@ -84,6 +87,8 @@ class MlxBackend(MlxOps):
         self._embedding: EmbeddingTable | None = None
         self._stages: list[_Stage] = []
         self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
+        self._begun: mx.array | None = None
+        """What was last begun, if nobody has waited for it or for what comes of it."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
         return MlxLinear(source, self.dtype)
@@ -134,6 +139,26 @@ class MlxBackend(MlxOps):
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
         found = weight.matrix.rows_product(x)
         return found if weight.bias is None else found + weight.bias
+
+    def attend(
+        self,
+        qkv: mx.array,
+        kv: KVStore,
+        layer: int,
+        position: int,
+        cos: Float32,
+        sin: Float32,
+        norms: HeadNorms | None = None,
+        window: int = 0,
+        tree: TokenTree | None = None,
+    ) -> mx.array:
+        # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
+        # under way stays within one pass's working memory, and a cancelled prompt ends.
+        if layer == 0 and self._begun is not None:
+            self._await(self._begun)
+        self._begun = super().attend(qkv, kv, layer, position, cos, sin, norms, window, tree)
+        mx.async_eval(self._begun)
+        return self._begun
 
     def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         # Read back together with the layer's own scores: a guess must not cost a synchronisation.
@@ -272,6 +297,7 @@ class MlxBackend(MlxOps):
         mx.eval(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
+        self._begun = None
         self.synchronisations += 1
         self.synchronised_seconds += time.perf_counter() - started
 
