@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from importlib import import_module
@@ -55,6 +56,11 @@ def check_backend(runtime: RuntimeConfig) -> None:
         raise BackendUnavailableError(
             "--backend mlx needs the package mlx, which can't be imported here: pip install 'ondevice[mlx]', "
             "or use --backend cpu"
+        )
+    if runtime.draft_model and runtime.speculation in ("auto", "model") and backend != "cpu":
+        raise BackendUnavailableError(
+            f"--draft-model {os.fspath(runtime.draft_model)}: a second model drafts with --backend cpu only, "
+            f"not with {backend}"
         )
     if runtime.speculation not in ("auto", "off") and not is_row_invariant(backend):
         raise BackendUnavailableError(

@@ -327,7 +327,7 @@ class Engine:
         target = self._room(self._kv_bytes + nbytes)
         if target < self._segments:
             self._lend(target)
-        # Whole at once: pages that come as tokens are written would hit a memory limit token by token.
+        # `cpu`: whole at once; pages that come as tokens are written would hit a memory limit token by token.
         backend = self._backend
         block = _native.allocate(nbytes) if backend is None else backend.allocate_block(self._layout)
         self._kv_bytes += nbytes

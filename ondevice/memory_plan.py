@@ -43,7 +43,14 @@ from ondevice.memory_sizes import (
     weights_bytes,
     widest_pass,
 )
-from ondevice.mlx_sizes import mlx_activation_bytes, mlx_segment_shape, mlx_stream_shape, mlx_weights_bytes
+from ondevice.mlx_sizes import (
+    mlx_activation_bytes,
+    mlx_segment_shape,
+    mlx_stream_bytes,
+    mlx_stream_shape,
+    mlx_weights_bytes,
+)
+from ondevice.speculation.registry import runs_streams
 from ondevice.units import format_bytes
 
 PROCESS_ALLOWANCE_BYTES = 4 << 20
@@ -327,7 +334,10 @@ def plan_memory(
             sparsity=runtime.sparsity,
         )
     if runtime.backend == "mlx":
-        return _mlx_plan(plan, config, quant, runtime, predictors, operand_bytes)
+        plan = _mlx_plan(plan, config, quant, runtime, predictors, operand_bytes)
+        adapters = streams if runs_streams(runtime.speculation, streams) else None
+        more = mlx_stream_bytes(config, adapters, operand_bytes)
+        return replace(plan, draft_bytes=plan.draft_bytes + more)
     return plan if runtime.backend != "reference" else _reference_plan(plan, config, quant, runtime)
 
 

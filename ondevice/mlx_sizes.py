@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ondevice.bundle.layout import neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.streams import Streams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.memory_sizes import (
     SegmentShape,
@@ -14,7 +15,6 @@ from ondevice.memory_sizes import (
     context_tokens,
     fetch_neurons,
     logits_rows,
-    matrix_elements,
     segment_shape,
     widest_pass,
 )
@@ -72,13 +72,22 @@ def mlx_weights_bytes(
 ) -> int:
     """What operands wider than a bundle's float16 add to the matrices of every token."""
     hidden, neurons = padded(config.hidden_size, GROUP_SIZE), config.intermediate_size
-    elements = matrix_elements(config) - 3 * config.num_layers * config.hidden_size * neurons
-    elements += config.num_layers * neurons * hidden if gates else 0
+    queries = padded(config.query_size, GROUP_SIZE)
+    layer = config.qkv_size * hidden + config.hidden_size * queries + (neurons * hidden if gates else 0)
+    elements = config.num_layers * layer + config.vocab_size * hidden
     more = held_bytes(elements, quant.bits, operand_bytes) - held_bytes(elements, quant.bits, 2)
     if predictors is not None:
         low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in predictors.ranks)
         more += held_bytes(low, predictors.bits, operand_bytes) - held_bytes(low, predictors.bits, 2)
     return more
+
+
+def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes: int) -> int:
+    """What operands wider than float16 add to the streams' adapters."""
+    if streams is None:
+        return 0
+    elements = sum(rows * padded(cols, GROUP_SIZE) for rows, cols in streams.matrices(config).values())
+    return held_bytes(elements, streams.bits, operand_bytes) - held_bytes(elements, streams.bits, 2)
 
 
 def mlx_activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, tokens: int) -> int:

@@ -177,9 +177,9 @@ def test_what_cannot_draft_is_refused(target: Path, draft: Path, tmp_path: Path)
     (damaged / "resident.safetensors").write_bytes(b"short")
     with pytest.raises(BundleError, match=r"--draft-model .*damaged: resident\.safetensors has 5 bytes"):
         ondevice.inspect(target, speculation="model", draft_model=damaged)
-    with pytest.raises(BackendUnavailableError, match="--backend cpu"):
-        ondevice.inspect(target, speculation="model", draft_model=draft, backend="reference")
-    assert ondevice.inspect(target, draft_model=draft, backend="reference").draft_bytes == 0
+    for speculation in ("model", "auto"):
+        with pytest.raises(BackendUnavailableError, match="--backend cpu"):
+            ondevice.inspect(target, speculation=speculation, draft_model=draft, backend="reference")
     checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (checkpoint / name).unlink()

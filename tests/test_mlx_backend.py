@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 import ondevice
+from ondevice import backend_choice
 from ondevice.bench_prompts import BUILT_IN
 from ondevice.config import RuntimeConfig
 from ondevice.converters.convert import convert
-from ondevice.errors import BackendUnavailableError, BudgetError
+from ondevice.errors import BackendUnavailableError, BudgetError, OndeviceError
 from ondevice.units import memory_total
 from tests.models import VARIANTS, write_checkpoint
 
@@ -172,19 +173,23 @@ def test_what_is_written_through_a_view_is_what_is_multiplied() -> None:
     assert matrix.rows_product(x).tolist() == [[0, 64, 0]]
 
 
-def test_neurons_are_multiplied_before_their_place_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_neurons_are_multiplied_before_their_place_is_written_again(
+    sparsity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the wait that guards a stage, what is multiplied late finds other neurons there."""
-    with loaded(SHIPPED, sparsity="dense") as model:
+    with loaded(SHIPPED, sparsity=sparsity) as model:
         tokens = random_tokens(model, 30)
         expected = model.logits(tokens)
 
     def streamed() -> np.ndarray:
-        with loaded(SHIPPED, sparsity="dense", dram_budget=smallest(SHIPPED, sparsity="dense")) as model:
+        with loaded(SHIPPED, sparsity=sparsity, dram_budget=smallest(SHIPPED, sparsity=sparsity)) as model:
             logits: np.ndarray = model.logits(tokens)
             return logits
 
-    # Nothing is computed before somebody waits for it.
+    # Nothing is computed before somebody waits for it, and a layer takes more than there are stages.
     monkeypatch.setattr(mlx_engine.mx, "async_eval", lambda *arrays: None)
+    monkeypatch.setattr(backend_choice, "mlx_stage_neurons", lambda *shape: 128)
     assert (streamed() == expected).all()
     room = MlxBackend._room
 
@@ -241,6 +246,9 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(bundles: Any, monkeypatch
     folder = bundles("llama", "q4")
     with pytest.raises(BackendUnavailableError, match="--kv-bits 16"):
         loaded(folder, kv_bits=8)
+    for speculation in ("model", "auto"):
+        with pytest.raises(BackendUnavailableError, match="--backend cpu"):
+            loaded(folder, speculation=speculation, draft_model=folder)
     monkeypatch.setattr(mlx_engine, "is_row_invariant", lambda: False)
     with pytest.raises(BackendUnavailableError, match="--backend cpu"):
         loaded(folder, speculation="lookup")
@@ -249,19 +257,48 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(bundles: Any, monkeypatch
     assert refused.value.required_bytes > 1 << 20
 
 
-def test_limits_of_mlx_are_given_back(bundles: Any) -> None:
-    before = mx.set_cache_limit(123 << 20)
+def test_limits_of_mlx_are_those_of_who_is_loaded_and_are_given_back(bundles: Any) -> None:
+    own = 123 << 20, 7 << 30
+
+    def now() -> tuple[int, int]:
+        found = mx.set_cache_limit(1), mx.set_memory_limit(1)
+        mx.set_cache_limit(found[0])
+        mx.set_memory_limit(found[1])
+        return found
+
+    before = mx.set_cache_limit(own[0]), mx.set_memory_limit(own[1])
     try:
-        with loaded(bundles("llama", "q4")):
-            assert mx.set_cache_limit(5 << 20) == 16 << 20
-        assert mx.set_cache_limit(123 << 20) == 123 << 20
+        with loaded(bundles("llama", "q4"), dram_budget="3GB"):
+            assert now() == (16 << 20, 3 * 10**9)
+            with loaded(bundles("qwen2", "q8"), dram_budget="4GB") as second:
+                assert now()[1] == 4 * 10**9
+                second.set_dram_budget("2GB")
+                assert now()[1] == 3 * 10**9
+            assert now() == (16 << 20, 3 * 10**9)
+            with pytest.raises(BudgetError):
+                loaded(bundles("qwen2", "q8"), dram_budget="1MB")
+        assert now() == own
     finally:
-        mx.set_cache_limit(before)
+        mx.set_cache_limit(before[0])
+        mx.set_memory_limit(before[1])
+
+
+def test_memory_that_the_system_refuses_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MemoryError):
+        writable((1 << 30, 1 << 20), mx.uint32)
+
+    def refused(*arrays: Any) -> None:
+        raise RuntimeError("[malloc_or_wait] Unable to allocate 5 bytes.")
+
+    with loaded(SHIPPED, sparsity="exact") as model:
+        monkeypatch.setattr(mlx_engine.mx, "eval", refused)
+        with pytest.raises(OndeviceError, match="memory"):
+            model.generate(tokens=[1, 2, 3], max_tokens=3)
+        monkeypatch.undo()
+        assert len(model.generate(tokens=[1, 2, 3], max_tokens=3).tokens) <= 3
 
 
 def test_auto_is_cpu_but_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ondevice import backend_choice
-
     assert RuntimeConfig().backend == "auto"
     monkeypatch.setattr(backend_choice.sys, "platform", "linux")
     assert backend_choice.settled_backend("auto") == "cpu"

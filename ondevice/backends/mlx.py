@@ -34,7 +34,7 @@ from ondevice.backends.base import (
 from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingTable
 from ondevice.backends.mlx_limits import MlxLimits
 from ondevice.backends.mlx_ops import MlxBlock, MlxOps, activate, block_allocator, normed
-from ondevice.backends.mlx_weights import MlxFeedForward, MlxLinear, MlxNeurons
+from ondevice.backends.mlx_weights import MlxFeedForward, MlxLinear, MlxNeurons, allocation
 from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
@@ -60,7 +60,7 @@ class MlxBackend(MlxOps):
 
     segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: on their way
     through at a time, as many or more. cache_bytes: freed arrays that MLX may keep. budget_bytes: of the
-    process.
+    process; 0: MLX's limits stay as they are.
     """
 
     name = "mlx"
@@ -75,8 +75,7 @@ class MlxBackend(MlxOps):
         resident_embedding: bool = False,
     ) -> None:
         self.dtype = compute_type()
-        self._limits = MlxLimits(cache_bytes)
-        self.keep_to(budget_bytes)
+        self._limits = MlxLimits(cache_bytes, budget_bytes) if budget_bytes else None
         self.feed_forwards: list[MlxFeedForward] = []
         self.synchronisations = 0
         """Times that the host has waited for what MLX computes; that took `synchronised_seconds`."""
@@ -119,18 +118,22 @@ class MlxBackend(MlxOps):
         return block_allocator(layout)(layout.block_bytes)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """MLX's own limits follow the budget. 0: they stay as they are."""
-        if budget_bytes:
+        """MLX's own limits follow the budget, if they did from the start."""
+        if self._limits is not None:
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
         """Give working memory and MLX's limits back. Idempotent."""
         self.trim()
-        self._limits.restore()
+        if self._limits is not None:
+            self._limits.restore()
 
     def trim(self) -> None:
-        """Give working memory back. No result of an op that hasn't been evaluated is valid after."""
+        """Give working memory back, once what was asked for of it is known."""
+        if self._begun is not None:
+            self._await(self._begun)
         self._stages.clear()
+        self._foreseen = None
         mx.clear_cache()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> mx.array:
@@ -154,8 +157,10 @@ class MlxBackend(MlxOps):
     ) -> mx.array:
         # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
         # under way stays within one pass's working memory, and a cancelled prompt ends.
-        if layer == 0 and self._begun is not None:
-            self._await(self._begun)
+        if layer == 0:
+            self._foreseen = None  # of a pass that was given up
+            if self._begun is not None:
+                self._await(self._begun)
         self._begun = super().attend(qkv, kv, layer, position, cos, sin, norms, window, tree)
         mx.async_eval(self._begun)
         return self._begun
@@ -294,7 +299,8 @@ class MlxBackend(MlxOps):
     def _await(self, *arrays: mx.array) -> None:
         """One synchronisation: these are known then, and all that was asked for of stages."""
         started = time.perf_counter()
-        mx.eval(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
+        with allocation():
+            mx.eval(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
         self._begun = None

@@ -1,43 +1,60 @@
-"""MLX's limits on memory, which belong to the plan while a model is loaded: one set for the whole process.
+"""MLX's limits on memory, which belong to the plans of the models that are loaded: one set for the process.
 
-Where several models are loaded, the last to change a limit decides; what was there before any comes back with
-the last to close.
+Every budget bounds the whole process, so with several models the largest counts. What was there before the
+first comes back with the last to close.
 """
 
 from __future__ import annotations
 
+import threading
+
 import mlx.core as mx
 
-_open: list[MlxLimits] = []
-_before: list[tuple[int, int]] = []
+_lock = threading.Lock()
+_open: dict[object, tuple[int, int]] = {}
+"""(freed bytes that may be kept, budget) of every model that is loaded."""
+_before: tuple[int, int, int] | None = None
+"""Limits of MLX's cache, memory and wired memory before the first of them."""
 
 
 class MlxLimits:
-    """Freed arrays of at most `cache_bytes` are kept; memory and what is wired follow the budget."""
+    """Freed arrays of at most `cache_bytes` are kept; memory and what is wired follow `budget_bytes`."""
 
-    def __init__(self, cache_bytes: int) -> None:
-        before = mx.set_cache_limit(cache_bytes)
-        if not _open:
-            memory = mx.set_memory_limit(1 << 40)
-            mx.set_memory_limit(memory)
-            _before.append((before, memory))
-        _open.append(self)
+    def __init__(self, cache_bytes: int, budget_bytes: int) -> None:
+        self._cache_bytes = cache_bytes
+        self.keep_to(budget_bytes)
 
     def keep_to(self, budget_bytes: int) -> None:
         """Evaluations wait for memory beyond the budget; on a GPU as much of it as may be stays wired."""
-        mx.set_memory_limit(budget_bytes)
-        if mx.metal.is_available():
-            most = int(mx.device_info()["max_recommended_working_set_size"])
-            mx.set_wired_limit(min(budget_bytes, most))
+        global _before
+        with _lock:
+            if _before is None:
+                _before = _set(self._cache_bytes, budget_bytes)
+            _open[self] = self._cache_bytes, budget_bytes
+            _apply()
 
     def restore(self) -> None:
         """Idempotent."""
-        if self not in _open:
-            return
-        _open.remove(self)
-        if not _open:
-            cache, memory = _before.pop()
-            mx.set_cache_limit(cache)
-            mx.set_memory_limit(memory)
-            if mx.metal.is_available():
-                mx.set_wired_limit(0)
+        global _before
+        with _lock:
+            if _open.pop(self, None) is None:
+                return
+            if _open:
+                _apply()
+            elif _before is not None:
+                _set(*_before[:2], wired_bytes=_before[2])
+                _before = None
+
+
+def _apply() -> None:
+    caches, budgets = zip(*_open.values(), strict=True)
+    _set(max(caches), max(budgets))
+
+
+def _set(cache_bytes: int, memory_bytes: int, wired_bytes: int | None = None) -> tuple[int, int, int]:
+    """The limits that were there before."""
+    before = mx.set_cache_limit(cache_bytes), mx.set_memory_limit(memory_bytes)
+    if not mx.metal.is_available():
+        return *before, 0
+    most = int(mx.device_info()["max_recommended_working_set_size"])
+    return *before, mx.set_wired_limit(min(memory_bytes, most) if wired_bytes is None else wired_bytes)

@@ -7,6 +7,9 @@ reads it any more: MLX is lazy, so what was computed from it must have been eval
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -17,14 +20,29 @@ from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selec
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
+from ondevice.kernels import _native
 
 EVERY = slice(None)
 
 
+@contextmanager
+def allocation() -> Iterator[None]:
+    """What MLX raises for want of memory is a MemoryError outside."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "alloc" not in str(error):
+            raise
+        raise MemoryError(str(error)) from error
+
+
 def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray[Any]]:
-    """An array of zeros and the numpy view through which it is written."""
-    array = mx.zeros(shape, dtype=dtype)
-    mx.eval(array)
+    """An array of zeros and the numpy view through which it is written. Raises MemoryError."""
+    # MLX's CPU device doesn't ask whether it got its memory: this does, and gives it back at once.
+    _native.allocate(max(1, prod(shape) * dtype.size))
+    with allocation():
+        array = mx.zeros(shape, dtype=dtype)
+        mx.eval(array)
     return array, np.array(array, copy=False)
 
 
@@ -150,6 +168,9 @@ class MlxFeedForward(FedLayer):
     ) -> None:
         super().__init__(source, segment_neurons, selector)
         self._dtype = dtype
+
+    # MLX has streams of its own for every thread that computes, and keeps them when it ends.
+    allocates_anywhere = False
 
     def new_segment(self) -> MlxNeurons:
         return self.room_for(self.segment_neurons)

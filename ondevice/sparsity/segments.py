@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ondevice.backends.base import Bytes
@@ -117,6 +117,9 @@ class SegmentPool:
     def _allocate(self, missing: int) -> None:
         """Have up to SEGMENTS_AHEAD empty segments under way for `missing` ones."""
         while len(self._empty) < min(SEGMENTS_AHEAD, missing):
+            if not self._layers[0].allocates_anywhere:
+                self._empty.append(_now(self._layers[0].new_segment))
+                continue
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             try:
@@ -243,6 +246,16 @@ class SegmentPool:
                 self._stream.next()
                 self._stream.release()
         return self._stream
+
+
+def _now(work: Callable[[], Segment]) -> Future[Segment]:
+    """What an executor's thread would do, done here."""
+    future: Future[Segment] = Future()
+    try:
+        future.set_result(work())
+    except MemoryError as error:
+        future.set_exception(error)
+    return future
 
 
 def _closed() -> Iterator[Bytes | Segment]:
