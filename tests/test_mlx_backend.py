@@ -17,11 +17,19 @@ import pytest
 
 import ondevice
 from ondevice import backend_choice
+from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bench_prompts import BUILT_IN
+from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
+from ondevice.converters.calibrate import LayerThresholds, write_thresholds
 from ondevice.converters.convert import convert
 from ondevice.errors import BackendUnavailableError, BudgetError, OndeviceError
+from ondevice.flash.reader import FlashReader
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
 from ondevice.units import memory_total
+from tests.bundles import copy_files
+from tests.engines import all_logits
 from tests.models import VARIANTS, write_checkpoint
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
@@ -86,6 +94,51 @@ def test_logits_are_those_of_reference(bundles: Any, variant: str, quant: str) -
     for mode in modes:
         with loaded(folder, sparsity=mode, prefill_chunk=37) as model:
             assert error(model.logits(tokens), theirs) < TOLERANCE, mode
+
+
+class ThresholdReference(ReferenceBackend):
+    """The oracle of threshold mode: of a layer's gates, those that matter too little become zero."""
+
+    def __init__(self, layers: list[LayerThresholds]) -> None:
+        self._layers, self._loaded, self.left_out = layers, {}, 0.0  # type: ignore[var-annotated]
+
+    def load_feed_forward(self, layer: int, source: Any, selector: Any = None) -> Any:
+        found = super().load_feed_forward(layer, source)
+        self._loaded[id(found)] = self._layers[layer]
+        return found
+
+    def feed_forward(
+        self, x: Any, weight: Any, activation: Any, norm: Any = None, added: Any = None, certain: Any = None
+    ) -> Any:
+        entering, cutoff = self.rms_norm(x, *norm), self._loaded[id(weight)]
+        gates = activate(entering @ weight.gate.T, activation)
+        small = np.abs(gates) * cutoff.importance <= cutoff.thresholds[0]
+        self.left_out += small.mean() / len(self._layers)
+        return added + (np.where(small, 0, gates) * (entering @ weight.up.T)) @ weight.down
+
+
+def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> None:
+    folder = copy_files(bundles("llama-tails", "q8"), tmp_path / "threshold")
+    bundle, rng = Bundle.open(folder), np.random.default_rng(0)
+    layers = [
+        LayerThresholds(
+            rng.uniform(0.5, 2, bundle.config.intermediate_size).astype(np.float32), (0.4,), (0.5,)
+        )
+        for _ in range(bundle.config.num_layers)
+    ]
+    write_thresholds(bundle, layers, folder, [0.5], 0, 0)
+    oracle = ThresholdReference(layers)
+    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+        weights = load_weights(bundle, reader, oracle)
+        tokens = [int(token) for token in rng.integers(0, bundle.config.vocab_size, 50)]
+        expected = all_logits(Transformer(bundle.config, oracle, weights), tokens)
+    assert 0.2 < oracle.left_out < 0.8
+    with loaded(folder, sparsity="dense") as model:
+        dense = model.logits(tokens)
+    with loaded(folder, sparsity="threshold") as model:
+        found = model.logits(tokens)
+    # A gate near its threshold may fall on either side of it.
+    assert error(found, expected) < 0.2 * error(dense, expected)
 
 
 def smallest(folder: Path, **options: Any) -> int:
