@@ -14,7 +14,7 @@ from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import segment_shape
-from ondevice.mlx_sizes import MLX_CACHE_BYTES, mlx_segment_shape, mlx_stage_neurons
+from ondevice.mlx_sizes import MLX_CACHE_BYTES, MLX_STAGES, mlx_segment_shape, mlx_stage_neurons
 
 if TYPE_CHECKING:
     from ondevice.backends.mlx import MlxBackend
@@ -98,9 +98,11 @@ def make_backend(
         case "mlx":
             from ondevice.backends.mlx import MlxBackend
 
+            operands = operand_bytes("mlx")
             return MlxBackend(
-                segment_neurons=mlx_segment_shape(config, quant, operand_bytes("mlx")).neurons,
-                stage_neurons=mlx_stage_neurons(config, quant, operand_bytes("mlx")),
+                segment_neurons=mlx_segment_shape(config, quant, operands).neurons,
+                stage_neurons=mlx_stage_neurons(config, quant, operands),
+                stages=MLX_STAGES,
                 cache_bytes=MLX_CACHE_BYTES,
                 budget_bytes=plan.budget_bytes,
                 resident_embedding=plan.embedding_resident,

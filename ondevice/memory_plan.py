@@ -334,10 +334,7 @@ def plan_memory(
             sparsity=runtime.sparsity,
         )
     if runtime.backend == "mlx":
-        plan = _mlx_plan(plan, config, quant, runtime, predictors, operand_bytes)
-        adapters = streams if runs_streams(runtime.speculation, streams) else None
-        more = mlx_stream_bytes(config, adapters, operand_bytes)
-        return replace(plan, draft_bytes=plan.draft_bytes + more)
+        return _mlx_plan(plan, config, quant, runtime, predictors, streams, operand_bytes)
     return plan if runtime.backend != "reference" else _reference_plan(plan, config, quant, runtime)
 
 
@@ -347,14 +344,16 @@ def _mlx_plan(
     quant: QuantConfig,
     runtime: RuntimeConfig,
     predictors: Predictors | None,
+    streams: Streams | None,
     operand_bytes: int,
 ) -> Plan:
     """That engine holds scales in its operands' type, and streams a segment at a time."""
     sparse = isinstance(plan.segment, SlotShape)
+    adapters = streams if runs_streams(runtime.speculation, streams) else None
     more = mlx_weights_bytes(config, quant, predictors, runtime.sparsity in GATED, operand_bytes)
     stream = mlx_stream_shape(config, quant, operand_bytes)
     wide, narrow = (
-        plan.activation_bytes + mlx_activation_bytes(config, quant, runtime, tokens)
+        plan.activation_bytes + mlx_activation_bytes(config, runtime, tokens)
         for tokens in (plan.pass_tokens, min(plan.pass_tokens, NARROW_TOKENS))
     )
     return replace(
@@ -364,6 +363,7 @@ def _mlx_plan(
         stream=replace(plan.stream, packed_bytes=stream.packed_bytes) if sparse else stream,
         activation_bytes=wide,
         narrow_activation_bytes=narrow,
+        draft_bytes=plan.draft_bytes + mlx_stream_bytes(config, adapters, operand_bytes),
     )
 
 

@@ -90,7 +90,7 @@ def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes
     return held_bytes(elements, streams.bits, operand_bytes) - held_bytes(elements, streams.bits, 2)
 
 
-def mlx_activation_bytes(config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, tokens: int) -> int:
+def mlx_activation_bytes(config: ModelConfig, runtime: RuntimeConfig, tokens: int) -> int:
     """Working memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
 
     Scores of attention exist whole, keys and values of a context twice: joined and in the operands' type.

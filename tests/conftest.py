@@ -6,19 +6,21 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from ondevice import cli
 from ondevice.api import Model, load
+from ondevice.converters.convert import convert
 from ondevice.flash.reader import FlashReader
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Result, Run
 from tests.faults import build_shim
 from tests.flash_files import RecordFile, write_records
-from tests.models import write_checkpoint
+from tests.models import VARIANTS, write_checkpoint
 from tests.small_tokenizers import train_sentencepiece
 
 # What a shell starts in the background is deaf to Ctrl-C, and so is what it starts; several tests send it.
@@ -62,6 +64,31 @@ def stories_bundle(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) 
     """stories260K as a q8 bundle."""
     folder = tmp_path_factory.mktemp("stories")
     return convert_bundle(shared_data / "models" / "stories260K", folder / "stories260K", "q8")
+
+
+@pytest.fixture(scope="session")
+def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
+    """variant_bundle(variant, quant) -> (checkpoint folder, bundle folder), each made once."""
+    root = tmp_path_factory.mktemp("variants")
+
+    @cache
+    def made(variant: str, quant: str) -> tuple[Path, Path]:
+        source = root / variant
+        if not source.exists():
+            write_checkpoint(source, **VARIANTS[variant])
+        return source, convert(source, root / f"{variant}-{quant}", quant)
+
+    return made
+
+
+@pytest.fixture
+def mlx_on_cpu() -> Iterator[None]:
+    """MLX computes on its CPU device. Skips where it can't be imported."""
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
+from ondevice.config import ModelConfig
 from ondevice.flash.reader import FlashReader
 from ondevice.memory_sizes import segment_shape, stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
@@ -68,6 +69,16 @@ def every_logits(
 ) -> np.ndarray:
     """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
     return np.concatenate(list(model.every_logits(tokens, kv, 3, cancelled)))
+
+
+def random_tokens(config: ModelConfig, count: int, seed: int = 7) -> list[int]:
+    """Ids of the model's vocabulary."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, config.vocab_size, count)]
+
+
+def error(mine: np.ndarray, theirs: np.ndarray) -> float:
+    """Largest difference, as a part of the largest value."""
+    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())
 
 
 def bundle_weights(folder: Path) -> dict[str, np.ndarray]:

@@ -67,6 +67,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
+QUANTS = dict(zip(VARIANTS, ("q4", "q8", "f16") * len(VARIANTS), strict=False))
+"""One for each variant, where not all combinations are tried."""
+
 
 def tiny_config(
     family: str = "llama",

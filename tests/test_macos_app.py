@@ -9,7 +9,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -322,17 +322,23 @@ def test_what_macos_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rubicon.objc", rubicon)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
-        with pytest.raises(KeyError), awake.kept_awake("because"):
-            raise KeyError
+        with pytest.raises(KeyError), awake.kept_awake("because") as given:
+            raise KeyError(given)
+    assert given == "activity"
     assert calls == [("begin", 0x00EFFFFF, "because"), ("end", "activity")]
 
 
 @pytest.mark.skipif(sys.platform != "darwin", reason="App Nap is of macOS")
 def test_app_nap_is_held_off_for_real() -> None:
     pytest.importorskip("rubicon.objc", reason="rubicon-objc comes with toga-cocoa")
-    context: AbstractContextManager[None] = awake.kept_awake()
-    with context:
-        pass
+    with awake.kept_awake("because") as activity:
+        assert activity is not None, "the system gave nothing to hold"
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="there is App Nap")
+def test_where_there_is_no_app_nap_nothing_is_asked_for() -> None:
+    with awake.kept_awake() as activity:
+        assert activity is None
 
 
 def test_the_doctor_runs_inside_the_app(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,15 @@ from ondevice.bench_prompts import BUILT_IN
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.calibrate import LayerThresholds, write_thresholds
-from ondevice.converters.convert import convert
 from ondevice.errors import BackendUnavailableError, BudgetError, OndeviceError
 from ondevice.flash.reader import FlashReader
+from ondevice.mlx_sizes import MLX_STAGES
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.units import memory_total
+from ondevice.units import PAGE_BYTES, memory_total
 from tests.bundles import copy_files
-from tests.engines import all_logits
-from tests.models import VARIANTS, write_checkpoint
+from tests.engines import all_logits, error, random_tokens
+from tests.models import QUANTS, VARIANTS
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
@@ -44,7 +43,6 @@ ON_GPU = bool(os.environ.get("ONDEVICE_TEST_MLX_GPU"))
 TOLERANCE = 2e-2 if ON_GPU else 1e-3
 """Of logits, of the largest: keys and values are rounded to float16, and what is near the middle of two goes
 either way; operands of a GPU have 11 bits."""
-QUANTS = dict(zip(VARIANTS, ("q4", "q8", "f16") * len(VARIANTS), strict=False))
 
 
 @pytest.fixture(autouse=True)
@@ -55,19 +53,10 @@ def device() -> Iterator[None]:
     mx.set_default_device(before)
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def bundles(variant_bundle: Any) -> Any:
     """bundles(variant, quant) -> a bundle, made once."""
-    root = tmp_path_factory.mktemp("mlx")
-
-    @cache
-    def made(variant: str, quant: str) -> Path:
-        source = root / variant
-        if not source.exists():
-            write_checkpoint(source, **VARIANTS[variant])
-        return convert(source, root / f"{variant}-{quant}", quant)
-
-    return made
+    return lambda variant, quant: variant_bundle(variant, quant)[1]
 
 
 def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
@@ -75,20 +64,11 @@ def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
     return ondevice.load(folder, backend=backend, **options)
 
 
-def random_tokens(model: Any, count: int, seed: int = 7) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, model.config.vocab_size, count)]
-
-
-def error(mine: np.ndarray, theirs: np.ndarray) -> float:
-    """Largest difference, as a part of the largest value."""
-    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())
-
-
 @pytest.mark.parametrize(("variant", "quant"), [*QUANTS.items(), ("llama-relu", "q4"), ("llama-tails", "q8")])
 def test_logits_are_those_of_reference(bundles: Any, variant: str, quant: str) -> None:
     folder = bundles(variant, quant)
     with loaded(folder, "reference", sparsity="dense") as reference:
-        tokens = random_tokens(reference, 100)
+        tokens = random_tokens(reference.config, 100)
         theirs = reference.logits(tokens)
     modes = ["dense", "exact"] if VARIANTS[variant].get("hidden_act") in ("relu", "relu2") else ["dense"]
     for mode in modes:
@@ -154,7 +134,7 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
         # The process grows from one model to the next.
         budget = more if more == memory_total() else smallest(SHIPPED, sparsity=sparsity) + more
         with loaded(SHIPPED, sparsity=sparsity, dram_budget=budget) as model:
-            tokens = random_tokens(model, 60)
+            tokens = random_tokens(model.config, 60)
             text = model.generate(tokens=tokens[:20], max_tokens=24)
             found.append((model.logits(tokens).tobytes(), text.tokens))
             reads.append(model.stats.flash_bytes_read)
@@ -163,9 +143,33 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
     assert reads[1] > reads[0], "the smallest budget should have had to read"
 
 
+def held_bytes(matrix: MlxMatrix) -> int:
+    return sum(array.nbytes for array, _ in matrix._pieces.values())
+
+
+@pytest.mark.parametrize(
+    ("variant", "quant"), [("llama-tails", "q4"), ("qwen3", "q8"), ("llama-relu", "f16")]
+)
+def test_what_is_planned_is_what_is_allocated(bundles: Any, variant: str, quant: str) -> None:
+    """Segments and stages to the page, and the matrices of every token."""
+    folder = bundles(variant, quant)
+    with loaded(folder, sparsity="dense", dram_budget=smallest(folder)) as model:
+        backend, plan, config = model._engine._backend, model.plan, model.config
+        model.generate(tokens=random_tokens(config, 20), max_tokens=3)
+        segment = backend.feed_forwards[0].new_segment()
+        rooms = [segment, *(stage.neurons for stage in backend._stages)]
+        sizes = [sum(map(held_bytes, (it.gate, it.up, it.down))) for it in rooms]
+        assert 0 <= plan.segment.nbytes - sizes[0] < PAGE_BYTES
+        assert 1 <= len(sizes[1:]) <= MLX_STAGES
+        assert MLX_STAGES * sizes[1] <= plan.stream.packed_bytes
+        weights = model._engine._generator.transformer.weights
+        linears = [weights.head, *(it for layer in weights.layers for it in (layer.qkv, layer.out))]
+        assert sum(held_bytes(linear.matrix) for linear in linears) <= plan.weights_bytes
+
+
 def test_a_budget_changes_between_tokens_and_the_text_does_not() -> None:
     with loaded(SHIPPED, sparsity="dense") as model:
-        tokens = random_tokens(model, 20)
+        tokens = random_tokens(model.config, 20)
         expected = model.generate(tokens=tokens, max_tokens=60).tokens
         least = smallest(SHIPPED, sparsity="dense")
         found = []
@@ -232,7 +236,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
 ) -> None:
     """Without the wait that guards a stage, what is multiplied late finds other neurons there."""
     with loaded(SHIPPED, sparsity=sparsity) as model:
-        tokens = random_tokens(model, 30)
+        tokens = random_tokens(model.config, 30)
         expected = model.logits(tokens)
 
     def streamed() -> np.ndarray:
@@ -257,7 +261,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
 
 def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
     with loaded(SHIPPED, sparsity="exact") as model:
-        tokens = random_tokens(model, 10)
+        tokens = random_tokens(model.config, 10)
         model.generate(tokens=tokens, max_tokens=30)
         stats = model.generate(tokens=tokens, max_tokens=20).stats
         assert stats.synchronisations == stats.forward_passes * (model.config.num_layers + 1)
@@ -267,7 +271,7 @@ def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
 def test_a_prompts_chunks_are_computed_one_by_one() -> None:
     """MLX is lazy: what nobody waits for would pile up, beyond the plan and beyond cancelling."""
     with loaded(SHIPPED, sparsity="dense", prefill_chunk=16) as model:
-        stats = model.generate(tokens=random_tokens(model, 100), max_tokens=1).stats
+        stats = model.generate(tokens=random_tokens(model.config, 100), max_tokens=1).stats
         assert stats.forward_passes == 7
         assert stats.synchronisations >= 7
 
@@ -279,11 +283,11 @@ def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> 
     found, texts = [], []
     for chunk in (256, 37, 1):
         with loaded(SHIPPED, sparsity=sparsity, prefill_chunk=chunk) as model:
-            found.append(model.logits(random_tokens(model, 48)))
+            found.append(model.logits(random_tokens(model.config, 48)))
     assert all((other == found[0]).all() for other in found)
     if sparsity == "exact":
         with loaded(SHIPPED, sparsity="dense") as model:
-            assert (model.logits(random_tokens(model, 48)) == found[0]).all()
+            assert (model.logits(random_tokens(model.config, 48)) == found[0]).all()
     prompt, drafts = "It was a cold morning, and the old man, the old man went to the", 0
     for drafter in ("off", "lookup", "recycling", "streams", "resident"):
         with loaded(SHIPPED, sparsity=sparsity, speculation=drafter) as model:

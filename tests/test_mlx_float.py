@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +19,13 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.reference import activate as reference_activate
 from ondevice.bundle.reader import Bundle
 from ondevice.config import ACTIVATIONS, ModelConfig
-from ondevice.converters.convert import convert
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from tests.engines import all_logits, bundle_weights, every_logits, running
-from tests.models import VARIANTS, transformers_model, write_checkpoint
+from tests.engines import all_logits, bundle_weights, error, every_logits, random_tokens, running
+from tests.models import QUANTS, transformers_model
 from tests.sources import RandomWeights, tiny_config
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
@@ -36,31 +34,9 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, block_allocator  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 SHIPPED = Path(__file__).resolve().parent.parent / "weights" / "small-relu"
 ALL_OPTIONS = tiny_config(attention_bias=True, attention_output_bias=True, qk_norm=True)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """models(variant, quant) -> (checkpoint folder, bundle folder), each made once."""
-    root = tmp_path_factory.mktemp("mlx")
-
-    @cache
-    def made(variant: str, quant: str) -> tuple[Path, Path]:
-        source = root / variant
-        if not source.exists():
-            write_checkpoint(source, **VARIANTS[variant])
-        return source, convert(source, root / f"{variant}-{quant}", quant)
-
-    return made
 
 
 @contextmanager
@@ -75,10 +51,6 @@ def mlx_cache(config: ModelConfig, kv_bits: Literal[32, 16] = 32) -> KVCache:
     return KVCache(layout, block_allocator(layout))
 
 
-def random_tokens(config: ModelConfig, count: int, seed: int = 7) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, config.vocab_size, count)]
-
-
 def in_pieces(model: Transformer, tokens: list[int], kv: KVCache, *lengths: int) -> np.ndarray:
     """(T, V) logits of passes over as many tokens as `lengths` say."""
     ends = np.cumsum(lengths)
@@ -88,19 +60,13 @@ def in_pieces(model: Transformer, tokens: list[int], kv: KVCache, *lengths: int)
     )
 
 
-def error(mine: np.ndarray, theirs: np.ndarray) -> float:
-    """Largest difference, as a part of the largest value."""
-    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())
-
-
-QUANTS = dict(zip(VARIANTS, ("q4", "q8", "f16") * len(VARIANTS), strict=False))
 PIECES = (37, 50, 1, 1, 11)
 """Chunks that cross a key/value block and exceed the sliding windows, with single tokens between them."""
 
 
 @pytest.mark.parametrize(("variant", "quant"), [*QUANTS.items(), ("llama-relu", "q4"), ("qwen3", "q4")])
-def test_logits_equal_those_of_reference(models: Any, variant: str, quant: str) -> None:
-    _, folder = models(variant, quant)
+def test_logits_equal_those_of_reference(variant_bundle: Any, variant: str, quant: str) -> None:
+    _, folder = variant_bundle(variant, quant)
     with running(folder) as reference, mlx_model(folder) as model:
         tokens = random_tokens(model.config, sum(PIECES))
         theirs = all_logits(reference, tokens, 32)
@@ -247,9 +213,9 @@ def torch_gradients(folder: Path, weights: dict[str, np.ndarray], x: np.ndarray,
 @pytest.mark.parametrize(
     "variant", ["llama-llama3-rope", "llama-relu", "mistral-window", "qwen2-window-tied", "qwen3-bias-relu2"]
 )
-def test_gradients_equal_those_of_torch(models: Any, variant: str) -> None:
+def test_gradients_equal_those_of_torch(variant_bundle: Any, variant: str) -> None:
     """By the embeddings and by every weight; the second pass looks at keys and values of the first."""
-    folder, bundle = models(variant, "q8")
+    folder, bundle = variant_bundle(variant, "q8")
     with mlx_model(bundle) as model:
         tokens = random_tokens(model.config, 80)
         given = parameters(model, tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,13 @@ from ondevice.converters.stream_loss import (  # noqa: E402
 )
 from ondevice.converters.train_streams import StreamOptions  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 Arrays = dict[str, NDArray[Any]]
 
 COUNT, RUN = 3, range(9, 17)
 CONFIG = tiny_config(attention_bias=True, qk_norm=True, hidden_act="relu", layer_windows=(0, 7))
 FEW = {"steps": 12, "batch_tokens": 60, "run_tokens": 20, "learning_rate": 2e-2}
 SENTENCE = "The cat sat on the mat and the dog lay by the door. "
-
-
-@pytest.fixture(autouse=True)
-def on_cpu() -> Iterator[None]:
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
 
 
 @pytest.fixture(scope="module")

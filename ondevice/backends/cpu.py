@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from ondevice.backends.base import (
     Bytes,
     Cutoff,
-    EmbeddingSource,
     FeedForwardSource,
     Float32,
     HeadNorms,
@@ -27,7 +26,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.cpu_weights import CpuFeedForward, CpuLinear
-from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingTable
+from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder, EmbeddingTable
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ACTIVATIONS, Activation
 from ondevice.errors import BackendUnavailableError
@@ -60,7 +59,7 @@ def contributions(
         np.abs(contribution, out=contribution)
 
 
-class CpuBackend:
+class CpuBackend(EmbeddingHolder):
     """`Backend` over the native kernels.
 
     segment_neurons, stream_neurons: multiples of 64; most neurons of one segment and of one streamed piece.
@@ -80,12 +79,11 @@ class CpuBackend:
         stream_neurons: int,
         resident_embedding: bool = False,
     ) -> None:
+        super().__init__(resident_embedding)
         self.engine = engine
         self.feed_forwards: list[CpuFeedForward] = []
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
-        self._resident_embedding = resident_embedding
-        self._embedding: EmbeddingTable | None = None
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._views: dict[tuple[str, tuple[int, int]], Float32] = {}
@@ -105,16 +103,6 @@ class CpuBackend:
     ) -> CpuFeedForward:
         self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, selector))
         return self.feed_forwards[-1]
-
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
-        self._embedding = EmbeddingTable(source)
-        self.hold_embedding(self._resident_embedding)
-        return self._embedding
-
-    def hold_embedding(self, resident: bool) -> None:
-        """Hold the embedding table in memory, or give it back: its rows then come from flash."""
-        if self._embedding is not None:
-            self._embedding.hold(resident)
 
     @property
     def target(self) -> str:

@@ -126,3 +126,21 @@ class EmbeddingTable:
             self._records = None
         elif self._records is None:
             self._records = self._source.read(np.arange(self.vocab_size, dtype=np.int32))
+
+
+class EmbeddingHolder:
+    """The part of a backend that has the embedding table. resident: hold it in memory, to begin."""
+
+    def __init__(self, resident: bool) -> None:
+        self._resident = resident
+        self._embedding: EmbeddingTable | None = None
+
+    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
+        self._embedding = EmbeddingTable(source)
+        self.hold_embedding(self._resident)
+        return self._embedding
+
+    def hold_embedding(self, resident: bool) -> None:
+        """Hold the embedding table in memory, or give it back: its rows then come from flash."""
+        if self._embedding is not None:
+            self._embedding.hold(resident)

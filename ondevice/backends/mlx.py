@@ -1,4 +1,4 @@
-"""The MLX engine: `mlx.core` arrays for activations, quantised weights in a bundle's own bytes, Apple's GPU.
+"""The MLX engine: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
 bit depends on the budget. Where MLX's kernels give a row the same bits whatever lies beside it, and skip
@@ -10,8 +10,9 @@ written to only after what was computed from it has been evaluated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,10 +21,8 @@ from numpy.typing import NDArray
 from ondevice.backends.base import (
     Bytes,
     Cutoff,
-    EmbeddingSource,
     FeedForwardSource,
     Float32,
-    HeadNorms,
     Int32,
     KVLayout,
     KVStore,
@@ -31,18 +30,13 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingTable
+from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
 from ondevice.backends.mlx_limits import MlxLimits
 from ondevice.backends.mlx_ops import MlxBlock, MlxOps, activate, block_allocator, normed
 from ondevice.backends.mlx_weights import MlxFeedForward, MlxLinear, MlxNeurons, allocation
-from ondevice.backends.reference import read_rows
-from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout, padded
+from ondevice.bundle.layout import padded
 from ondevice.config import Activation
 from ondevice.kernels import _native
-
-STAGES = 2
-"""Neurons at hand that are gathered for two products: one may be under way while the next is gathered."""
 
 
 def compute_type() -> mx.Dtype:
@@ -55,12 +49,12 @@ def is_row_invariant() -> bool:
     return bool(mx.default_device() == mx.cpu)
 
 
-class MlxBackend(MlxOps):
+class MlxBackend(EmbeddingHolder, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
     segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: on their way
-    through at a time, as many or more. cache_bytes: freed arrays that MLX may keep. budget_bytes: of the
-    process; 0: MLX's limits stay as they are.
+    through in one of so many stages, as many or more. cache_bytes: freed arrays that MLX may keep.
+    budget_bytes: of the process; 0: MLX's limits stay as they are.
     """
 
     name = "mlx"
@@ -70,10 +64,12 @@ class MlxBackend(MlxOps):
         *,
         segment_neurons: int,
         stage_neurons: int,
+        stages: int,
         cache_bytes: int = 0,
         budget_bytes: int = 0,
         resident_embedding: bool = False,
     ) -> None:
+        super().__init__(resident_embedding)
         self.dtype = compute_type()
         self._limits = MlxLimits(cache_bytes, budget_bytes) if budget_bytes else None
         self.feed_forwards: list[MlxFeedForward] = []
@@ -82,8 +78,7 @@ class MlxBackend(MlxOps):
         self.synchronised_seconds = 0.0
         self._segment_neurons = segment_neurons
         self._stage_neurons = stage_neurons
-        self._resident_embedding = resident_embedding
-        self._embedding: EmbeddingTable | None = None
+        self._most_stages = stages
         self._stages: list[_Stage] = []
         self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
@@ -97,16 +92,6 @@ class MlxBackend(MlxOps):
     ) -> MlxFeedForward:
         self.feed_forwards.append(MlxFeedForward(source, self._segment_neurons, self.dtype, selector))
         return self.feed_forwards[-1]
-
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
-        self._embedding = EmbeddingTable(source)
-        self.hold_embedding(self._resident_embedding)
-        return self._embedding
-
-    def hold_embedding(self, resident: bool) -> None:
-        """Hold the embedding table in memory, or give it back: its rows then come from flash."""
-        if self._embedding is not None:
-            self._embedding.hold(resident)
 
     @property
     def target(self) -> str:
@@ -123,7 +108,8 @@ class MlxBackend(MlxOps):
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
-        """Give working memory and MLX's limits back. Idempotent."""
+        """Give working memory and MLX's limits back; what is under way is nobody's. Idempotent."""
+        self._begun = None
         self.trim()
         if self._limits is not None:
             self._limits.restore()
@@ -136,39 +122,30 @@ class MlxBackend(MlxOps):
         self._foreseen = None
         mx.clear_cache()
 
-    def embedding(self, table: EmbeddingTable, tokens: Int32) -> mx.array:
-        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
-
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
         found = weight.matrix.rows_product(x)
         return found if weight.bias is None else found + weight.bias
 
-    def attend(
-        self,
-        qkv: mx.array,
-        kv: KVStore,
-        layer: int,
-        position: int,
-        cos: Float32,
-        sin: Float32,
-        norms: HeadNorms | None = None,
-        window: int = 0,
-        tree: TokenTree | None = None,
-    ) -> mx.array:
+    def attend(self, qkv: mx.array, kv: KVStore, layer: int, *where: Any, **options: Any) -> mx.array:
         # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
         # under way stays within one pass's working memory, and a cancelled prompt ends.
         if layer == 0:
             self._foreseen = None  # of a pass that was given up
             if self._begun is not None:
                 self._await(self._begun)
-        self._begun = super().attend(qkv, kv, layer, position, cos, sin, norms, window, tree)
+        self._begun = super().attend(qkv, kv, layer, *where, **options)
         mx.async_eval(self._begun)
         return self._begun
 
     def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
-        # Read back together with the layer's own scores: a guess must not cost a synchronisation.
-        if weight.foresee is not None and weight.selector is not None:
-            self._foreseen = weight, x.shape[0], self._scored(x, weight.selector, norm)[0]
+        selector, tokens = weight.selector, x.shape[0]
+        if weight.foresee is None or selector is None:
+            return
+        if weight.wants_guess(tokens):
+            # Read back together with the layer's own scores: a guess must not cost a synchronisation.
+            self._foreseen = weight, tokens, self._scored(x, selector, norm)[0]
+        else:
+            weight.foresee(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
 
     def feed_forward(
         self,
@@ -218,7 +195,7 @@ class MlxBackend(MlxOps):
         Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
         """
         if certain:
-            weight.turn(certain)
+            weight.turn(certain)  # Where a whole layer lies is of no use here: neurons are gathered.
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
         found = mx.zeros(x.shape)
@@ -250,12 +227,11 @@ class MlxBackend(MlxOps):
         ids, predicted = np.concatenate(piece.ids), weight.selector is not None and weight.selector.predicted
         stage, rows = self._room(weight, len(ids))
         count, neurons = rows.stop - rows.start, stage.neurons
-        for start, records in zip(piece.starts, piece.records, strict=True):
-            if predicted:
-                neurons.write(rows.start + start, records)
-            else:
-                neurons.write_up_and_down(rows.start + start, records)
-        neurons.clear(rows.start + len(ids), rows.stop)
+        write, row = neurons.write if predicted else neurons.write_up_and_down, rows.start
+        for records in piece.records:
+            write(row, records)
+            row += len(records)
+        neurons.clear(row, rows.stop)
         chosen = np.zeros((len(scores), count), dtype=np.float32)
         chosen[:, : len(ids)] = scores[:, ids] > 0
         where = np.zeros(count, dtype=np.int32)
@@ -269,7 +245,7 @@ class MlxBackend(MlxOps):
         """Rows of a stage for `count` neurons, in whole blocks; what was computed from them is known."""
         count = padded(count, BLOCK_NEURONS)
         if not self._stages or self._stages[0].filled + count > self._stage_neurons:
-            if len(self._stages) < STAGES:
+            if len(self._stages) < self._most_stages:
                 self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
             else:
                 self._stages.insert(0, self._stages.pop())
@@ -287,9 +263,9 @@ class MlxBackend(MlxOps):
         if foreseen is None:
             return self.to_numpy(scores)
         layer, tokens, guess = foreseen
-        self._await(scores, *([guess] if layer.wants_guess(tokens) else []))
+        self._await(scores, guess)
         if layer.foresee is not None:
-            layer.foresee(tokens, _known(guess))
+            layer.foresee(tokens, lambda: np.array(guess))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:
@@ -332,8 +308,6 @@ class _Piece:
     index: int
     ids: list[Int32] = field(default_factory=list)
     records: list[Bytes] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    count: int = 0
 
     def add(self, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward) -> None:
         """What lies at `addresses`: whole records where they are predicted, else what follows gate rows."""
@@ -344,8 +318,6 @@ class _Piece:
         _native.copy_out(addresses, records)
         self.ids.append(ids.copy())
         self.records.append(records)
-        self.starts.append(self.count)
-        self.count += len(ids)
 
 
 def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
@@ -356,10 +328,6 @@ def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
         stop = int(np.searchsorted(ids, end))
         yield start, stop
         start = stop
-
-
-def _known(guess: mx.array) -> Callable[[], Float32]:
-    return lambda: np.array(guess)
 
 
 def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ondevice.backends.base import EmbeddingSource, FeedForwardSource, Int32, LinearSource, Norm, Selector
+from ondevice.backends.base import EmbeddingSource, FeedForwardSource, LinearSource, Norm, Selector
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed
-from ondevice.backends.reference import ReferenceBackend, read_rows
-from ondevice.bundle.layout import RowLayout
+from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import Activation
 
 
@@ -47,9 +46,6 @@ class MlxFloatBackend(MlxOps):
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source
-
-    def embedding(self, table: EmbeddingSource, tokens: Int32) -> mx.array:
-        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
         product = x @ weight.weight.T

@@ -14,8 +14,10 @@ from typing import Any, Literal, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Float32, HeadNorms, KVLayout, KVStore, Norm
+from ondevice.backends.base import BLOCK_TOKENS, Float32, HeadNorms, Int32, KVLayout, KVStore, Norm
+from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import RowLayout
 from ondevice.config import Activation
 from ondevice.errors import BackendUnavailableError
 
@@ -52,6 +54,9 @@ class MlxOps:
 
     def load_vector(self, values: Float32) -> mx.array:
         return mx.array(values)
+
+    def embedding(self, table: Any, tokens: Int32) -> mx.array:
+        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
 
     def linear(
         self, x: mx.array, weight: Any, norm: Norm | None = None, added: mx.array | None = None
@@ -103,7 +108,8 @@ class MlxOps:
         q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
         if norms is not None:
             q, k = mx.fast.rms_norm(q, norms.q, norms.eps), mx.fast.rms_norm(k, norms.k, norms.eps)
-        q, k = (_turned(x, mx.array(cos), mx.array(sin)) for x in (q, k))
+        turns = mx.array(cos), mx.array(sin)
+        q, k = _turned(q, *turns), _turned(k, *turns)
         self._kv_write(kv, layer, k, v, position)
         length = position + tokens
         blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]

@@ -1,8 +1,8 @@
-"""What the MLX engine multiplies with: quantised matrices straight from a bundle's bytes, and neurons.
+"""What the MLX engine multiplies with: quantised matrices with a bundle's own codes, and neurons.
 
-Memory that is filled from flash is an MLX array that is written in place, through a numpy view of it: no copy
-is made (unified memory on Apple silicon, plain memory elsewhere). Who writes to one must know that no kernel
-reads it any more: MLX is lazy, so what was computed from it must have been evaluated.
+All of it are MLX arrays that are written in place, through numpy views of them, so MLX makes no copy. Who
+writes to one must know that no kernel reads it any more: MLX is lazy, so what was computed from it must have
+been evaluated.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
+from mmap import mmap
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,6 @@ from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selec
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
-from ondevice.kernels import _native
 
 EVERY = slice(None)
 
@@ -38,8 +38,11 @@ def allocation() -> Iterator[None]:
 
 def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray[Any]]:
     """An array of zeros and the numpy view through which it is written. Raises MemoryError."""
-    # MLX's CPU device doesn't ask whether it got its memory: this does, and gives it back at once.
-    _native.allocate(max(1, prod(shape) * dtype.size))
+    # MLX's CPU device doesn't ask whether it got its memory: this does, and touches none of it.
+    try:
+        mmap(-1, max(1, prod(shape) * dtype.size)).close()
+    except OSError as error:
+        raise MemoryError(f"{prod(shape) * dtype.size} bytes for MLX: {error.strerror}") from error
     with allocation():
         array = mx.zeros(shape, dtype=dtype)
         mx.eval(array)
@@ -47,7 +50,7 @@ def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray
 
 
 class MlxMatrix:
-    """(N, K) in a bundle's quantisation, codes in its bytes; products are float32.
+    """(N, K) in a bundle's quantisation, with its codes; products are float32.
 
     dtype: what is multiplied and what scales, biases and 16-bit values are held in: float32, or float16 where
     a GPU reads half as much for it.
@@ -64,10 +67,6 @@ class MlxMatrix:
             self._pieces["codes"] = writable((rows, layout.codes_bytes // 4), mx.uint32)
             for part in ("scales", "biases"):
                 self._pieces[part] = writable((rows, layout.groups), dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array, _ in self._pieces.values())
 
     def write(self, row0: int, codes: Bytes, scales: NDArray[Any], biases: NDArray[Any]) -> None:
         """Rows row0 .. row0 + n: codes (n, codes_bytes) of uint8, scales and biases (n, G) of float16."""
@@ -137,10 +136,6 @@ class MlxNeurons:
         shape = (count, source.hidden_size, source.bits, dtype)
         self.gate, self.up, self.down = MlxMatrix(*shape), MlxMatrix(*shape), MlxMatrix(*shape)
 
-    @property
-    def nbytes(self) -> int:
-        return self.gate.nbytes + self.up.nbytes + self.down.nbytes
-
     def write(self, row0: int, records: Bytes) -> None:
         """Whole records (n, stride) of neurons into places row0 .. row0 + n."""
         for matrix, offset in zip((self.gate, self.up, self.down), self._offsets, strict=True):
@@ -159,6 +154,9 @@ class MlxNeurons:
 class MlxFeedForward(FedLayer):
     """One layer's neurons; segments are `MlxNeurons`, each of which is multiplied by itself."""
 
+    # MLX has streams of its own for every thread that computes, and keeps them when it ends.
+    allocates_anywhere = False
+
     def __init__(
         self,
         source: FeedForwardSource,
@@ -168,9 +166,6 @@ class MlxFeedForward(FedLayer):
     ) -> None:
         super().__init__(source, segment_neurons, selector)
         self._dtype = dtype
-
-    # MLX has streams of its own for every thread that computes, and keeps them when it ends.
-    allocates_anywhere = False
 
     def new_segment(self) -> MlxNeurons:
         return self.room_for(self.segment_neurons)

@@ -8,6 +8,7 @@ this is their one owner.
 Segments are filled by the passes themselves, from what streams by, as fast as a thread of the pool's own
 gets memory from the operating system. That starts with the second pass: fresh pages can cost more time than
 flash (a virtual machine's host may give 0.7 GB/s), and the first token waits for one pass and no longer.
+Where only the thread that computes may allocate, passes do that too.
 """
 
 from __future__ import annotations

@@ -14,10 +14,13 @@ USER_INITIATED = 0x00FFFFFF & ~(1 << 20)
 
 
 @contextmanager
-def kept_awake(reason: str = "A reply is being written") -> Iterator[None]:
-    """The system counts the app as at work while the context lasts; `reason` is what its tools show."""
+def kept_awake(reason: str = "A reply is being written") -> Iterator[object | None]:
+    """The system counts the app as at work while the context lasts; `reason` is what its tools show.
+
+    Gives the system's own token of that, None where there is no App Nap.
+    """
     if sys.platform != "darwin":
-        yield
+        yield None
         return
     from rubicon.objc import ObjCClass
 
@@ -26,6 +29,6 @@ def kept_awake(reason: str = "A reply is being written") -> Iterator[None]:
     process = process_info.processInfo
     activity = process.beginActivityWithOptions(USER_INITIATED, reason=reason)
     try:
-        yield
+        yield activity
     finally:
         process.endActivity(activity)

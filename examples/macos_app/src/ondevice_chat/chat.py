@@ -33,7 +33,7 @@ class Chat:
         folders: Folders,
         changed: Callable[[], None],
         sampling: ondevice.SamplingConfig = SAMPLING,
-        awake: Callable[[], AbstractContextManager[None]] = kept_awake,
+        awake: Callable[[], AbstractContextManager[object]] = kept_awake,
     ) -> None:
         self.choice = BUILT_IN
         """The name of the model that is open, or that couldn't be opened."""
