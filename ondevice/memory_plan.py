@@ -46,6 +46,7 @@ from ondevice.memory_sizes import (
 from ondevice.mlx_sizes import (
     mlx_activation_bytes,
     mlx_segment_shape,
+    mlx_stage_bytes,
     mlx_stream_bytes,
     mlx_stream_shape,
     mlx_weights_bytes,
@@ -351,7 +352,6 @@ def _mlx_plan(
     sparse = isinstance(plan.segment, SlotShape)
     adapters = streams if runs_streams(runtime.speculation, streams) else None
     more = mlx_weights_bytes(config, quant, predictors, runtime.sparsity in GATED, operand_bytes)
-    stream = mlx_stream_shape(config, quant, operand_bytes)
     wide, narrow = (
         plan.activation_bytes + mlx_activation_bytes(config, runtime, tokens)
         for tokens in (plan.pass_tokens, min(plan.pass_tokens, NARROW_TOKENS))
@@ -360,7 +360,9 @@ def _mlx_plan(
         plan,
         weights_bytes=plan.weights_bytes + more,
         segment=plan.segment if sparse else mlx_segment_shape(config, quant, operand_bytes),
-        stream=replace(plan.stream, packed_bytes=stream.packed_bytes) if sparse else stream,
+        stream=replace(plan.stream, packed_bytes=mlx_stage_bytes(config, quant, operand_bytes))
+        if sparse
+        else mlx_stream_shape(config, quant, operand_bytes),
         activation_bytes=wide,
         narrow_activation_bytes=narrow,
         draft_bytes=plan.draft_bytes + mlx_stream_bytes(config, adapters, operand_bytes),

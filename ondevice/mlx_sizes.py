@@ -24,9 +24,11 @@ MLX_CACHE_BYTES = 16 << 20
 """Freed arrays that MLX keeps for the next ones, at most."""
 MLX_SEGMENT_BYTES = 16 << 20
 MLX_STAGES = 2
-"""Of gathered or streamed neurons that are multiplied (`backends/mlx.py`)."""
-MLX_STREAM_SLOTS = 3
-"""Segments of records on their way from flash."""
+"""Of gathered neurons that are multiplied (`backends/mlx.py`)."""
+MLX_STREAM_SLOTS = 4
+"""Segments of records: two that are multiplied, two on their way from flash."""
+MLX_PIECES = 2
+"""Streamed segments under way together: MLX takes their records apart while it multiplies."""
 
 
 def held_bytes(elements: int, bits: int, operand_bytes: int) -> int:
@@ -50,21 +52,21 @@ def mlx_stream_shape(config: ModelConfig, quant: QuantConfig, operand_bytes: int
         neurons=neurons,
         slot_bytes=padded(records, PAGE_BYTES) + PAGE_BYTES,
         slots=MLX_STREAM_SLOTS,
-        packed_bytes=mlx_stage_bytes(config, quant, operand_bytes),
+        packed_bytes=PAGE_BYTES + MLX_PIECES * _neurons_bytes(config, quant, operand_bytes, neurons),
     )
 
 
 def mlx_stage_neurons(config: ModelConfig, quant: QuantConfig, operand_bytes: int) -> int:
-    """Neurons in one stage: a streamed segment, or a token's of a layer, ranges in whole blocks each."""
+    """Neurons in one stage: a token's of a layer, ranges in whole blocks each, and at least a segment's."""
     segment = mlx_segment_shape(config, quant, operand_bytes)
     return max(segment.neurons, padded(fetch_neurons(config), GROUP_SIZE) + segment.per_layer * GROUP_SIZE)
 
 
 def mlx_stage_bytes(config: ModelConfig, quant: QuantConfig, operand_bytes: int) -> int:
-    """Room in which streamed and gathered neurons are multiplied, and the copy that is taken apart."""
+    """Room in which gathered neurons are multiplied, and their values in the operands' type meanwhile."""
     neurons = mlx_stage_neurons(config, quant, operand_bytes)
-    copied = neurons * neuron_layout(config, quant).stride
-    return MLX_STAGES * _neurons_bytes(config, quant, operand_bytes, neurons) + copied
+    stage = neurons * neuron_layout(config, quant).stride
+    return MLX_STAGES * stage + _neurons_bytes(config, quant, operand_bytes, neurons)
 
 
 def mlx_weights_bytes(

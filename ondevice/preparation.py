@@ -89,8 +89,16 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
         plan = _plan(bundle, settled, process_bytes, draft, operands)
         possible.append(Prepared(bundle, tokenizer, settled, plan, draft, warnings=warnings))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
-    # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
-    chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
+    # What must read reads least where neurons are selected. Drafting comes before none: only where what it
+    # holds is what is missing, it isn't worth having.
+    chosen = min(
+        possible,
+        key=lambda it: (
+            not it.plan.fits,
+            it.plan.streams,
+            it.plan.streams and it.runtime.sparsity == "dense",
+        ),
+    )
     least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
     if not chosen.plan.fits or chosen is least:
         return least

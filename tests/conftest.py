@@ -20,6 +20,7 @@ from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Result, Run
 from tests.faults import build_shim
 from tests.flash_files import RecordFile, write_records
+from tests.mlx_models import ON_GPU
 from tests.models import VARIANTS, write_checkpoint
 from tests.small_tokenizers import train_sentencepiece
 
@@ -89,6 +90,22 @@ def mlx_on_cpu() -> Iterator[None]:
     mx.set_default_device(mx.cpu)
     yield
     mx.set_default_device(before)
+
+
+@pytest.fixture
+def mlx_device() -> Iterator[None]:
+    """MLX computes on its CPU device, or on a GPU when ONDEVICE_TEST_MLX_GPU is set."""
+    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+    before = mx.default_device()
+    mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture(scope="session")
+def bundles(variant_bundle: Callable[[str, str], tuple[Path, Path]]) -> Callable[[str, str], Path]:
+    """bundles(variant, quant) -> a bundle, made once."""
+    return lambda variant, quant: variant_bundle(variant, quant)[1]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -317,3 +319,37 @@ def test_a_stream_dropped_without_close(records: RecordFile) -> None:
             del stream
             # What it was reading ended with it; the reader goes on.
             np.testing.assert_array_equal(reader.read(0, HEADER_BYTES, STRIDE), records.data[0])
+
+
+def test_reads_land_in_memory_that_is_lent(reader: FlashReader, records: RecordFile) -> None:
+    extents = [extent_of(first, 500) for first in (0, 500, 1000)]
+    slot = -(-slot_bytes(extents) // 4096) * 4096
+    room = np.zeros(3 * slot + 4096, dtype=np.uint8)
+    start = -room.ctypes.data % 4096
+    memory = room[start : start + 3 * slot]
+    with ExtentStream(reader, extents, slot, 3, False, memory) as stream:
+        assert stream.nbytes == memory.nbytes
+        for index, extent in enumerate(extents):
+            found = stream.next()
+            assert 0 <= found.ctypes.data - memory.ctypes.data - index * slot < slot
+            assert (found == records.bytes_at(extent.offset, extent.nbytes)).all()
+            stream.release()
+    for wrong in (memory[:-4096], room[start + 1 : start + 1 + 3 * slot]):
+        with pytest.raises(ValueError, match="memory"):
+            ExtentStream(reader, extents, slot, 3, False, wrong)
+
+
+def test_lent_memory_lives_as_long_as_who_uses_it(reader: FlashReader, records: RecordFile) -> None:
+    extents = [extent_of(0, 500)]
+    slot = -(-slot_bytes(extents) // 4096) * 4096
+    room = mmap.mmap(-1, 2 * slot)
+    owner = np.frombuffer(room, dtype=np.uint8)
+    gone = weakref.ref(owner)
+    stream = ExtentStream(reader, extents, slot, 2, True, owner)
+    del owner
+    found = stream.next()
+    stream.close()
+    assert gone() is not None
+    assert (found == records.bytes_at(extents[0].offset, extents[0].nbytes)).all()
+    del found
+    assert gone() is None

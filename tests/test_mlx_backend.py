@@ -6,8 +6,6 @@ ONDEVICE_TEST_MLX_GPU is set.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +19,26 @@ from ondevice.bench_prompts import BUILT_IN
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
 from ondevice.converters.calibrate import LayerThresholds, write_thresholds
-from ondevice.errors import BackendUnavailableError, BudgetError, OndeviceError
+from ondevice.errors import BackendUnavailableError, BudgetError
 from ondevice.flash.reader import FlashReader
-from ondevice.mlx_sizes import MLX_STAGES
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.units import PAGE_BYTES, memory_total
-from tests.bundles import copy_files
+from ondevice.units import memory_total
+from tests.bundles import convert_bundle, copy_files
 from tests.engines import all_logits, error, random_tokens
-from tests.models import QUANTS, VARIANTS
+from tests.mlx_models import ON_GPU, SHIPPED, loaded, smallest
+from tests.models import QUANTS, VARIANTS, write_checkpoint
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends import mlx as mlx_engine  # noqa: E402
-from ondevice.backends.mlx import MlxBackend  # noqa: E402
-from ondevice.backends.mlx_weights import MlxMatrix, writable  # noqa: E402
 
-SHIPPED = Path(__file__).resolve().parent.parent / "weights" / "small-relu"
-ON_GPU = bool(os.environ.get("ONDEVICE_TEST_MLX_GPU"))
+pytestmark = pytest.mark.usefixtures("mlx_device")
+
 TOLERANCE = 2e-2 if ON_GPU else 1e-3
 """Of logits, of the largest: keys and values are rounded to float16, and what is near the middle of two goes
 either way; operands of a GPU have 11 bits."""
-
-
-@pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
-    before = mx.default_device()
-    mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
-    yield
-    mx.set_default_device(before)
-
-
-@pytest.fixture
-def bundles(variant_bundle: Any) -> Any:
-    """bundles(variant, quant) -> a bundle, made once."""
-    return lambda variant, quant: variant_bundle(variant, quant)[1]
-
-
-def loaded(folder: Path, backend: str = "mlx", **options: Any) -> Any:
-    options = {"speculation": "off", "io": "buffered", "memory_pressure": "off"} | options
-    return ondevice.load(folder, backend=backend, **options)
 
 
 @pytest.mark.parametrize(("variant", "quant"), [*QUANTS.items(), ("llama-relu", "q4"), ("llama-tails", "q8")])
@@ -121,11 +98,6 @@ def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> Non
     assert error(found, expected) < 0.2 * error(dense, expected)
 
 
-def smallest(folder: Path, **options: Any) -> int:
-    plan = ondevice.inspect(folder, backend="mlx", speculation="off", **options)
-    return plan.minimum_budget_bytes + (2 << 20)
-
-
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_the_budget_changes_no_bit(sparsity: str) -> None:
     """Resident, nothing but the least, and in between; logits of a prompt, and tokens one by one."""
@@ -141,30 +113,6 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
     assert found[1] == found[0]
     assert found[2] == found[0]
     assert reads[1] > reads[0], "the smallest budget should have had to read"
-
-
-def held_bytes(matrix: MlxMatrix) -> int:
-    return sum(array.nbytes for array, _ in matrix._pieces.values())
-
-
-@pytest.mark.parametrize(
-    ("variant", "quant"), [("llama-tails", "q4"), ("qwen3", "q8"), ("llama-relu", "f16")]
-)
-def test_what_is_planned_is_what_is_allocated(bundles: Any, variant: str, quant: str) -> None:
-    """Segments and stages to the page, and the matrices of every token."""
-    folder = bundles(variant, quant)
-    with loaded(folder, sparsity="dense", dram_budget=smallest(folder)) as model:
-        backend, plan, config = model._engine._backend, model.plan, model.config
-        model.generate(tokens=random_tokens(config, 20), max_tokens=3)
-        segment = backend.feed_forwards[0].new_segment()
-        rooms = [segment, *(stage.neurons for stage in backend._stages)]
-        sizes = [sum(map(held_bytes, (it.gate, it.up, it.down))) for it in rooms]
-        assert 0 <= plan.segment.nbytes - sizes[0] < PAGE_BYTES
-        assert 1 <= len(sizes[1:]) <= MLX_STAGES
-        assert MLX_STAGES * sizes[1] <= plan.stream.packed_bytes
-        weights = model._engine._generator.transformer.weights
-        linears = [weights.head, *(it for layer in weights.layers for it in (layer.qkv, layer.out))]
-        assert sum(held_bytes(linear.matrix) for linear in linears) <= plan.weights_bytes
 
 
 def test_a_budget_changes_between_tokens_and_the_text_does_not() -> None:
@@ -213,50 +161,6 @@ def test_the_likeliest_tokens_are_those_of_cpu(stories_bundle: Path) -> None:
         equal, seen = equal + int((own == best).sum()), seen + len(own)
     assert seen >= 4000
     assert equal >= 0.99 * seen, f"{equal} of {seen}"
-
-
-def test_what_is_written_through_a_view_is_what_is_multiplied() -> None:
-    """No copy: the view's address is the array's, and a matrix sees what a view got after it was made."""
-    array, view = writable((4, 8), mx.float32)
-    assert np.array(array, copy=False).__array_interface__["data"][0] == view.__array_interface__["data"][0]
-    half = array[1:3]
-    mx.eval(half)
-    view[1] = 7
-    assert half[0].tolist() == [7] * 8
-    matrix = MlxMatrix(3, 64, 16, mx.float32)
-    x = mx.ones((1, 64))
-    assert matrix.rows_product(x).tolist() == [[0, 0, 0]]
-    matrix.write(1, np.ones((1, 64), dtype=np.float16).view(np.uint8), *[np.zeros((1, 0), np.float16)] * 2)
-    assert matrix.rows_product(x).tolist() == [[0, 64, 0]]
-
-
-@pytest.mark.parametrize("sparsity", ["dense", "exact"])
-def test_neurons_are_multiplied_before_their_place_is_written_again(
-    sparsity: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the wait that guards a stage, what is multiplied late finds other neurons there."""
-    with loaded(SHIPPED, sparsity=sparsity) as model:
-        tokens = random_tokens(model.config, 30)
-        expected = model.logits(tokens)
-
-    def streamed() -> np.ndarray:
-        with loaded(SHIPPED, sparsity=sparsity, dram_budget=smallest(SHIPPED, sparsity=sparsity)) as model:
-            logits: np.ndarray = model.logits(tokens)
-            return logits
-
-    # Nothing is computed before somebody waits for it, and a layer takes more than there are stages.
-    monkeypatch.setattr(mlx_engine.mx, "async_eval", lambda *arrays: None)
-    monkeypatch.setattr(backend_choice, "mlx_stage_neurons", lambda *shape: 128)
-    assert (streamed() == expected).all()
-    room = MlxBackend._room
-
-    def unguarded(self: Any, weight: Any, count: int) -> Any:
-        for stage in self._stages:
-            stage.pending = None
-        return room(self, weight, count)
-
-    monkeypatch.setattr(MlxBackend, "_room", unguarded)
-    assert (streamed() != expected).any()
 
 
 def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
@@ -340,19 +244,17 @@ def test_limits_of_mlx_are_those_of_who_is_loaded_and_are_given_back(bundles: An
         mx.set_memory_limit(before[1])
 
 
-def test_memory_that_the_system_refuses_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError):
-        writable((1 << 30, 1 << 20), mx.uint32)
-
-    def refused(*arrays: Any) -> None:
-        raise RuntimeError("[malloc_or_wait] Unable to allocate 5 bytes.")
-
-    with loaded(SHIPPED, sparsity="exact") as model:
-        monkeypatch.setattr(mlx_engine.mx, "eval", refused)
-        with pytest.raises(OndeviceError, match="memory"):
-            model.generate(tokens=[1, 2, 3], max_tokens=3)
-        monkeypatch.undo()
-        assert len(model.generate(tokens=[1, 2, 3], max_tokens=3).tokens) <= 3
+def test_auto_selects_neurons_only_where_that_saves_reads(tmp_path: Path) -> None:
+    """In memory, whole layers are faster than to wait for each layer's selection."""
+    shape = {"hidden_act": "relu", "intermediate_size": 8192, "num_hidden_layers": 16}
+    folder = convert_bundle(write_checkpoint(tmp_path / "wide", **shape), tmp_path / "bundle", "q8")
+    options = {"backend": "mlx", "speculation": "off", "prefill_chunk": 16}
+    plan = ondevice.inspect(folder, **options)
+    assert (plan.sparsity, plan.streams) == ("dense", False)
+    exact = ondevice.inspect(folder, sparsity="exact", **options)
+    budget = min(exact.minimum_budget_bytes + (4 << 20), plan.full_bytes - (1 << 20))
+    plan = ondevice.inspect(folder, dram_budget=budget, **options)
+    assert (plan.sparsity, plan.streams) == ("exact", True)
 
 
 def test_auto_is_cpu_but_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,27 @@ Selected: TypeAlias = Callable[[Float32, int], Batches]
 that are in memory."""
 
 
+class StreamMemory:
+    """Where an engine has streamed neurons land, and when that may be written to again."""
+
+    pieces_read = 0
+    """Pieces, the latest, that may still be read when the next one is asked for."""
+
+    def allocate(self, nbytes: int) -> Bytes | None:
+        """(nbytes,) from a page boundary on; None: the stream has memory of its own. Raises MemoryError."""
+        return None
+
+    def free(self) -> None:
+        """What was allocated is written to no more."""
+
+    def asked(self) -> Any:
+        """What has been asked for of streamed neurons since the last call, to `wait` for it."""
+        return None
+
+    def wait(self, asked: Any) -> None:
+        """Until that is computed, and what it was computed from is read no more."""
+
+
 class FedLayer:
     """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
 
@@ -58,6 +79,8 @@ class FedLayer:
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
+        self.stream_memory = StreamMemory()
+        """The same for all layers."""
         self.streamed: Callable[[], Iterable[Bytes | Segment]] = tuple
         """What segments don't hold of the layer whose turn has come; an empty tuple if they hold all."""
 

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import (
-    Bytes,
     Cutoff,
     FeedForwardSource,
     Float32,
@@ -33,10 +32,17 @@ from ondevice.backends.base import (
 from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
 from ondevice.backends.mlx_limits import MlxLimits
 from ondevice.backends.mlx_ops import MlxBlock, MlxOps, activate, block_allocator, normed
-from ondevice.backends.mlx_weights import MlxFeedForward, MlxLinear, MlxNeurons, allocation
+from ondevice.backends.mlx_weights import (
+    GatheredNeurons,
+    MlxFeedForward,
+    MlxLinear,
+    MlxNeurons,
+    MlxSegment,
+    MlxStreamMemory,
+    allocation,
+)
 from ondevice.bundle.layout import padded
 from ondevice.config import Activation
-from ondevice.kernels import _native
 
 
 def compute_type() -> mx.Dtype:
@@ -52,9 +58,9 @@ def is_row_invariant() -> bool:
 class MlxBackend(EmbeddingHolder, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
-    segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: on their way
-    through in one of so many stages, as many or more. cache_bytes: freed arrays that MLX may keep.
-    budget_bytes: of the process; 0: MLX's limits stay as they are.
+    segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: selected ones
+    on their way through in one of so many stages, as many or more. cache_bytes: freed arrays that MLX may
+    keep. budget_bytes: of the process; 0: MLX's limits stay as they are.
     """
 
     name = "mlx"
@@ -80,6 +86,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self._stage_neurons = stage_neurons
         self._most_stages = stages
         self._stages: list[_Stage] = []
+        self._stream = MlxStreamMemory(self._wait)
         self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """What was last begun, if nobody has waited for it or for what comes of it."""
@@ -90,7 +97,9 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> MlxFeedForward:
-        self.feed_forwards.append(MlxFeedForward(source, self._segment_neurons, self.dtype, selector))
+        self.feed_forwards.append(
+            MlxFeedForward(source, self._segment_neurons, self.dtype, self._stream, selector)
+        )
         return self.feed_forwards[-1]
 
     @property
@@ -168,18 +177,14 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         """Segment after segment, be it resident or on its way: (T, D)."""
         found = mx.zeros(x.shape)
         pieces = weight.streamed() if streamed else ()
-        for index, segment in enumerate(weight.segments):
-            found = found + _all_of(x, segment, slice(len(weight.segment_range(index))), activation)
+        for segment in weight.segments:
+            found = found + _all_of(x, segment.neurons, activation)
         for piece in pieces:
-            if isinstance(piece, MlxNeurons):
-                count = len(weight.segment_range(len(weight.segments) - 1))
-                found = found + _all_of(x, piece, slice(count), activation)
-                continue
-            stage, rows = self._room(weight, len(piece))
-            stage.neurons.write(rows.start, piece)
-            whole = slice(rows.start, rows.start + len(piece))
-            found = stage.pending = found + _all_of(x, stage.neurons, whole, activation)
-            mx.async_eval(found)
+            if isinstance(piece, MlxSegment):
+                found = found + _all_of(x, piece.neurons, activation)
+            else:
+                found = found + _all_of(x, weight.streamed_neurons(piece), activation)
+                self._stream.ask([found])
         return found
 
     def _selected(
@@ -207,11 +212,24 @@ class MlxBackend(EmbeddingHolder, MlxOps):
                     found = self._multiplied(found, x, weight, piece, known, gates, activation)
                     piece = None
                 if piece is None:
-                    piece = _Piece(index)
-                piece.add(ids[first:last], addresses[first:last], weight)
+                    piece = _Piece(index, self._stage(weight))
+                self._gather(piece, ids[first:last], addresses[first:last], weight)
         if piece is not None:
             found = self._multiplied(found, x, weight, piece, known, gates, activation)
         return found
+
+    def _gather(
+        self, piece: _Piece, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward
+    ) -> None:
+        """More neurons of a piece, copied from where they lie into a stage."""
+        if piece.first + piece.places(len(ids)) > self._stage_neurons:
+            # They are multiplied together: those at hand move on.
+            stage = self._next_stage(weight)
+            stage.room.take_over(piece.stage.room, piece.first, piece.count)
+            piece.stage, piece.first = stage, 0
+        piece.stage.room.gather(piece.first + piece.count, addresses)
+        piece.ids.append(ids.copy())
+        piece.count += len(ids)
 
     def _multiplied(
         self,
@@ -224,38 +242,35 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         activation: Activation,
     ) -> mx.array:
         """found (T, D) and what the neurons of a piece add to it; shapes are whole blocks of neurons."""
-        ids, predicted = np.concatenate(piece.ids), weight.selector is not None and weight.selector.predicted
-        stage, rows = self._room(weight, len(ids))
-        count, neurons = rows.stop - rows.start, stage.neurons
-        write, row = neurons.write if predicted else neurons.write_up_and_down, rows.start
-        for records in piece.records:
-            write(row, records)
-            row += len(records)
-        neurons.clear(row, rows.stop)
+        ids, stage, count = np.concatenate(piece.ids), piece.stage, piece.places()
+        stage.filled = piece.first + count
+        stage.room.clear(piece.first + len(ids), stage.filled)
+        neurons = stage.room.neurons(piece.first, stage.filled)
         chosen = np.zeros((len(scores), count), dtype=np.float32)
         chosen[:, : len(ids)] = scores[:, ids] > 0
         where = np.zeros(count, dtype=np.int32)
         where[: len(ids)] = ids
-        own = neurons.gate.rows_product(x, rows) if predicted else gates[:, mx.array(where)]
-        hidden = activate(own, activation) * neurons.up.rows_product(x, rows) * mx.array(chosen)
-        stage.pending = found + neurons.down.columns_product(hidden, rows)
+        own = gates[:, mx.array(where)] if neurons.gate is None else neurons.gate.rows_product(x)
+        hidden = activate(own, activation) * neurons.up.rows_product(x) * mx.array(chosen)
+        stage.pending = found + neurons.down.columns_product(hidden)
         return stage.pending
 
-    def _room(self, weight: MlxFeedForward, count: int) -> tuple[_Stage, slice]:
-        """Rows of a stage for `count` neurons, in whole blocks; what was computed from them is known."""
-        count = padded(count, BLOCK_NEURONS)
-        if not self._stages or self._stages[0].filled + count > self._stage_neurons:
-            if len(self._stages) < self._most_stages:
-                self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
-            else:
-                self._stages.insert(0, self._stages.pop())
-                if self._stages[0].pending is not None:
-                    self._await()
-                self._stages[0].filled = 0
-        stage = self._stages[0]
-        rows = slice(stage.filled, stage.filled + count)
-        stage.filled = rows.stop
-        return stage, rows
+    def _stage(self, weight: MlxFeedForward) -> _Stage:
+        """One with room, if only for a block."""
+        if self._stages and self._stages[0].filled < self._stage_neurons:
+            return self._stages[0]
+        return self._next_stage(weight)
+
+    def _next_stage(self, weight: MlxFeedForward) -> _Stage:
+        """An empty stage; what was computed from it is known."""
+        if len(self._stages) < self._most_stages:
+            self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
+        else:
+            self._stages.insert(0, self._stages.pop())
+            if self._stages[0].pending is not None:
+                self._await()
+            self._stages[0].filled = 0
+        return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
         """One synchronisation: scores as the host knows them, and what was foreseen of the next layer."""
@@ -274,12 +289,16 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
     def _await(self, *arrays: mx.array) -> None:
         """One synchronisation: these are known then, and all that was asked for of stages."""
-        started = time.perf_counter()
-        with allocation():
-            mx.eval(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
+        self._wait(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
         self._begun = None
+
+    def _wait(self, *arrays: mx.array) -> None:
+        """One synchronisation: these are known then."""
+        started = time.perf_counter()
+        with allocation():
+            mx.eval(*arrays)
         self.synchronisations += 1
         self.synchronised_seconds += time.perf_counter() - started
 
@@ -293,9 +312,9 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
 @dataclass
 class _Stage:
-    """Neurons on their way through: each row is written to once before all have been multiplied."""
+    """Neurons on their way through: each place is written to once before all have been multiplied."""
 
-    neurons: MlxNeurons
+    room: GatheredNeurons
     filled: int = 0
     pending: mx.array | None = None
     """What was last asked for of them, if it isn't known to have been computed."""
@@ -303,21 +322,20 @@ class _Stage:
 
 @dataclass
 class _Piece:
-    """Selected neurons of one range, in ascending order, as they come: copies of what lies in their slots."""
+    """Selected neurons of one range, in ascending order, from `first` on in a stage."""
 
     index: int
+    stage: _Stage
+    first: int = field(init=False)
+    count: int = 0
     ids: list[Int32] = field(default_factory=list)
-    records: list[Bytes] = field(default_factory=list)
 
-    def add(self, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward) -> None:
-        """What lies at `addresses`: whole records where they are predicted, else what follows gate rows."""
-        layout = weight.source.layout
-        predicted = weight.selector is not None and weight.selector.predicted
-        nbytes = layout.stride if predicted else layout.part_bytes[1]
-        records = np.empty((len(addresses), nbytes), dtype=np.uint8)
-        _native.copy_out(addresses, records)
-        self.ids.append(ids.copy())
-        self.records.append(records)
+    def __post_init__(self) -> None:
+        self.first = self.stage.filled
+
+    def places(self, more: int = 0) -> int:
+        """Whole blocks for so many more."""
+        return padded(self.count + more, BLOCK_NEURONS)
 
 
 def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
@@ -335,7 +353,8 @@ def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
     return mx.abs(activate(gates, cutoff.activation)) * cutoff.importance - cutoff.threshold
 
 
-def _all_of(x: mx.array, neurons: MlxNeurons, rows: slice, activation: Activation) -> mx.array:
+def _all_of(x: mx.array, neurons: MlxNeurons, activation: Activation) -> mx.array:
     """These neurons for x (T, D): (T, D)."""
-    gates = activate(neurons.gate.rows_product(x, rows), activation)
-    return neurons.down.columns_product(gates * neurons.up.rows_product(x, rows), rows)
+    assert neurons.gate is not None
+    gates = activate(neurons.gate.rows_product(x), activation)
+    return neurons.down.columns_product(gates * neurons.up.rows_product(x))

@@ -1,14 +1,16 @@
 """What the MLX engine multiplies with: quantised matrices with a bundle's own codes, and neurons.
 
-All of it are MLX arrays that are written in place, through numpy views of them, so MLX makes no copy. Who
-writes to one must know that no kernel reads it any more: MLX is lazy, so what was computed from it must have
-been evaluated.
+Streamed records are read from flash into the memory of MLX arrays, through numpy views of it, and multiplied
+from where they lie: MLX takes them apart on its device. Selected neurons lie scattered, so they are gathered:
+row by row, once. Who writes to such memory must know that no kernel reads it any more: MLX is lazy, so what
+was computed from it must have been evaluated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from mmap import mmap
 from typing import Any
@@ -18,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selector
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.fed_layer import FedLayer, StreamMemory
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
-
-EVERY = slice(None)
+from ondevice.kernels import _native
+from ondevice.units import PAGE_BYTES
 
 
 @contextmanager
@@ -36,82 +38,61 @@ def allocation() -> Iterator[None]:
         raise MemoryError(str(error)) from error
 
 
+def require_memory(nbytes: int) -> None:
+    """Raises MemoryError where the system refuses so many bytes; takes none of them."""
+    # MLX's CPU device doesn't ask whether it got its memory.
+    try:
+        mmap(-1, max(1, nbytes)).close()
+    except OSError as error:
+        raise MemoryError(f"{nbytes} bytes for MLX: {error.strerror}") from error
+
+
 def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray[Any]]:
     """An array of zeros and the numpy view through which it is written. Raises MemoryError."""
-    # MLX's CPU device doesn't ask whether it got its memory: this does, and touches none of it.
-    try:
-        mmap(-1, max(1, prod(shape) * dtype.size)).close()
-    except OSError as error:
-        raise MemoryError(f"{prod(shape) * dtype.size} bytes for MLX: {error.strerror}") from error
+    require_memory(prod(shape) * dtype.size)
     with allocation():
         array = mx.zeros(shape, dtype=dtype)
         mx.eval(array)
     return array, np.array(array, copy=False)
 
 
+@dataclass(frozen=True)
 class MlxMatrix:
     """(N, K) in a bundle's quantisation, with its codes; products are float32.
 
-    dtype: what is multiplied and what scales, biases and 16-bit values are held in: float32, or float16 where
-    a GPU reads half as much for it.
+    codes: (N, K bits / 32) uint32; scales, biases: (N, G). At 16 bits only codes, (N, K) values. dtype: what
+    is multiplied: float32, or float16 where a GPU reads half as much for it.
     """
 
-    def __init__(self, rows: int, cols: int, bits: int, dtype: mx.Dtype) -> None:
-        self.layout = RowLayout(cols, bits)
-        self.rows = rows
-        self.dtype = dtype
-        layout, self._pieces = self.layout, {}
-        if bits == 16:
-            self._pieces["codes"] = writable((rows, layout.padded_cols), dtype)
-        else:
-            self._pieces["codes"] = writable((rows, layout.codes_bytes // 4), mx.uint32)
-            for part in ("scales", "biases"):
-                self._pieces[part] = writable((rows, layout.groups), dtype)
+    layout: RowLayout
+    dtype: mx.Dtype
+    arrays: tuple[mx.array, ...]
 
-    def write(self, row0: int, codes: Bytes, scales: NDArray[Any], biases: NDArray[Any]) -> None:
-        """Rows row0 .. row0 + n: codes (n, codes_bytes) of uint8, scales and biases (n, G) of float16."""
-        end = row0 + len(codes)
-        if self.layout.bits == 16:
-            self._pieces["codes"][1][row0:end] = np.ascontiguousarray(codes).view(np.float16)
-            return
-        self._pieces["codes"][1][row0:end].view(np.uint8)[:] = codes
-        for part, values in (("scales", scales), ("biases", biases)):
-            self._pieces[part][1][row0:end] = values
-
-    def write_rows(self, row0: int, records: Bytes, offset: int) -> None:
-        """`write` of what lies `offset` bytes into each record (n, stride)."""
-        layout = self.layout
-        scales = offset + layout.codes_bytes
-        biases = scales + layout.scales_bytes
-        pairs = (records[:, scales:biases], records[:, biases : biases + layout.biases_bytes])
-        halves = (np.ascontiguousarray(pair).view(np.float16) for pair in pairs)
-        self.write(row0, records[:, offset:scales], *halves)
-
-    def clear(self, row0: int, row1: int) -> None:
-        """Rows row0 .. row1 count for nothing."""
-        for part, (_, view) in self._pieces.items():
-            if part != "codes" or self.layout.bits == 16:
-                view[row0:row1] = 0
-
-    def rows_product(self, x: mx.array, rows: slice = EVERY) -> mx.array:
-        """x (T, K) @ W^T of these rows: (T, n) float32."""
+    def rows_product(self, x: mx.array) -> mx.array:
+        """x (T, K) @ W^T: (T, N) float32."""
         x = x.astype(self.dtype)
         more = self.layout.padded_cols - x.shape[1]
         if more:
             x = mx.pad(x, [(0, 0), (0, more)])
-        return self._product(x, rows, transpose=True)
+        return self._product(x, transpose=True)
 
-    def columns_product(self, x: mx.array, rows: slice = EVERY) -> mx.array:
-        """x (T, n) @ W of these n rows: (T, K) float32."""
-        return self._product(x.astype(self.dtype), rows, transpose=False)[:, : self.layout.cols]
+    def columns_product(self, x: mx.array) -> mx.array:
+        """x (T, N) @ W: (T, K) float32."""
+        return self._product(x.astype(self.dtype), transpose=False)[:, : self.layout.cols]
 
-    def _product(self, x: mx.array, rows: slice, transpose: bool) -> mx.array:
-        arrays = [array[rows] for array, _ in self._pieces.values()]
+    def copy(self) -> MlxMatrix:
+        """The same in memory of its own, all in the type that is multiplied. Not evaluated."""
+        codes, *pairs = self.arrays
+        own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
+        pairs = [mx.contiguous(pair.astype(self.dtype)) for pair in pairs]
+        return MlxMatrix(self.layout, self.dtype, (own, *pairs))
+
+    def _product(self, x: mx.array, transpose: bool) -> mx.array:
         if self.layout.bits == 16:
-            found = x @ (arrays[0].T if transpose else arrays[0])
+            found = x @ (self.arrays[0].T if transpose else self.arrays[0])
         else:
             found = mx.quantized_matmul(
-                x, *arrays, transpose=transpose, group_size=GROUP_SIZE, bits=self.layout.bits
+                x, *self.arrays, transpose=transpose, group_size=GROUP_SIZE, bits=self.layout.bits
             )
         return found.astype(mx.float32)
 
@@ -120,39 +101,162 @@ class MlxLinear:
     """A loaded matrix with its bias (N,), or None."""
 
     def __init__(self, source: LinearSource, dtype: mx.Dtype) -> None:
-        self.matrix = MlxMatrix(source.rows, source.cols, source.bits, dtype)
-        for row0, codes, scales, biases in source.chunks():
-            self.matrix.write(row0, codes, scales, biases)
+        layout, rows = RowLayout(source.cols, source.bits), source.rows
+        if source.bits == 16:
+            pieces = [writable((rows, layout.padded_cols), dtype)]
+        else:
+            pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
+            pieces += [writable((rows, layout.groups), dtype) for _ in range(2)]
+        for row0, codes, *pairs in source.chunks():
+            if source.bits == 16:
+                pieces[0][1][row0 : row0 + len(codes)] = np.ascontiguousarray(codes).view(np.float16)
+                continue
+            pieces[0][1][row0 : row0 + len(codes)].view(np.uint8)[:] = codes
+            for (_, view), values in zip(pieces[1:], pairs, strict=True):
+                view[row0 : row0 + len(codes)] = values
+        self.matrix = MlxMatrix(layout, dtype, tuple(array for array, _ in pieces))
         self.bias = None if source.bias is None else mx.array(source.bias)
 
 
+@dataclass(frozen=True)
 class MlxNeurons:
-    """Room for `count` neurons, gate, up and down rows by themselves: what segments and staging are."""
+    """Rows of the same n neurons. gate: None where only what follows it in a record is at hand."""
 
-    def __init__(self, source: FeedForwardSource, count: int, dtype: mx.Dtype) -> None:
-        self._row = RowLayout(source.hidden_size, source.bits)
-        first, second = source.layout.part_offsets
-        self._offsets = first, second, second + self._row.nbytes
-        shape = (count, source.hidden_size, source.bits, dtype)
-        self.gate, self.up, self.down = MlxMatrix(*shape), MlxMatrix(*shape), MlxMatrix(*shape)
+    gate: MlxMatrix | None
+    up: MlxMatrix
+    down: MlxMatrix
 
-    def write(self, row0: int, records: Bytes) -> None:
-        """Whole records (n, stride) of neurons into places row0 .. row0 + n."""
-        for matrix, offset in zip((self.gate, self.up, self.down), self._offsets, strict=True):
-            matrix.write_rows(row0, records, offset)
+    @property
+    def arrays(self) -> list[mx.array]:
+        matrices = (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+        return [array for matrix in matrices for array in matrix.arrays]
 
-    def write_up_and_down(self, row0: int, parts: Bytes) -> None:
-        """Only what follows the gate row of each record (n, part bytes)."""
-        self.up.write_rows(row0, parts, 0)
-        self.down.write_rows(row0, parts, self._row.nbytes)
 
-    def clear(self, row0: int, row1: int) -> None:
-        for matrix in (self.gate, self.up, self.down):
-            matrix.clear(row0, row1)
+class GatheredNeurons:
+    """Room for n neurons, each of whose rows is copied once, to be multiplied from where it then lies.
+
+    rows: (offset, layout) of each row in what is gathered of a neuron. Raises MemoryError.
+    """
+
+    def __init__(self, count: int, rows: Sequence[tuple[int, RowLayout]], dtype: mx.Dtype) -> None:
+        self._dtype = dtype
+        self._layouts = [layout for _, layout in rows]
+        self._arrays: list[list[mx.array]] = []
+        self._views: list[tuple[int, Bytes]] = []
+        for offset, layout in rows:
+            codes = mx.float16 if layout.bits == 16 else mx.uint32
+            parts = [(codes, layout.codes_bytes), *[(mx.float16, layout.scales_bytes)] * 2]
+            pieces = [writable((count, nbytes // it.size), it) for it, nbytes in parts if nbytes]
+            self._arrays.append([array for array, _ in pieces])
+            for _, view in pieces:
+                self._views.append((offset, view.view(np.uint8)))
+                offset += view.nbytes // count
+
+    @property
+    def nbytes(self) -> int:
+        return sum(view.nbytes for _, view in self._views)
+
+    def gather(self, place: int, addresses: NDArray[np.uint64]) -> None:
+        """Rows of neurons that lie at addresses (n,) to place .. place + n."""
+        for offset, view in self._views:
+            _native.copy_out(addresses, offset, view[place : place + len(addresses)])
+
+    def take_over(self, other: GatheredNeurons, place: int, count: int) -> None:
+        """What another has from `place` on, to the first places here."""
+        for (_, view), (_, theirs) in zip(self._views, other._views, strict=True):
+            view[:count] = theirs[place : place + count]
+
+    def clear(self, start: int, stop: int) -> None:
+        """Places that count for nothing."""
+        for _, view in self._views:
+            view[start:stop] = 0
+
+    def neurons(self, start: int, stop: int) -> MlxNeurons:
+        """What lies there."""
+        *gate, up, down = (
+            MlxMatrix(layout, self._dtype, tuple(array[start:stop] for array in arrays))
+            for layout, arrays in zip(self._layouts, self._arrays, strict=True)
+        )
+        return MlxNeurons(gate[0] if gate else None, up, down)
+
+
+class RecordMemory:
+    """Memory of MLX for records, from a page boundary on: written through `view`, (nbytes,) of uint8.
+
+    Raises MemoryError.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._words, whole = writable(((nbytes + PAGE_BYTES) // 4,), mx.uint32)
+        self._halves = self._words.view(mx.float16)
+        mx.eval(self._halves)
+        self._address = whole.ctypes.data
+        start = -self._address % PAGE_BYTES
+        self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
+
+    def matrix(self, records: Bytes, offset: int, layout: RowLayout, dtype: mx.Dtype) -> MlxMatrix:
+        """What lies `offset` bytes into each record, (n, stride) of `view`, as a matrix: without a copy."""
+        start, (count, stride) = records.ctypes.data - self._address + offset, records.shape
+        scales, biases = start + layout.codes_bytes, start + layout.codes_bytes + layout.scales_bytes
+
+        def part(array: mx.array, first: int, nbytes: int) -> mx.array:
+            size = array.dtype.size
+            return mx.as_strided(array, (count, nbytes // size), (stride // size, 1), first // size)
+
+        if layout.bits == 16:
+            return MlxMatrix(layout, dtype, (part(self._halves, start, layout.codes_bytes),))
+        codes = part(self._words, start, layout.codes_bytes)
+        pairs = (part(self._halves, first, layout.scales_bytes) for first in (scales, biases))
+        return MlxMatrix(layout, dtype, (codes, *pairs))
+
+
+class MlxStreamMemory(StreamMemory):
+    """What is streamed lands in memory of MLX; one piece may be multiplied while the next is waited for.
+
+    wait: evaluates arrays, as one synchronisation.
+    """
+
+    pieces_read = 1
+
+    def __init__(self, wait: Callable[..., None]) -> None:
+        self.records: RecordMemory | None = None
+        self._wait = wait
+        self._asked: list[mx.array] = []
+
+    def allocate(self, nbytes: int) -> Bytes:
+        self.records = RecordMemory(nbytes)
+        return self.records.view
+
+    def free(self) -> None:
+        self.records = None
+        self._asked = []
+
+    def ask(self, arrays: list[mx.array]) -> None:
+        """Have what is computed from the piece at hand computed, while its consumer goes on."""
+        self._asked = arrays
+        mx.async_eval(*arrays)
+
+    def asked(self) -> list[mx.array]:
+        asked, self._asked = self._asked, []
+        return asked
+
+    def wait(self, asked: list[mx.array]) -> None:
+        if asked:
+            self._wait(*asked)
+
+
+@dataclass
+class MlxSegment:
+    """Neurons in memory of their own, once they have come."""
+
+    neurons: MlxNeurons = field(init=False)
 
 
 class MlxFeedForward(FedLayer):
-    """One layer's neurons; segments are `MlxNeurons`, each of which is multiplied by itself."""
+    """One layer's neurons; segments are `MlxSegment`s, each of which is multiplied by itself.
+
+    stream: where all layers' streamed neurons land.
+    """
 
     # MLX has streams of its own for every thread that computes, and keeps them when it ends.
     allocates_anywhere = False
@@ -162,17 +266,35 @@ class MlxFeedForward(FedLayer):
         source: FeedForwardSource,
         segment_neurons: int,
         dtype: mx.Dtype,
+        stream: MlxStreamMemory,
         selector: Selector | None = None,
     ) -> None:
         super().__init__(source, segment_neurons, selector)
+        self.stream_memory: MlxStreamMemory = stream
         self._dtype = dtype
+        self._row = RowLayout(source.hidden_size, source.bits)
+        gate, up = source.layout.part_offsets
+        self._offsets = gate, up, up + self._row.nbytes
 
-    def new_segment(self) -> MlxNeurons:
-        return self.room_for(self.segment_neurons)
+    def room_for(self, count: int) -> GatheredNeurons:
+        """For so many selected neurons: their records, or what follows the gate rows that selected them."""
+        predicted, (gate, up, down) = self.selector is not None and self.selector.predicted, self._offsets
+        offsets = (gate, up, down) if predicted else (0, down - up)
+        return GatheredNeurons(count, [(offset, self._row) for offset in offsets], self._dtype)
 
-    def room_for(self, neurons: int) -> MlxNeurons:
-        """Empty places for so many neurons of any layer."""
-        return MlxNeurons(self.source, neurons, self._dtype)
+    def new_segment(self) -> MlxSegment:
+        # MLX allocates it with what fills it.
+        require_memory(self.segment_neurons * self.source.layout.stride)
+        return MlxSegment()
 
-    def pack(self, segment: MlxNeurons, index: int, first: int, records: Bytes) -> None:
-        segment.write(first - self.segment_range(index).start, records)
+    def streamed_neurons(self, records: Bytes) -> MlxNeurons:
+        """A streamed piece, records (n, stride), where it lies."""
+        memory = self.stream_memory.records
+        assert memory is not None
+        return MlxNeurons(*(memory.matrix(records, at, self._row, self._dtype) for at in self._offsets))
+
+    def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
+        neurons = self.streamed_neurons(records)
+        assert neurons.gate is not None
+        segment.neurons = MlxNeurons(neurons.gate.copy(), neurons.up.copy(), neurons.down.copy())
+        self.stream_memory.ask(segment.neurons.arrays)

@@ -2,6 +2,7 @@
 // wherever a call reads, waits or computes checksums.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -9,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -171,10 +173,16 @@ void bind_stream(nb::module_& m) {
       .def(
           "__init__",
           [](ExtentStream* self, std::shared_ptr<FlashReader> reader, const Extents& extents,
-             size_t slot_bytes, size_t slots, bool cyclic) {
-            new (self) ExtentStream(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic);
+             size_t slot_bytes, size_t slots, bool cyclic, std::optional<OutBytes> memory) {
+            SlotMemory lent;
+            // The array counts its references; what lets go of the last takes the GIL.
+            if (memory)
+              lent = {std::shared_ptr<uint8_t>(memory->data(), [memory](uint8_t*) {}), memory->size()};
+            new (self)
+                ExtentStream(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic, lent);
           },
-          nb::arg("reader"), nb::arg("extents"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("cyclic"))
+          nb::arg("reader"), nb::arg("extents"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("cyclic"),
+          nb::arg("memory").noconvert().none())
       .def("next", &next_extent)
       .def("release", &ExtentStream::release, Release())
       .def("rewind", &ExtentStream::rewind, Release())

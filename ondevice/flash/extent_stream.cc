@@ -14,7 +14,7 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 }  // namespace
 
 ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
-                           size_t slot_bytes, size_t slots, bool cyclic)
+                           size_t slot_bytes, size_t slots, bool cyclic, SlotMemory memory)
     : reader_(std::move(reader)),
       slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
       cyclic_(cyclic),
@@ -22,7 +22,16 @@ ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vecto
   reader_->pool().require_running();
   if (slots < 2) throw std::invalid_argument("a stream needs at least 2 slots, not " + std::to_string(slots));
   schedule_ = planned(extents);
-  memory_ = std::make_shared<const Buffer>(slot_bytes_ * slots);
+  if (memory.data == nullptr) {
+    auto own = std::make_shared<Buffer>(slot_bytes_ * slots);
+    memory = {std::shared_ptr<uint8_t>(own, own->data()), own->size()};
+  }
+  if (memory.nbytes != slot_bytes_ * slots)
+    throw std::invalid_argument("memory of " + std::to_string(memory.nbytes) + " bytes for " +
+                                std::to_string(slots) + " slots of " + std::to_string(slot_bytes_));
+  if (page_down(reinterpret_cast<int64_t>(memory.data.get())) != reinterpret_cast<int64_t>(memory.data.get()))
+    throw std::invalid_argument("the memory of slots must begin at a page");
+  memory_ = std::move(memory.data);
   reader_->pool().add(this, false);
 }
 
@@ -55,7 +64,7 @@ bool ExtentStream::take(Piece* piece) {
   }
   piece->file = planned.file;
   piece->range = planned.pieces[issued_pieces_];
-  piece->out = memory_->data() + index * slot_bytes_ + (page_down(piece->range.begin) - planned.base);
+  piece->out = memory_.get() + index * slot_bytes_ + (page_down(piece->range.begin) - planned.base);
   piece->tag = index;
   if (++issued_pieces_ == planned.pieces.size()) {
     issued_pieces_ = 0;
@@ -103,7 +112,7 @@ ExtentStream::View ExtentStream::next() {
     throw FlashError(error);
   }
   ++held_;
-  return {memory_->data() + index * slot_bytes_ + (planned.offset - planned.base),
+  return {memory_.get() + index * slot_bytes_ + (planned.offset - planned.base),
           static_cast<size_t>(planned.nbytes), memory_};
 }
 
@@ -155,8 +164,9 @@ void ExtentStream::close() {
     arrived_.notify_all();
   }
   reader_->pool().remove(this);
+  std::shared_ptr<uint8_t> memory;  // let go of without the lock: its owner may be Python's
   std::lock_guard<std::mutex> lock(reader_->pool().mutex());
-  memory_.reset();
+  memory = std::move(memory_);
 }
 
 StreamStats ExtentStream::stats() {

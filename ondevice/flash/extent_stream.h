@@ -24,22 +24,28 @@ struct StreamStats {
   double wait_seconds = 0;  // the consumer's, in next()
 };
 
+// Slots that somebody else allocated; empty: the stream has its own.
+struct SlotMemory {
+  std::shared_ptr<uint8_t> data;  // and what keeps it alive
+  size_t nbytes = 0;
+};
+
 // The reader's threads run ahead of the consumer through the schedule, as far as slots are free. Extents are
 // cut into pieces so that the threads share one extent; checksums are compared by the threads. One consumer
 // at a time; close() may come from any thread.
 class ExtentStream : public PieceSource {
  public:
   // A slot holds the largest extent's whole checked units, to page boundaries. Throws std::invalid_argument
-  // for fewer than 2 slots, slots that are too small, or an empty schedule; std::out_of_range for an extent
-  // outside its file.
+  // for fewer than 2 slots, slots that are too small, memory of another size or not at a page, or an empty
+  // schedule; std::out_of_range for an extent outside its file.
   ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
-               size_t slots, bool cyclic);
+               size_t slots, bool cyclic, SlotMemory memory = {});
   ~ExtentStream() override { close(); }
 
   struct View {
     const uint8_t* data;
     size_t nbytes;
-    std::shared_ptr<const Buffer> owner;
+    std::shared_ptr<const uint8_t> owner;
   };
 
   // The next extent's bytes, valid until its release() or rewind(). Throws FlashError for an extent that
@@ -87,7 +93,7 @@ class ExtentStream : public PieceSource {
   std::vector<Planned> schedule_;
   const size_t slot_bytes_;
   const bool cyclic_;
-  std::shared_ptr<const Buffer> memory_;
+  std::shared_ptr<uint8_t> memory_;
   std::vector<Slot> slots_;
   std::condition_variable arrived_;
   // Extents counted since the last rewind: released_ <= taken_ <= issued_ <= released_ + slots.

@@ -43,15 +43,26 @@ class ExtentStream:
     slot_bytes: size of each slot, rounded up to whole pages; it holds the largest extent's whole checked
         units, to page boundaries.
     slots: at least 2. All but one can be held by the consumer at a time.
+    memory: all slots' (slots * slot_bytes in whole pages,), from a page boundary on, if they aren't to have
+        memory of their own: reads land in it.
 
     One consumer at a time; `close()` may come from any thread.
-    Raises ValueError for slots that are too few or too small, IndexError for an extent outside its file.
+    Raises ValueError for slots that are too few or too small and for memory that doesn't fit them, IndexError
+    for an extent outside its file.
     """
 
     def __init__(
-        self, reader: FlashReader, extents: Sequence[Extent], slot_bytes: int, slots: int, cyclic: bool
+        self,
+        reader: FlashReader,
+        extents: Sequence[Extent],
+        slot_bytes: int,
+        slots: int,
+        cyclic: bool,
+        memory: NDArray[np.uint8] | None = None,
     ) -> None:
-        self._native = _native.ExtentStream(reader.native, _tuples(extents), slot_bytes, slots, cyclic)
+        self._native = _native.ExtentStream(
+            reader.native, _tuples(extents), slot_bytes, slots, cyclic, memory
+        )
 
     @property
     def nbytes(self) -> int:

@@ -135,7 +135,7 @@ def kv_move(
     source: int,
     target: int,
 ) -> None: ...
-def copy_out(addresses: NDArray[np.uint64], out: NDArray[np.uint8]) -> None: ...
+def copy_out(addresses: NDArray[np.uint64], offset: int, out: NDArray[np.uint8]) -> None: ...
 def activate(engine: Engine, activation: int, gate: Float32, up: Float32, out: Float32) -> None: ...
 def quantize_rows(
     engine: Engine,
@@ -194,7 +194,13 @@ class RecordBatch:
 
 class ExtentStream:
     def __init__(
-        self, reader: FlashReader, extents: Extents, slot_bytes: int, slots: int, cyclic: bool
+        self,
+        reader: FlashReader,
+        extents: Extents,
+        slot_bytes: int,
+        slots: int,
+        cyclic: bool,
+        memory: Bytes | None,
     ) -> None: ...
     def next(self) -> Bytes: ...
     def release(self) -> None: ...

@@ -149,13 +149,14 @@ void bind_ops(nb::module_& m) {
     for (int64_t layer = 0; layer < layers; ++layer)
       engine.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
   });
-  m.def("copy_out", [](const CArray<const uint64_t, 1>& addresses, const CArray<uint8_t, 2>& out) {
-    require(addresses.shape(0) == out.shape(0), "addresses are (n,), out is (n, bytes)");
-    nb::gil_scoped_release release;
-    for (size_t i = 0; i < out.shape(0); ++i)
-      std::memcpy(out.data() + i * out.shape(1), reinterpret_cast<const void*>(addresses.data()[i]),
-                  out.shape(1));
-  });
+  m.def("copy_out",
+        [](const CArray<const uint64_t, 1>& addresses, size_t offset, const CArray<uint8_t, 2>& out) {
+          require(addresses.shape(0) == out.shape(0), "addresses are (n,), out is (n, bytes)");
+          nb::gil_scoped_release release;
+          for (size_t i = 0; i < out.shape(0); ++i)
+            std::memcpy(out.data() + i * out.shape(1),
+                        reinterpret_cast<const uint8_t*>(addresses.data()[i]) + offset, out.shape(1));
+        });
   m.def("attention", [](Engine& engine, const FloatRows& q, const CArray<const uint64_t, 1>& blocks,
                         int64_t layer, int bits, int64_t kv_heads, int64_t position, int64_t window,
                         const std::optional<Tree>& tree, const CArray<float, 2>& out) {

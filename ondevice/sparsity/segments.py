@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from ondevice.backends.base import Bytes
 from ondevice.backends.fed_layer import FedLayer, Segment
@@ -60,6 +61,9 @@ class SegmentPool:
         self._allocator: ThreadPoolExecutor | None = None
         self._empty: deque[Future[Segment]] = deque()
         self._stream: ExtentStream | None = None
+        self._memory = layers[0].stream_memory
+        self._held: deque[Any] = deque()
+        """Of the pieces that the stream hasn't got back: what was asked for of each."""
         self._position = 0
         self._pieces: list[list[tuple[int, int, Extent]]] = []
         """Per layer, what the stream reads; empty when residency has changed since it was scheduled."""
@@ -142,6 +146,8 @@ class SegmentPool:
             self._stream.close()
             self._stream = None
             self._pieces = []
+        self._held.clear()
+        self._memory.free()
 
     def _schedule(self) -> None:
         """Plan the reads of a pass over all layers: (segment, first neuron, bytes), within segments."""
@@ -163,7 +169,8 @@ class SegmentPool:
     def _streamed(self, index: int) -> Iterable[Bytes | Segment]:
         """A layer's neurons that aren't resident, ascending: records (n, stride), or a segment just filled.
 
-        Each is valid until the next. Layers come in order in a pass, from the first.
+        Each is valid until the next, if its engine doesn't say otherwise (`StreamMemory`). Layers come in
+        order in a pass, from the first.
         """
         if index == 0:
             self._begin_pass()
@@ -191,11 +198,18 @@ class SegmentPool:
                 yield records
             else:
                 layer.pack(filling, segment, first, records)
-            stream.release()
+            self._let_go(stream, self._memory.pieces_read)
             if filling is not None and first + len(records) == neurons.stop:
                 layer.segments.append(filling)
                 yield filling
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
+
+    def _let_go(self, stream: ExtentStream, keep: int) -> None:
+        """The piece at hand is done with: give back all but the latest `keep`, which may still be read."""
+        self._held.append(self._memory.asked())
+        while len(self._held) > keep:
+            self._memory.wait(self._held.popleft())
+            stream.release()
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
         """An empty segment for the next range of a layer, if it is to have one and memory has arrived."""
@@ -237,16 +251,27 @@ class SegmentPool:
             self._schedule()
             extents = [extent for pieces in self._pieces for _, _, extent in pieces]
             if self._stream is None:
-                self._stream = ExtentStream(self._reader, extents, self._slot_bytes, self._slots, cyclic=True)
+                memory = self._memory.allocate(self._slots * self._slot_bytes)
+                self._stream = ExtentStream(
+                    self._reader, extents, self._slot_bytes, self._slots, cyclic=True, memory=memory
+                )
             else:
+                self._forget_held()
                 self._stream.reschedule(extents)
             self._position = 0
         if self._position != self._starts[index]:
+            self._forget_held()
             self._stream.rewind()
             for _ in range(self._starts[index]):
                 self._stream.next()
                 self._stream.release()
         return self._stream
+
+    def _forget_held(self) -> None:
+        """Nothing reads any more what the stream is about to overwrite."""
+        self._held.append(self._memory.asked())
+        while self._held:
+            self._memory.wait(self._held.popleft())
 
 
 def _now(work: Callable[[], Segment]) -> Future[Segment]:
