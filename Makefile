@@ -9,6 +9,7 @@
 #   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
+#   make prove-mlx    on a Mac, or beside another GPU of MLX's: doctor, every fast test, and the comparisons of MLX
 #   make app          the example app of examples/macos_app, from its sources; app-screenshot makes its picture
 #   make test-native  native tests on this machine; test-neon, test-sanitize and test-tsan are their variants
 #   make clean        remove what these made
@@ -36,8 +37,8 @@ NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 MODEL_FOLDER := weights/small-relu
 RECIPE_BUILD := build/recipe
 
-.PHONY: help build chat app app-screenshot test test-slow check check-python check-types check-native format bench clean train \
-	evaluate-model model-tables
+.PHONY: help build chat app app-screenshot test test-slow check check-python check-types check-native format bench \
+	prove-mlx clean train evaluate-model model-tables
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -178,6 +179,22 @@ bench: $(STAMPS)/bench
 		convert_versus_cp; do \
 		echo "== $$script"; \
 		$(PY) tests/benchmarks/$$script.py --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
+	done; exit $$status
+
+# Its newest version is the rival; the tests don't need it.
+$(STAMPS)/mlx-lm: $(STAMPS)/test
+	@$(PIP) mlx-lm
+	@touch $@
+
+# On MLX's GPU where there is one: half-precision operands, and what its kernels promise.
+prove-mlx: $(STAMPS)/mlx-lm
+	@mkdir -p $(BENCH_DIR)
+	@gpu=$$($(PY) -c "import mlx.core as mx; print('1' if mx.default_device() == mx.gpu else '')"); status=0; \
+	echo "== doctor"; $(VENV)/bin/ondevice doctor || status=1; \
+	echo "== tests"; ONDEVICE_TEST_MLX_GPU=$$gpu $(PY) -m pytest -q -m "not slow" $(TEST_ARGS) tests || status=1; \
+	for script in mlx_invariance flash_into_mlx versus_mlx_lm; do \
+		echo "== $$script"; \
+		$(PY) tests/benchmarks/$$script.py || status=1; \
 	done; exit $$status
 
 clean:

@@ -40,7 +40,9 @@ class Watched(mlx.MlxBackend):
         self.guesses[self.feed_forwards.index(weight)] = self._scores(x, weight, norm)
         super().foresee(x, norm, weight)
 
-    def feed_forward(self, x: Any, weight: Any, activation: Any, norm: Any = None, **more: Any) -> Any:
+    def feed_forward(  # type: ignore[override]
+        self, x: Any, weight: Any, activation: Any, norm: Any = None, **more: Any
+    ) -> Any:
         layer = self.feed_forwards.index(weight)
         guess = self.guesses.pop(layer, None)
         if guess is not None and len(guess) == 1:
