@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import FeedForwardSource, Float32, KVLayout, LinearSource, Norm, Selector
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
-from ondevice.backends.mlx_ops import MlxLinear, activate, block_allocator
+from ondevice.backends.mlx_kv import MlxKV, no_block
+from ondevice.backends.mlx_ops import MlxLinear, activate
 from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, Streams, layer_prefix
@@ -253,7 +254,7 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
     runs: ascending, none longer than `longest_run`.
     """
     layout = KVLayout(model.config, 32)
-    kv = KVCache(layout, block_allocator(layout))
+    kv = KVCache(layout, no_block, arrays=MlxKV(layout))
     main: list[mx.array] = []
     ends: list[mx.array] = []
     at = 0

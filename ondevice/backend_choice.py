@@ -47,11 +47,6 @@ def check_backend(runtime: RuntimeConfig) -> None:
         raise BackendUnavailableError(
             "--backend reference multiplies every neuron: it takes --sparsity dense"
         )
-    if backend == "mlx" and runtime.kv_bits != 16:
-        raise BackendUnavailableError(
-            f"--backend mlx holds keys and values in 16 bits, not {runtime.kv_bits}; use --kv-bits 16, or "
-            "--backend cpu"
-        )
     if backend == "mlx" and not has_mlx():
         raise BackendUnavailableError(
             "--backend mlx needs the package mlx, which can't be imported here: pip install 'ondevice[mlx]', "

@@ -313,7 +313,8 @@ class Engine:
         return kv
 
     def _new_cache(self) -> KVCache:
-        return KVCache(self._layout, self._allocate, self._release)
+        arrays = None if self._backend is None else self._backend.new_arrays(self._layout)
+        return KVCache(self._layout, self._allocate, self._release, arrays)
 
     def _allocate(self, nbytes: int) -> Block:
         """A key/value block in a mapping of its own; residency yields before it exists."""

@@ -353,7 +353,7 @@ def _mlx_plan(
     adapters = streams if runs_streams(runtime.speculation, streams) else None
     more = mlx_weights_bytes(config, quant, predictors, runtime.sparsity in GATED, operand_bytes)
     wide, narrow = (
-        plan.activation_bytes + mlx_activation_bytes(config, runtime, tokens)
+        plan.activation_bytes + mlx_activation_bytes(config, runtime, tokens, operand_bytes)
         for tokens in (plan.pass_tokens, min(plan.pass_tokens, NARROW_TOKENS))
     )
     return replace(

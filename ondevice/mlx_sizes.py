@@ -5,6 +5,7 @@ operand_bytes: of what matrices multiply in, 4 or 2: scales, biases and 16-bit v
 
 from __future__ import annotations
 
+from ondevice.backends.base import BLOCK_TOKENS, KVLayout
 from ondevice.bundle.layout import neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import Streams
@@ -29,6 +30,8 @@ MLX_STREAM_SLOTS = 4
 """Segments of records: two that are multiplied, two on their way from flash."""
 MLX_PIECES = 2
 """Streamed segments under way together: MLX takes their records apart while it multiplies."""
+LAYERS_READ = 2
+"""Whose keys and values are there as they were read, at once: MLX begins a layer before the last one ends."""
 
 
 def held_bytes(elements: int, bits: int, operand_bytes: int) -> int:
@@ -92,19 +95,30 @@ def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes
     return held_bytes(elements, streams.bits, operand_bytes) - held_bytes(elements, streams.bits, 2)
 
 
-def mlx_activation_bytes(config: ModelConfig, runtime: RuntimeConfig, tokens: int) -> int:
+def mlx_activation_bytes(config: ModelConfig, runtime: RuntimeConfig, tokens: int, operand_bytes: int) -> int:
     """Working memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
 
-    Scores of attention exist whole, keys and values of a context twice: joined and in the operands' type.
+    Scores of attention exist whole, with what hides some of them.
     """
     context = context_tokens(config, runtime)
     neurons = max(fetch_neurons(config), config.intermediate_size)
     per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
-    scores = 2 * config.num_heads * context
+    scores = (config.num_heads + 1) * context
     rows = min(widest_pass(config, runtime), logits_rows(config))
     logits = max(8 * 8, 3 * 4 * rows) * config.vocab_size
-    joined = 3 * 4 * 2 * config.kv_size * context
-    return 4 * tokens * (per_token + scores) + joined + logits + MLX_CACHE_BYTES
+    stored = _stored_bytes(config, runtime, context, operand_bytes)
+    return 4 * tokens * (per_token + scores) + stored + logits + MLX_CACHE_BYTES
+
+
+def _stored_bytes(config: ModelConfig, runtime: RuntimeConfig, context: int, operand_bytes: int) -> int:
+    """What keys and values of a full context take beside what they are stored in (`backends/mlx_kv.py`).
+
+    As they grow, one layer's keys are there twice. They are read in the operands' type, by a layer while the
+    next one is begun; where that is what they are stored in, no copy is made.
+    """
+    grown = KVLayout(config, runtime.kv_bits).codes_bytes * config.num_kv_heads * context // BLOCK_TOKENS
+    copied = runtime.kv_bits != 8 * operand_bytes
+    return max(grown, LAYERS_READ * 2 * operand_bytes * config.kv_size * context if copied else 0)
 
 
 def _neurons_bytes(config: ModelConfig, quant: QuantConfig, operand_bytes: int, neurons: int) -> int:

@@ -168,7 +168,7 @@ def test_a_model_without_a_tokenizer_takes_ids_and_says_so(token_bundle: Path) -
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"backend": "mlx", "kv_bits": 8}, BackendUnavailableError),
+        ({"backend": "reference", "speculation": "lookup"}, BackendUnavailableError),
         ({"backend": "cuda"}, UsageError),
         ({"sparsity": "exact"}, UnsupportedModelError),
         ({"speculation": "streams"}, UnsupportedModelError),

@@ -44,7 +44,11 @@ from tests.models import write_checkpoint
         (["verify", "-m", "{broken}"], 6, "bundle.json"),
         (["generate", "-m", "{broken}", "-p", "x"], 6, "bundle.json"),
         (["convert", "{cut}", "-o", "{tmp}/out"], 6, "model.safetensors"),
-        (["generate", "-m", "{bundle}", "-p", "x", "--backend", "mlx", "--kv-bits", "8"], 1, "--kv-bits 16"),
+        (
+            ["generate", "-m", "{bundle}", "-p", "x", "--backend", "reference", "--speculation", "lookup"],
+            1,
+            "--backend cpu",
+        ),
     ],
 )
 def test_every_error_has_its_exit_code_and_says_what_to_do(

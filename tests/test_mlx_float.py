@@ -19,7 +19,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.reference import activate as reference_activate
 from ondevice.bundle.reader import Bundle
 from ondevice.config import ACTIVATIONS, ModelConfig
-from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.errors import UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
@@ -32,7 +32,8 @@ from tests.sources import RandomWeights, tiny_config
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
-from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, block_allocator  # noqa: E402
+from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
+from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 SHIPPED = Path(__file__).resolve().parent.parent / "weights" / "small-relu"
@@ -48,7 +49,7 @@ def mlx_model(folder: Path) -> Iterator[Transformer]:
 
 def mlx_cache(config: ModelConfig, kv_bits: Literal[32, 16] = 32) -> KVCache:
     layout = KVLayout(config, kv_bits)
-    return KVCache(layout, block_allocator(layout))
+    return KVCache(layout, no_block, arrays=MlxKV(layout))
 
 
 def in_pieces(model: Transformer, tokens: list[int], kv: KVCache, *lengths: int) -> np.ndarray:
@@ -90,8 +91,6 @@ def test_narrow_keys_and_values_are_rounded_as_reference_rounds_them() -> None:
     mine = in_pieces(weights.load(MlxFloatBackend()), tokens, mlx_cache(ALL_OPTIONS, 16), 66, 4)
     # A value near the middle of two float16 numbers may go either way, so not as close as with float32.
     assert error(mine, narrow) < 0.5 * error(exact, narrow)
-    with pytest.raises(BackendUnavailableError, match="not 8"):
-        block_allocator(KVLayout(ALL_OPTIONS, 8))
 
 
 def test_a_fork_and_what_it_came_from_go_their_own_ways() -> None:

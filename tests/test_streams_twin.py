@@ -20,7 +20,8 @@ from torch.nn import functional  # noqa: E402
 
 from ondevice.backends.base import KVLayout  # noqa: E402
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
-from ondevice.backends.mlx_ops import MlxLinear, block_allocator  # noqa: E402
+from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
+from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
 from ondevice.bundle.reader import Bundle  # noqa: E402
 from ondevice.bundle.streams import Streams as StreamFacts  # noqa: E402
 from ondevice.converters.stream_loss import Window, load_top, stream_loss  # noqa: E402
@@ -73,7 +74,7 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))
     found = transformer.run(
-        TOKENS, KVCache(layout, block_allocator(layout)), narrow=lambda x: Narrowed(every, every)
+        TOKENS, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=lambda x: Narrowed(every, every)
     )
     return mx.stack([transformer.logits(found.streams[token]) for token in every])
 
@@ -137,7 +138,7 @@ def entering(model: Transformer, tokens: list[int]) -> Any:
         return Narrowed(range(len(tokens)))
 
     layout = KVLayout(model.config, 32)
-    model.run(tokens, KVCache(layout, block_allocator(layout)), narrow=narrow)
+    model.run(tokens, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=narrow)
     return seen[0]
 
 

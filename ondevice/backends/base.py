@@ -37,8 +37,8 @@ Embedding: TypeAlias = Any
 FeedForward: TypeAlias = Any
 """One layer's loaded neurons: resident, streamed or cached; the model can't tell."""
 Block: TypeAlias = Any
-"""64 positions' keys and values, in a form that one backend's ops read and write; `Bytes` for `cpu` and
-`reference`. `target[:] = source` copies one."""
+"""64 positions' keys and values: `Bytes` that `cpu` and `reference` write to (`target[:] = source` copies
+one); None where a cache has `KVArrays`, which hold them."""
 
 BLOCK_TOKENS = 64
 """Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
@@ -90,6 +90,18 @@ class KVLayout:
         return -(-n_tokens // BLOCK_TOKENS)
 
 
+class KVArrays(Protocol):
+    """Keys and values of a cache whose engine doesn't write to blocks: they have room for the blocks held."""
+
+    def resize(self, blocks: int) -> None:
+        """Room for so many blocks; what is stored in them stays. Raises MemoryError."""
+        ...
+
+    def fork(self, blocks: int) -> KVArrays:
+        """An independent copy with room for so many blocks. Raises MemoryError."""
+        ...
+
+
 class KVStore(Protocol):
     """The part of a key/value cache that ops see: in which block position p's keys and values are."""
 
@@ -103,6 +115,8 @@ class KVStore(Protocol):
 
     places: Any
     """What an engine remembers of where the blocks lie; None once there are others."""
+    arrays: Any
+    """Where keys and values are, in an engine's own `KVArrays`; None where they are in the blocks."""
 
 
 class RowChunk(NamedTuple):

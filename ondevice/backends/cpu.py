@@ -113,6 +113,9 @@ class CpuBackend(EmbeddingHolder):
         """One block of keys and values, in a mapping of its own."""
         return _native.allocate(layout.block_bytes)
 
+    def new_arrays(self, layout: KVLayout) -> None:
+        """Keys and values are in blocks."""
+
     def keep_to(self, budget_bytes: int) -> None:
         """The kernels take no memory that nobody lends them."""
 

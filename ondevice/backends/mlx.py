@@ -30,8 +30,9 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
+from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_limits import MlxLimits
-from ondevice.backends.mlx_ops import MlxBlock, MlxOps, activate, block_allocator, normed
+from ondevice.backends.mlx_ops import MlxOps, activate, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
     MlxFeedForward,
@@ -107,9 +108,12 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         """What multiplies: `mlx-gpu` or `mlx-cpu`."""
         return f"mlx-{mx.default_device().type.name}"
 
-    def allocate_block(self, layout: KVLayout) -> MlxBlock:
-        """One block of keys and values."""
-        return block_allocator(layout)(layout.block_bytes)
+    def allocate_block(self, layout: KVLayout) -> None:
+        """A block is room in a cache's `new_arrays`, which grow."""
+
+    def new_arrays(self, layout: KVLayout) -> MlxKV:
+        """Where a cache's keys and values will be."""
+        return MlxKV(layout)
 
     def keep_to(self, budget_bytes: int) -> None:
         """MLX's own limits follow the budget, if they did from the start."""

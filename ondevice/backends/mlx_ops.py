@@ -7,38 +7,18 @@ through keys and values too. MLX is lazy: a pass computes nothing until a result
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Float32, HeadNorms, Int32, KVLayout, KVStore, Norm
+from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import Activation
-from ondevice.errors import BackendUnavailableError
-
-MlxBlock: TypeAlias = list[tuple[mx.array, mx.array]]
-"""Per layer, keys and values of 64 positions: (64, KVH, Dh) each. A write replaces arrays, never their
-values, so copies of the list are independent, and gradients pass through."""
-_KV_TYPES = {32: mx.float32, 16: mx.float16}
-
-
-def block_allocator(layout: KVLayout) -> Callable[[int], MlxBlock]:
-    """What a `KVCache` of this layout allocates blocks with, for this backend's ops.
-
-    16 and 32 bits per value; raises BackendUnavailableError for 8.
-    """
-    if layout.kv_bits not in _KV_TYPES:
-        raise BackendUnavailableError(
-            f"the mlx backend holds keys and values in 16 or 32 bits, not {layout.kv_bits}; use --kv-bits 16"
-        )
-    config = layout.config
-    empty = mx.zeros((BLOCK_TOKENS, config.num_kv_heads, config.head_dim), dtype=_KV_TYPES[layout.kv_bits])
-    return lambda nbytes: [(empty, empty)] * config.num_layers
 
 
 @dataclass(frozen=True)
@@ -68,28 +48,8 @@ class MlxOps:
         """x (T, K) @ W^T + bias of a loaded matrix: (T, N) float32."""
         raise NotImplementedError
 
-    def _kv_write(self, kv: KVStore, layer: int, k: mx.array, v: mx.array, position: int) -> None:
-        end = position + k.shape[0]
-        for block in range(position // BLOCK_TOKENS, kv.layout.blocks(end)):
-            first = max(position, block * BLOCK_TOKENS)
-            chunk = slice(first - position, min(end, (block + 1) * BLOCK_TOKENS) - position)
-            slot = mx.array([first % BLOCK_TOKENS])
-            keys, values = kv.blocks[block][layer]
-            kv.blocks[block][layer] = (
-                mx.slice_update(keys, k[chunk].astype(keys.dtype), slot, [0]),
-                mx.slice_update(values, v[chunk].astype(values.dtype), slot, [0]),
-            )
-
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        (source_block, source_slot), (block, slot) = (
-            divmod(place, BLOCK_TOKENS) for place in (source, target)
-        )
-        for layer in range(kv.layout.config.num_layers):
-            stored = (side[source_slot : source_slot + 1] for side in kv.blocks[source_block][layer])
-            kv.blocks[block][layer] = tuple(
-                mx.slice_update(side, value, mx.array([slot]), [0])
-                for side, value in zip(kv.blocks[block][layer], stored, strict=True)
-            )
+        kv.arrays.move(source, target)
 
     def attend(
         self,
@@ -110,20 +70,15 @@ class MlxOps:
             q, k = mx.fast.rms_norm(q, norms.q, norms.eps), mx.fast.rms_norm(k, norms.k, norms.eps)
         turns = mx.array(cos), mx.array(sin)
         q, k = _turned(q, *turns), _turned(k, *turns)
-        self._kv_write(kv, layer, k, v, position)
-        length = position + tokens
-        blocks = [block[layer] for block in kv.blocks[: kv.layout.blocks(length)]]
-        stored = (
-            mx.concatenate(list(side))[:length].astype(mx.float32) for side in zip(*blocks, strict=True)
-        )
+        kv.arrays.write(layer, k, v, position)
+        stored = kv.arrays.read(layer, position + tokens)
+        q = q.astype(stored[0].dtype).swapaxes(0, 1)
         context = mx.fast.scaled_dot_product_attention(
-            *(x.swapaxes(0, 1)[None] for x in (q, *stored)),
+            *(x[None] for x in (q, *stored)),
             scale=1.0 / math.sqrt(width),
-            mask=_visible(position, tokens, window)
-            if tree is None
-            else mx.array(tree.visible(position, window)),
+            mask=_mask(position, tokens, window, tree),
         )
-        return context[0].swapaxes(0, 1).reshape(tokens, heads * width)
+        return context[0].swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
 
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
@@ -176,9 +131,12 @@ def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
 
-def _visible(position: int, tokens: int, window: int) -> mx.array:
-    """(T, position + T) True where query t may look at key p: p <= position + t, within the window."""
-    query = mx.arange(position, position + tokens)[:, None]
-    key = mx.arange(position + tokens)[None, :]
-    causal = key <= query
-    return causal & (key > query - window) if window else causal
+def _mask(position: int, tokens: int, window: int, tree: TokenTree | None) -> mx.array | str | None:
+    """What hides stored places from queries: (T, position + T) True where query t may look, or its name."""
+    if tree is not None:
+        return mx.array(tree.visible(position, window))
+    length = position + tokens
+    if not window or length <= window:
+        return "causal" if tokens > 1 else None
+    query, key = mx.arange(position, length)[:, None], mx.arange(length)[None, :]
+    return (key <= query) & (key > query - window)

@@ -1,7 +1,8 @@
 """The key/value cache: the tokens a pass has seen, and the blocks that hold their keys and values.
 
 It grows a block of 64 tokens at a time, from an allocator that may refuse (the memory plan's), and knows
-nothing of attention: ops write and read the blocks by `KVLayout`.
+nothing of attention: ops write and read the blocks by `KVLayout`, or an engine's own arrays, which have room
+for as many.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVLayout
+from ondevice.backends.base import BLOCK_TOKENS, Block, Bytes, KVArrays, KVLayout
 
 __all__ = ["BLOCK_TOKENS", "KVCache", "KVLayout", "allocate_block", "common_prefix"]
 
@@ -51,7 +52,8 @@ class KVCache:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1.
 
     `allocate(nbytes)` gives a block that the backend's ops can write (uint8 for numpy backends) or raises
-    (`BudgetError` where a plan is in charge); `release(block)` takes one back.
+    (`BudgetError` where a plan is in charge); `release(block)` takes one back. Where an engine has
+    `arrays` of its own, these are what ops write, and blocks only count what they take.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class KVCache:
         layout: KVLayout,
         allocate: Callable[[int], Block] = allocate_block,
         release: Callable[[Block], None] = _forget,
+        arrays: KVArrays | None = None,
     ) -> None:
         self.layout = layout
         self.blocks: list[Block] = []
         self.places: Any = None
+        self.arrays: Any = arrays
         self.tokens: list[int] = []
         self._allocate = allocate
         self._release = release
@@ -89,6 +93,8 @@ class KVCache:
             while len(self.blocks) + len(added) < self.layout.blocks(n_tokens):
                 added.append(self._allocate(self.layout.block_bytes))
             if added:
+                if self.arrays is not None:
+                    self.arrays.resize(len(self.blocks) + len(added))
                 self.blocks += added
                 self.places = None
                 added = []
@@ -125,12 +131,24 @@ class KVCache:
         """An independent copy, in blocks of its own."""
         copy = KVCache(self.layout, self._allocate, self._release)
         copy.reserve(self.length)
-        for target, source in zip(copy.blocks, self.blocks, strict=False):
-            target[:] = source
+        if self.arrays is None:
+            for target, source in zip(copy.blocks, self.blocks, strict=False):
+                target[:] = source
+        else:
+            try:
+                copy.arrays = self.arrays.fork(len(copy.blocks))
+            except MemoryError:
+                copy.truncate(0)
+                raise
         copy.tokens = list(self.tokens)
         return copy
 
     def _shrink(self, n_blocks: int) -> None:
+        if len(self.blocks) <= n_blocks:
+            return
+        self.places = None
         while len(self.blocks) > n_blocks:
-            self.places = None
             self._release(self.blocks.pop())
+        # Last: arrays that can't be cut for want of memory still have room for every block.
+        if self.arrays is not None:
+            self.arrays.resize(n_blocks)
