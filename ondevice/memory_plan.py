@@ -295,9 +295,11 @@ def plan_memory(
     """
     kv = KVLayout(config, runtime.kv_bits)
     max_context, widest = context_tokens(config, runtime), widest_pass(config, runtime)
-    # The allocator keeps about a quarter more than is in use.
+    # The allocator keeps about a quarter more than is in use; MLX has a limit for that.
     wide, narrow = (
-        activation_bytes(config, quant, runtime, threads, tokens, streams) * 5 // 4
+        mlx_activation_bytes(config, runtime, tokens, operand_bytes)
+        if runtime.backend == "mlx"
+        else activation_bytes(config, quant, runtime, threads, tokens, streams) * 5 // 4
         for tokens in (widest, min(widest, NARROW_TOKENS))
     )
     plan = Plan(
@@ -352,10 +354,6 @@ def _mlx_plan(
     sparse = isinstance(plan.segment, SlotShape)
     adapters = streams if runs_streams(runtime.speculation, streams) else None
     more = mlx_weights_bytes(config, quant, predictors, runtime.sparsity in GATED, operand_bytes)
-    wide, narrow = (
-        plan.activation_bytes + mlx_activation_bytes(config, runtime, tokens, operand_bytes)
-        for tokens in (plan.pass_tokens, min(plan.pass_tokens, NARROW_TOKENS))
-    )
     return replace(
         plan,
         weights_bytes=plan.weights_bytes + more,
@@ -363,8 +361,6 @@ def _mlx_plan(
         stream=replace(plan.stream, packed_bytes=mlx_stage_bytes(config, quant, operand_bytes))
         if sparse
         else mlx_stream_shape(config, quant, operand_bytes),
-        activation_bytes=wide,
-        narrow_activation_bytes=narrow,
         draft_bytes=plan.draft_bytes + mlx_stream_bytes(config, adapters, operand_bytes),
     )
 
