@@ -2,7 +2,7 @@
 
 Gates are observed of models whose gates are exactly zero for most neurons, inputs of any.
 
-The CPU engine runs the model dense, within the memory that its weights and a stream from flash need; each
+An engine runs the model dense, within the memory that its weights and a stream from flash need; each
 layer's record is a pair of files that are read back as they are needed. At 7B shape a token takes 300 KB.
 
 Legend: N tokens, L layers, D hidden size, F neurons of a layer.
@@ -16,17 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32, KVLayout, Norm
-from ondevice.backends.cpu import CpuBackend, make_engine
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.cpu import make_engine
 from ondevice.backends.fed_layer import BLOCK_NEURONS
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
-from ondevice.config import Activation, Sparsity
+from ondevice.config import Sparsity
+from ondevice.converters.arrays import TrainingBackend
+from ondevice.converters.observed import ObservedCpu, Observer
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -37,15 +39,15 @@ from ondevice.sparsity.policies import fires
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.units import PAGE_BYTES, format_bytes, usable_cores
 
-CHUNK_TOKENS = 256
-STREAM_BYTES = 2 << 20
-STREAM_SLOTS = 4
+if TYPE_CHECKING:
+    from ondevice.converters.observed_mlx import ObservedMlx
 
-Observer = Callable[[int, Float32, Float32], None]
-"""Gets a layer, what its gates multiply (T, D), and the gates (T, F) before the activation; valid until it
-returns. The tokens of a layer come in order."""
-InputObserver = Callable[[int, Float32], None]
-"""The same without the gates."""
+ObservedBackend: TypeAlias = "ObservedCpu | ObservedMlx"
+
+CHUNK_TOKENS = 256
+STREAM_BYTES = {"cpu": 2 << 20, "mlx": 16 << 20}
+"""Of a piece of a layer's neurons; MLX has fewer, larger ones, as each is launched by itself."""
+STREAM_SLOTS = 4
 
 
 class Activations:
@@ -103,49 +105,18 @@ class Activations:
         return self._folder / f"{kind}-{layer:05d}"
 
 
-class _ObservedBackend(CpuBackend):
-    """Multiplies every neuron, and shows what the gates got and computed."""
-
-    observe_inputs: InputObserver
-
-    def feed_forward(
-        self,
-        x: Float32,
-        weight: CpuFeedForward,
-        activation: Activation,
-        norm: Norm | None = None,
-        added: Float32 | None = None,
-        certain: int | None = None,
-    ) -> Float32:
-        layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
-        if norm is not None:
-            normed = np.empty_like(x)
-            _native.rms_norm(self.engine, x, *norm, normed)
-            x = normed
-        self.observe_inputs(layer, x)
-        return self.dense_feed_forward(x, weight, activation, added=added)
-
-    def observe_gates(self, observe: Observer) -> None:
-        """From now on show the gates too. Raises OndeviceError, in a pass, for a model without selectors."""
-
-        def observe_inputs(layer: int, x: Float32) -> None:
-            selector = self.feed_forwards[layer].selector
-            if selector is None:
-                raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
-            observe(layer, x, self.scores(x, selector))
-
-        self.observe_inputs = observe_inputs
-
-
 def record_activations(
     bundle: Bundle,
     pieces: Sequence[Sequence[int]],
     folder: Path,
     on_progress: Callable[[int], None] = lambda tokens: None,
+    *,
+    backend: TrainingBackend = "cpu",
 ) -> Activations:
     """Run `pieces` of token ids, each from an empty context, and record them in `folder`, in order.
 
-    on_progress gets the tokens done. Raises OndeviceError where the disk hasn't the room, FlashReadError.
+    backend: what runs them; ImportError for `mlx` without MLX. on_progress gets the tokens done. Raises
+    OndeviceError where the disk hasn't the room, FlashReadError.
     """
     config = bundle.config
     total = sum(len(piece) for piece in pieces)
@@ -153,7 +124,7 @@ def record_activations(
     check_room(folder, total, token_bytes, "activations")
     activations = Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
     with activations.recording() as observe:
-        observe_gates(bundle, pieces, observe, on_progress)
+        observe_gates(bundle, pieces, observe, on_progress, backend=backend)
     activations.tokens = total
     return activations
 
@@ -178,9 +149,9 @@ def record_inputs(
         def observe(layer: int, x: Float32) -> None:
             files[layer].write(x.astype(np.float16).tobytes())
 
-        with _running(bundle, "dense") as (model, cpu):
-            cpu.observe_inputs = observe
-            _run(model, pieces, on_progress)
+        with _running(bundle, "dense", "cpu") as (model, observed):
+            observed.observe_inputs(observe)
+            _run(model, observed, pieces, on_progress)
     activations.tokens = total
     return activations
 
@@ -207,11 +178,10 @@ def record_entering(
         file.truncate(kept * token_bytes)
         if done == len(pieces):
             return
-        with _running(bundle, "dense") as (model, cpu):
-            cpu.observe_inputs = lambda layer, x: None
+        with _running(bundle, "dense", "cpu") as (model, observed):
             lower = _first_layers(model, layer)
             for piece in pieces[done:]:
-                kv = KVCache(KVLayout(lower.config, 16))
+                kv = _empty_context(lower, observed)
                 for start in range(0, len(piece), CHUNK_TOKENS):
                     chunk = piece[start : start + CHUNK_TOKENS]
                     x = lower.hidden_states(chunk, kv) if layer else lower.embedding(chunk)
@@ -220,6 +190,11 @@ def record_entering(
                     on_progress(kept)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _empty_context(model: Transformer, observed: ObservedBackend) -> KVCache:
+    layout = KVLayout(model.config, 16)
+    return KVCache(layout, lambda nbytes: observed.allocate_block(layout))
 
 
 def _first_layers(model: Transformer, count: int) -> Transformer:
@@ -234,21 +209,28 @@ def observe_gates(
     pieces: Sequence[Sequence[int]],
     observe: Observer,
     on_progress: Callable[[int], None] = lambda tokens: None,
+    *,
+    backend: TrainingBackend = "cpu",
 ) -> None:
     """Run `pieces` of token ids, each from an empty context, and show what every layer's gates are.
 
-    on_progress gets the tokens done. Raises BundleError for a model whose gates are hardly ever zero, which
-    has no gates of their own to run; FlashReadError.
+    backend: as for `record_activations`. on_progress gets the tokens done. Raises BundleError for a model
+    whose gates are hardly ever zero, which has no gates of their own to run; FlashReadError.
     """
-    with _running(bundle, "exact") as (model, cpu):
-        cpu.observe_gates(observe)
-        _run(model, pieces, on_progress)
+    with _running(bundle, "exact", backend) as (model, observed):
+        observed.observe_gates(observe)
+        _run(model, observed, pieces, on_progress)
 
 
-def _run(model: Transformer, pieces: Sequence[Sequence[int]], on_progress: Callable[[int], None]) -> None:
+def _run(
+    model: Transformer,
+    observed: ObservedBackend,
+    pieces: Sequence[Sequence[int]],
+    on_progress: Callable[[int], None],
+) -> None:
     done = 0
     for piece in pieces:
-        kv = KVCache(KVLayout(model.config, 16))
+        kv = _empty_context(model, observed)
         for start in range(0, len(piece), CHUNK_TOKENS):
             chunk = piece[start : start + CHUNK_TOKENS]
             # Every token passes every layer; of the logits, which nobody wants, one row is computed.
@@ -268,18 +250,21 @@ def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
 
 
 @contextmanager
-def _running(bundle: Bundle, sparsity: Sparsity) -> Iterator[tuple[Transformer, _ObservedBackend]]:
+def _running(
+    bundle: Bundle, sparsity: Sparsity, backend: TrainingBackend
+) -> Iterator[tuple[Transformer, ObservedBackend]]:
     """The model, with its gates where they are `exact`, and its engine, which is to be told what to show.
 
     Its neurons are streamed from flash once per chunk, and none stays.
     """
     stride = bundle.neuron_layout.stride
-    neurons = max(1, STREAM_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+    neurons = max(1, STREAM_BYTES[backend] // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
     with FlashReader(bundle_files(bundle, sparsity)) as reader, ExitStack() as undo:
-        cpu = _ObservedBackend(make_engine(usable_cores()), segment_neurons=neurons, stream_neurons=neurons)
-        weights = load_weights(bundle, reader, cpu, sparsity=sparsity)
+        observed = _observed(backend, neurons)
+        undo.callback(observed.close)
+        weights = load_weights(bundle, reader, observed, sparsity=sparsity)
         pool = SegmentPool(
-            cpu.feed_forwards,
+            observed.feed_forwards,
             reader,
             segment_bytes=neurons * stride,
             stream_neurons=neurons,
@@ -288,7 +273,16 @@ def _running(bundle: Bundle, sparsity: Sparsity) -> Iterator[tuple[Transformer, 
             slots=STREAM_SLOTS,
         )
         undo.callback(pool.close)
-        yield Transformer(bundle.config, cpu, weights), cpu
+        yield Transformer(bundle.config, observed, weights), observed
+
+
+def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
+    """The engine, for pieces of so many neurons. MLX is imported for `mlx` alone; ImportError without it."""
+    if backend == "cpu":
+        return ObservedCpu(make_engine(usable_cores()), segment_neurons=neurons, stream_neurons=neurons)
+    from ondevice.converters.observed_mlx import ObservedMlx
+
+    return ObservedMlx(neurons)
 
 
 def gate_rows(bundle: Bundle, layer: int) -> Float32:

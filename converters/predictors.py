@@ -31,6 +31,7 @@ from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
 from ondevice.converters import neuron_order
 from ondevice.converters.activations import Activations, gate_rows, record_activations
 from ondevice.converters.additions import MEASURED_SHARE, held_out, save_sidecar, write_tensors
+from ondevice.converters.arrays import Arrays, TrainingBackend, arrays_of
 from ondevice.converters.hotness import firing_frequencies, write_hotness
 from ondevice.converters.layer_predictor import (
     RECALLS,
@@ -97,6 +98,7 @@ def train_predictors(
     options: PredictorOptions,
     on_progress: OnProgress = lambda fraction, what: None,
     *,
+    backend: TrainingBackend,
     order: bool,
 ) -> Predictors:
     """Fit predictors to `bundle` on pieces of token ids and write them to its folder `output`, or a copy's.
@@ -106,6 +108,8 @@ def train_predictors(
     caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an earlier
     training left in `output` is replaced.
 
+    backend: what runs the model and fits; thresholds are set on what our own kernels make of the stored
+    matrices, so that predictors mean the same whatever fitted them. ImportError for `mlx` without MLX.
     order: first put the neurons of the bundle in `output` in the order that the text suggests, unless an
     earlier text has. Raises what `order_neurons` raises too.
     """
@@ -121,6 +125,7 @@ def train_predictors(
             pieces,
             Path(scratch),
             lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
+            backend=backend,
         )
         started = 0.5
         if order:
@@ -134,10 +139,10 @@ def train_predictors(
             started = 0.6
         frequencies = firing_frequencies(activations, bundle.config, trained)
         write_hotness(bundle, frequencies, trained, output)
-        stored = []
+        stored, arrays = [], arrays_of(backend)
         for layer in range(layers):
             on_progress(started + (1 - started) * layer / layers, f"layer {layer + 1} of {layers}")
-            stored.append(fit_layer(bundle, activations, layer, trained, options))
+            stored.append(fit_layer(bundle, activations, layer, trained, options, arrays))
     predictors = write_predictors(bundle, stored, output, trained, measured)
     on_progress(1.0, "written")
     return predictors
@@ -164,7 +169,12 @@ def save_predictors(predictors: Predictors, folder: Path) -> None:
 
 
 def fit_layer(
-    bundle: Bundle, activations: Activations, layer: int, trained: int, options: PredictorOptions
+    bundle: Bundle,
+    activations: Activations,
+    layer: int,
+    trained: int,
+    options: PredictorOptions,
+    arrays: Arrays,
 ) -> StoredPredictor:
     """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices.
 
@@ -175,7 +185,7 @@ def fit_layer(
     inputs, fired = activations.inputs(layer), activations.fired(layer)
     rng = np.random.default_rng([options.seed, layer])
     ranks = rank_options(options, len(gate), gate.shape[1], bundle.quant.bits)
-    chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng)
+    chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng, arrays)
     _, held = split(trained, options.training)
     # What judged ranks is free to calibrate, since other samples measure from here on.
     calibrating = np.union1d(held.calibrating, held.measuring)

@@ -1,4 +1,4 @@
-"""Low-rank predictors of which feed-forward neurons fire, fitted layer by layer with numpy alone.
+"""Low-rank predictors of which feed-forward neurons fire, fitted layer by layer with numpy or MLX.
 
 "LLM in a flash" (arXiv 2312.11514), section 3.1 and appendix B: a layer's predictor sees what the gate sees,
 the normed output of the layer's attention, and gives every neuron a score, `up @ (down @ x) + bias`. Two
@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.random import Generator
 
+from ondevice.converters.arrays import Array, Arrays
 from ondevice.converters.fine_tune import FineTuning
 from ondevice.converters.layer_predictor import (
     RECALLS,
@@ -49,6 +50,7 @@ def train_layer(
     ranks: Sequence[int],
     config: PredictorTraining,
     rng: Generator,
+    arrays: Arrays,
 ) -> LayerPredictor:
     """One layer's calibrated predictor, of the smallest of `ranks` that does (`choose_rank`).
 
@@ -56,8 +58,8 @@ def train_layer(
     fired: (N, F), see `Samples` and `Fired`; gate: (F, D) the layer's gate projection. Holds float32 copies
     of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F) of a minibatch, and
     while it calibrates of a few (2048, F), and a byte for every gate that fires; never of (N, D), (N, F) or
-    (F, F). Raises UsageError for shapes or ranks that don't fit, CheckpointError for inputs or gates that
-    aren't finite.
+    (F, F). Arrays that aren't numpy's hold the gate once more. Raises UsageError for shapes or ranks that
+    don't fit, CheckpointError for inputs or gates that aren't finite.
     """
     neurons, width = gate.shape
     _check(inputs, fired, gate, ranks)
@@ -67,8 +69,8 @@ def train_layer(
         bias, rank = np.full(neurons, 1 if active else -1, dtype=np.float32), min(ranks)
         nothing = np.zeros((rank, width), np.float32), np.zeros((neurons, rank), np.float32)
         return calibrate(LayerPredictor(*nothing, bias), inputs, fired, held, config.recall)
-    predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng)
-    tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng)
+    predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng, arrays)
+    tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng, arrays)
     del predictors  # those that are given up shall go
 
     def best() -> LayerPredictor:
@@ -105,7 +107,7 @@ def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
 
 
 def principal_components(
-    inputs: Samples, ids: Ids, gate: Float32, ranks: Sequence[int], rng: Generator
+    inputs: Samples, ids: Ids, gate: Float32, ranks: Sequence[int], rng: Generator, arrays: Arrays
 ) -> list[LayerPredictor]:
     """The maps of each rank R nearest to the gates on the samples `ids`, as log-odds of being above zero.
 
@@ -114,19 +116,20 @@ def principal_components(
     needs only the covariance (D, D) of X. The largest rank's directions begin with those of the others. What
     is left of a neuron's gate is taken as normal noise, and its score divided by that noise's deviation.
     """
-    mean, covariance = _moments(inputs, ids)
+    mean, covariance = _moments(inputs, ids, arrays)
+    rows = arrays.load(gate)
     basis = rng.standard_normal((len(gate), min(max(ranks) + OVERSAMPLE, *gate.shape))).astype(np.float32)
     for _ in range(POWER_ITERATIONS):
-        basis = np.linalg.qr(gate @ (covariance @ (gate.T @ basis)))[0]
-    inner = gate.T @ basis
-    values, vectors = np.linalg.eigh(inner.T @ (covariance @ inner))
-    variance = np.einsum("fd,fd->f", gate @ covariance, gate)
+        basis = np.linalg.qr(arrays.to_numpy(rows @ (covariance @ (rows.T @ arrays.load(basis)))))[0]
+    inner = rows.T @ arrays.load(basis)
+    values, vectors = np.linalg.eigh(arrays.to_numpy(inner.T @ (covariance @ inner)))
+    variance = arrays.to_numpy(arrays.namespace.einsum("fd,fd->f", rows @ covariance, rows))
     found = []
     for rank in ranks:
         strongest = np.argsort(values)[::-1][:rank]
         spread = np.sqrt(np.maximum(values[strongest], max(values.max() * 1e-6, 1e-12)))
         directions = basis @ vectors[:, strongest]
-        up, down = directions * spread, (directions / spread).T @ gate
+        up, down = directions * spread, arrays.to_numpy(arrays.load((directions / spread).T) @ rows)
         left = np.sqrt(np.maximum(variance - np.einsum("fr,fr->f", up, up), variance * np.float32(1e-4)))
         scale = np.float32(LOGIT_OF_PROBIT) / np.maximum(left, np.float32(1e-12))
         bias = gate @ mean - up @ (down @ mean)
@@ -173,17 +176,19 @@ def choose_rank(candidates: Sequence[LayerPredictor], recall: float, factor: flo
     return ascending[-1]
 
 
-def _moments(inputs: Samples, ids: Ids) -> tuple[Float32, Float32]:
+def _moments(inputs: Samples, ids: Ids, arrays: Arrays) -> tuple[Float32, Array]:
     """Mean (D,) and covariance (D, D) of the samples `ids`."""
     width = inputs.shape[1]
-    total, covariance = np.zeros(width), np.zeros((width, width), dtype=np.float32)
+    total, covariance = np.zeros(width), arrays.load(np.zeros((width, width), dtype=np.float32))
     for piece in in_pieces(ids):
         total += inputs[piece].sum(axis=0, dtype=np.float64)
     mean = (total / len(ids)).astype(np.float32)
     for piece in in_pieces(ids):
-        x = inputs[piece].astype(np.float32) - mean
+        x = arrays.load(inputs[piece].astype(np.float32) - mean)
+        arrays.wait(covariance)
         covariance += x.T @ x
-    return mean, covariance / np.float32(len(ids))
+        arrays.begin(covariance)
+    return mean, covariance / len(ids)
 
 
 def _check(inputs: Samples, fired: Fired, gate: Float32, ranks: Sequence[int]) -> None:

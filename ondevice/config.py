@@ -11,6 +11,7 @@ from typing import Literal
 
 from ondevice.errors import UnsupportedModelError, UsageError
 
+BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -151,7 +152,7 @@ class RuntimeConfig:
     dram_budget: str | int = "auto"
     memory_pressure: Literal["auto", "off"] = "auto"
     """auto: while other programs need the memory, the budget shrinks, and grows back after."""
-    backend: Literal["auto", "cpu", "mlx", "reference"] = "auto"
+    backend: BackendName = "auto"
     threads: int = 0
     """Compute threads; 0 means one per core the process may use."""
     io: Literal["auto", "direct", "buffered"] = "auto"

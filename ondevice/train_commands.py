@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ondevice.config import TRAIN_TOKENS
+from ondevice.config import TRAIN_TOKENS, BackendName
 from ondevice.options import (
     CommandGroup,
     add_options,
@@ -57,6 +57,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
 """Beside them, what every training takes whose result runs to be measured."""
+engine_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
+"""Beside them, what a training takes that more than one engine can do."""
 
 
 @click.group(cls=CommandGroup)
@@ -66,14 +68,22 @@ def train() -> None:
 
 @train.command()
 @training_options
+@engine_options
 @measuring_options
 def predictors(
-    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+    model: str | None,
+    text: str,
+    output: Path | None,
+    tokens: int,
+    as_json: bool,
+    backend: BackendName,
+    dram_budget: str,
 ) -> None:
     """Train predictors of which neurons fire, for --sparsity predicted.
 
     They are measured on the last tenth of the text, which neither trains them nor sets their thresholds: what
-    they miss, what they select in vain, and what that costs in perplexity. Models with ReLU gates only.
+    they miss, what they select in vain, and what that costs in perplexity. Models with ReLU gates only, and
+    --backend cpu or mlx, which runs the model, fits and measures.
     """
     from ondevice import report, training
 
@@ -81,7 +91,13 @@ def predictors(
     take_interrupts()
     with progress() as show:
         found = training.train_predictors(
-            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+            model,
+            content,
+            output=output,
+            tokens=tokens,
+            backend=backend,
+            dram_budget=dram_budget,
+            on_progress=show,
         )
     print_result(as_json, report.trained_figures(found), report.predictor_table(found))
 

@@ -19,7 +19,7 @@ from ondevice.api import Name, load, open_model, text_tokenizer
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
-from ondevice.config import RuntimeConfig
+from ondevice.config import BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.preparation import Prepared
 from ondevice.scoring import Tally, windows
@@ -45,6 +45,7 @@ def train_predictors(
     tokens: int | None = None,
     measured_tokens: int = MEASURED_TOKENS,
     order: bool = False,
+    backend: BackendName = "auto",
     dram_budget: str | int = "auto",
     on_progress: OnProgress = lambda fraction, what: None,
 ) -> Predictors:
@@ -57,15 +58,24 @@ def train_predictors(
     those that neither train nor set thresholds.
     order: first order the neurons' records by what fires together, for fewer reads. That writes the bundle
     anew, in its place, unless a text has ordered it before; it stays the same function.
-    dram_budget: of the runs that measure quality, one per recall target. on_progress gets the share done,
-    from 0 to 1, and what is being done.
+    backend: what runs the model over the text, fits, and measures quality: `cpu` (our kernels, and numpy) or
+    `mlx`. dram_budget: of the runs that measure quality, one per recall target. on_progress gets the share
+    done, from 0 to 1, and what is being done.
 
     Raises, before it trains, UnsupportedModelError for a model whose gates are hardly ever zero, UsageError
-    for too little text, an output that exists or a model that can't be written to, and what `load` raises.
+    for too little text, an output that exists or a model that can't be written to, BackendUnavailableError
+    for `reference`, or `mlx` where it isn't installed, and what else `load` raises.
     """
     from ondevice.converters import predictors as training
 
-    prepared = open_model(model, RuntimeConfig(dram_budget=dram_budget))
+    runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": backend}
+    prepared = open_model(model, RuntimeConfig(**runtime))
+    settled = prepared.runtime.backend
+    if settled not in ("cpu", "mlx"):
+        raise BackendUnavailableError(
+            f"--backend {settled} multiplies every neuron, so there is nothing to predict for it: training "
+            "predictors takes cpu or mlx"
+        )
     options = training.PredictorOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
@@ -73,14 +83,20 @@ def train_predictors(
     measured = training.check(prepared.bundle, pieces, options)
     with _target(prepared, output) as folder:
         found = training.train_predictors(
-            prepared.bundle, pieces, folder, options, _first_part_of(on_progress), order=order
+            prepared.bundle,
+            pieces,
+            folder,
+            options,
+            _first_part_of(on_progress),
+            backend=settled,
+            order=order,
         )
     perplexity, points = _measured(
         folder,
         found.points,
         [{"sparsity": "predicted", "predictor_recall": point.recall} for point in found.points],
         spread(measured, measured_tokens),
-        dram_budget,
+        runtime,
         on_progress,
     )
     found = replace(found, perplexity=perplexity, points=points)
@@ -101,7 +117,8 @@ def train_thresholds(
 ) -> Thresholds:
     """Calibrate on `text` how large a gate must be for its neuron to count, and add that to the model.
 
-    The arguments are those of `train_predictors` but `order`; quality is measured once per sparsity target.
+    The arguments are those of `train_predictors` but `order` and `backend`; quality is measured once per
+    sparsity target.
 
     Raises, before it calibrates, UnsupportedModelError for a model with ReLU gates, UsageError for too little
     text, an output that exists or a model that can't be written to, and what `load` raises.
@@ -123,7 +140,7 @@ def train_thresholds(
         found.points,
         [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
         spread(measured, measured_tokens),
-        dram_budget,
+        {"dram_budget": dram_budget},
         on_progress,
     )
     found = replace(found, perplexity=perplexity, points=points)
@@ -260,35 +277,33 @@ def _measured(
     points: Sequence[Point],
     options: Sequence[dict[str, Any]],
     pieces: Pieces,
-    dram_budget: str | int,
+    runtime: dict[str, Any],
     on_progress: OnProgress,
 ) -> tuple[float | None, tuple[Point, ...]]:
     """Perplexity of the dense model, and points with theirs and how often they agree with it.
 
-    options: of a model that runs at each point.
+    options: of a model that runs at each point, beside those in `runtime`.
     """
     steps = 1 + len(points)
     on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
-    perplexity, best = _run(folder, pieces, dram_budget, {})
+    perplexity, best = _run(folder, pieces, runtime)
     measured: list[Point] = []
     for point, chosen in zip(points, options, strict=True):
         step = 1 + len(measured)
         on_progress(TRAINED_SHARE + (1 - TRAINED_SHARE) * step / steps, f"quality, {step + 1} of {steps}")
-        theirs, likeliest = _run(folder, pieces, dram_budget, chosen)
+        theirs, likeliest = _run(folder, pieces, runtime | chosen)
         measured.append(replace(point, perplexity=theirs, agreement=float(np.mean(best == likeliest))))
     on_progress(1.0, "done")
     return perplexity, tuple(measured)
 
 
-def _run(
-    folder: Path, pieces: Pieces, dram_budget: str | int, options: dict[str, Any]
-) -> tuple[float | None, NDArray[np.intp]]:
+def _run(folder: Path, pieces: Pieces, options: dict[str, Any]) -> tuple[float | None, NDArray[np.intp]]:
     """Perplexity of pieces, and the likeliest token at every position; without options of an exact mode.
 
     None for a perplexity that is infinite.
     """
     tally, likeliest = Tally(), []
-    with load(folder, dram_budget=dram_budget, **options) as model:
+    with load(folder, **options) as model:
         for piece in pieces:
             logits = model.logits(piece[:-1])
             tally.add(logits, piece[1:])

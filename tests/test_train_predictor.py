@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.converters import fine_tune
-from ondevice.converters.fine_tune import FineTuning, gradients
+from ondevice.converters import arrays, fine_tune
+from ondevice.converters.fine_tune import FineTuning, Parameters, gradients
 from ondevice.converters.layer_predictor import (
     RECALLS,
     LayerPredictor,
@@ -26,37 +26,7 @@ from ondevice.converters.train_predictor import (
     train_layer,
 )
 from ondevice.errors import CheckpointError, UsageError
-
-SAMPLES, WIDTH, NEURONS, RANK = 3000, 24, 70, 6
-CONFIG = PredictorTraining(epochs=8, batch_samples=64)
-
-
-class Planted:
-    """A gate of rank RANK, and noise of full rank; a neuron fires beyond 1.2 deviations, about a ninth do."""
-
-    def __init__(self, noise: float = 0.0, idle: float = 0.0) -> None:
-        """idle: gates' scale of a further, independent half of the neurons, which hardly ever fire."""
-        rng = np.random.default_rng(0)
-        gate = rng.standard_normal((NEURONS, RANK)) @ rng.standard_normal((RANK, WIDTH))
-        gate += noise * RANK**0.5 * rng.standard_normal(gate.shape)
-        level = np.full(NEURONS, 1.2)
-        if idle:
-            gate[::2] = idle * rng.standard_normal((NEURONS // 2, RANK)) @ rng.standard_normal((RANK, WIDTH))
-            level[::2] = 4
-        # The last input is always 1.
-        gate[:, -1] = -level * np.linalg.norm(gate[:, :-1], axis=1)
-        self.gate = gate.astype(np.float32)
-        samples = rng.standard_normal((2 * SAMPLES, WIDTH))
-        samples[:, -1] = 1
-        self.inputs, self.fresh = np.split(samples.astype(np.float16), 2)
-        self.fired, self.fresh_fired = (self.fires(x) for x in (self.inputs, self.fresh))
-
-    def fires(self, x: np.ndarray) -> np.ndarray:
-        return x.astype(np.float32) @ self.gate.T > 0
-
-    def train(self, rank: int = RANK, config: PredictorTraining = CONFIG, seed: int = 1) -> LayerPredictor:
-        rng = np.random.default_rng(seed)
-        return train_layer(self.inputs, self.fired, self.gate, [rank], config, rng)
+from tests.planted import CONFIG, NEURONS, NUMPY, RANK, SAMPLES, WIDTH, Planted, tuning
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +51,10 @@ def random_predictor(rank: int = 3, width: int = 5, neurons: int = 7) -> LayerPr
     return LayerPredictor(*(rng.standard_normal(shape) for shape in shapes))
 
 
+def parameters(predictor: LayerPredictor) -> Parameters:
+    return predictor.down, predictor.up, predictor.bias
+
+
 def loss(predictor: LayerPredictor, x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
     """The definition: -log of the chance given to what happened."""
     scores = x @ predictor.down.T @ predictor.up.T + predictor.bias
@@ -93,7 +67,8 @@ def test_gradients_are_finite_differences(field: str) -> None:
     rng = np.random.default_rng(4)
     predictor, x = random_predictor(), rng.standard_normal((11, 5))
     y, weights = rng.random((11, 7)) < 0.3, rng.uniform(0.5, 5, (11, 7))
-    found = dict(zip(("down", "up", "bias"), gradients(predictor, x, y, weights), strict=True))[field]
+    slopes = gradients(NUMPY, parameters(predictor), x, y, weights)
+    found = dict(zip(("down", "up", "bias"), slopes, strict=True))[field]
     values, step = getattr(predictor, field), 1e-5
     assert found.shape == values.shape
     for index in np.ndindex(values.shape):
@@ -108,14 +83,14 @@ def test_gradients_are_finite_differences(field: str) -> None:
 def test_gradients_of_certain_scores_are_finite() -> None:
     predictor = replace(random_predictor(), bias=np.array([1e4, -1e4, 0, 90, -90, 1e30, -1e30]))
     x, y = np.zeros((2, 5)), np.array([[True] * 7, [False] * 7])
-    _, _, bias = gradients(predictor, x, y, np.ones((2, 7)))
+    _, _, bias = gradients(NUMPY, parameters(predictor), x, y, np.ones((2, 7)))
     assert bias == pytest.approx([0.5 * (2 * p - 1) for p in (1, 0, 0.5, 1, 0, 1, 0)])
 
 
 def test_principal_components_are_the_best_map_of_their_rank(noisy: Planted) -> None:
     ids = np.arange(0, SAMPLES, 2)
     x = noisy.inputs[ids].astype(np.float32)
-    _, found = principal_components(noisy.inputs, ids, noisy.gate, [2, RANK], np.random.default_rng(0))
+    _, found = principal_components(noisy.inputs, ids, noisy.gate, [2, RANK], np.random.default_rng(0), NUMPY)
     gates = x @ noisy.gate.T
     centred = gates - gates.mean(axis=0)
     u, s, v = np.linalg.svd(centred, full_matrices=False)
@@ -217,15 +192,6 @@ def test_equal_seeds_give_equal_predictors(planted: Planted) -> None:
     assert first.down.tobytes() != other.down.tobytes()
 
 
-def tuning(data: Planted, ranks: list[int], config: PredictorTraining = CONFIG) -> FineTuning:
-    """Fine-tuning of these ranks' principal components, not begun."""
-    trained, _ = split(SAMPLES, config)
-    samples = (data.inputs, data.fired, data.gate, trained)
-    start = principal_components(data.inputs, trained, data.gate, ranks, np.random.default_rng(1))
-    active = active_count(data.fired, trained, NEURONS)
-    return FineTuning(start, *samples, active, config, np.random.default_rng(2))
-
-
 def test_nothing_that_one_rank_learns_reaches_another(noisy: Planted) -> None:
     """They share minibatches and weights, whoever else is trained, and whoever has been given up."""
     together, others = tuning(noisy, [2, RANK]), tuning(noisy, [4, RANK])
@@ -249,11 +215,11 @@ def test_the_rank_is_chosen_on_trial_and_trained_to_the_end(
 
     monkeypatch.setattr(FineTuning, "epoch", epoch)
     rng, data = np.random.default_rng(1), (planted.inputs, planted.fired, planted.gate)
-    predictor = train_layer(*data, [12, 2, RANK], CONFIG, rng)
+    predictor = train_layer(*data, [12, 2, RANK], CONFIG, rng, NUMPY)
     assert predictor.rank == RANK
     trial = CONFIG.trial_epochs
     assert moved == trial * [[2, RANK, 12]] + (CONFIG.epochs - trial) * [[RANK]]
-    short = train_layer(*data, [12, 2, RANK], replace(CONFIG, epochs=2), np.random.default_rng(1))
+    short = train_layer(*data, [12, 2, RANK], replace(CONFIG, epochs=2), np.random.default_rng(1), NUMPY)
     assert short.rank == RANK
     assert predictor.point(0.99).precision > short.point(0.99).precision
     assert predictor.point(0.99).precision > 0.95
@@ -263,7 +229,7 @@ def test_what_fires_weighs_as_its_gate(noisy: Planted) -> None:
     ids = split(SAMPLES, CONFIG)[0]
     gates = np.maximum(noisy.inputs.astype(np.float32) @ noisy.gate.T, 0)
     active = int(noisy.fired[ids].sum())
-    found = fine_tune._Magnitudes(noisy.inputs, noisy.fired, noisy.gate, ids, active)
+    found = fine_tune._Magnitudes(noisy.inputs, noisy.fired, noisy.gate, ids, active, NUMPY)
     batch = np.random.default_rng(3).permutation(ids)[:50]
     first = ids[:512]
     unit = gates[first][noisy.fired[first]].mean()
@@ -275,9 +241,10 @@ def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     rng = np.random.default_rng(4)
     predictor, x = random_predictor(), rng.standard_normal((11, 5))
     y, weights = rng.random((11, 7)) < 0.3, rng.uniform(0.5, 5, (11, 7))
-    whole = gradients(predictor, x, y, weights)
-    monkeypatch.setattr(fine_tune, "BLOCK_VALUES", 15)
-    for expected, found in zip(whole, gradients(predictor, x, y, weights), strict=True):
+    given = parameters(predictor), x, y, weights
+    whole = gradients(NUMPY, *given)
+    monkeypatch.setattr(arrays, "BLOCK_VALUES", 15)
+    for expected, found in zip(whole, gradients(NUMPY, *given), strict=True):
         assert found.tobytes() == expected.tobytes()
 
 
@@ -286,7 +253,7 @@ def test_packed_bits_and_mapped_files_are_the_same_samples(planted: Planted, tmp
     np.save(tmp_path / "inputs.npy", planted.inputs)
     np.save(tmp_path / "fired.npy", np.packbits(planted.fired, axis=1))
     inputs, fired = (np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("inputs", "fired"))
-    mapped = train_layer(inputs, fired, planted.gate, [RANK], config, np.random.default_rng(1))
+    mapped = train_layer(inputs, fired, planted.gate, [RANK], config, np.random.default_rng(1), NUMPY)
     assert mapped.up.tobytes() == planted.train(config=config).up.tobytes()
     ids = np.arange(10)
     assert active_count(fired, ids, NEURONS) == planted.fired[:10].sum()
@@ -315,7 +282,7 @@ def test_blocks_are_held_back_whole_and_from_every_place_of_a_piece() -> None:
 @pytest.mark.parametrize("fires", [False, True])
 def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: bool) -> None:
     fired = np.full(planted.fired.shape, fires)
-    predictor = train_layer(planted.inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
+    predictor = train_layer(planted.inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0), NUMPY)
     assert ((predictor.scores(planted.fresh) > 0) == fires).all()
     assert {point.false_negatives for point in predictor.points} == {0.0}
     assert {point.precision for point in predictor.points} == {1.0}
@@ -324,7 +291,7 @@ def test_where_all_is_equal_there_is_nothing_to_learn(planted: Planted, fires: b
 def test_inputs_without_variance_and_what_the_gate_does_not_explain(planted: Planted) -> None:
     fired = np.random.default_rng(0).random(planted.fired.shape) < 0.1
     for inputs in (np.zeros_like(planted.inputs), np.ones_like(planted.inputs), -planted.inputs):
-        predictor = train_layer(inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0))
+        predictor = train_layer(inputs, fired, planted.gate, [4], CONFIG, np.random.default_rng(0), NUMPY)
         ids = split(SAMPLES, CONFIG)[1].calibrating
         assert np.isfinite(predictor.scores(inputs)).all()
         assert (predictor.scores(inputs[ids]) > 0)[fired[ids]].mean() >= 0.97
@@ -341,7 +308,7 @@ def test_what_is_not_finite_is_refused(planted: Planted, where: str, bad: float)
     else:
         inputs[ids[-1], 5] = bad
     with pytest.raises(CheckpointError, match="NaN or infinity"):
-        train_layer(inputs, planted.fired, gate, [4], CONFIG, np.random.default_rng(0))
+        train_layer(inputs, planted.fired, gate, [4], CONFIG, np.random.default_rng(0), NUMPY)
 
 
 def test_what_does_not_fit_is_refused(planted: Planted) -> None:
@@ -358,7 +325,7 @@ def test_what_does_not_fit_is_refused(planted: Planted) -> None:
         (x[:159], y[:159], [4], "give it 160"),
     ):
         with pytest.raises(UsageError, match=message):
-            train_layer(inputs, fired, gate, ranks, CONFIG, rng)
+            train_layer(inputs, fired, gate, ranks, CONFIG, rng, NUMPY)
 
 
 @pytest.mark.parametrize(

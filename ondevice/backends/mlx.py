@@ -169,17 +169,26 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         added: mx.array | None = None,
         certain: int | None = None,
     ) -> mx.array:
-        entering = normed(x, norm)
         if weight.selector is None:
-            found = self._dense(entering, weight, activation, streamed=certain != 0)
-        else:
-            certain = x.shape[0] if certain is None else certain
-            found = self._selected(entering, weight, weight.selector, activation, certain)
+            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=certain != 0)
+        certain = x.shape[0] if certain is None else certain
+        found = self._selected(normed(x, norm), weight, weight.selector, activation, certain)
         return found if added is None else added + found
 
-    def _dense(self, x: mx.array, weight: MlxFeedForward, activation: Activation, streamed: bool) -> mx.array:
-        """Segment after segment, be it resident or on its way: (T, D)."""
-        found = mx.zeros(x.shape)
+    def dense_feed_forward(
+        self,
+        x: mx.array,
+        weight: MlxFeedForward,
+        activation: Activation,
+        norm: Norm | None = None,
+        added: mx.array | None = None,
+        streamed: bool = True,
+    ) -> mx.array:
+        """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory.
+
+        Segment after segment, be it resident or on its way.
+        """
+        x, found = normed(x, norm), mx.zeros(x.shape)
         pieces = weight.streamed() if streamed else ()
         for segment in weight.segments:
             found = found + _all_of(x, segment.neurons, activation)
@@ -189,7 +198,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
             else:
                 found = found + _all_of(x, weight.streamed_neurons(piece), activation)
                 self._stream.ask([found])
-        return found
+        return found if added is None else added + found
 
     def _selected(
         self,
@@ -290,6 +299,10 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def to_numpy(self, x: mx.array) -> Float32:
         self._await(x)
         return np.array(x)
+
+    def scores(self, x: mx.array, selector: Selector, norm: Norm | None = None) -> Float32:
+        """(T, F), what `selector` says of every neuron for norm(x), x (T, D)."""
+        return self.to_numpy(self._scored(x, selector, norm)[0])
 
     def _await(self, *arrays: mx.array) -> None:
         """One synchronisation: these are known then, and all that was asked for of stages."""

@@ -25,6 +25,7 @@ from ondevice.bundle.layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import GROUP_SIZE
 from ondevice.converters.activations import Activations, gate_rows, record_activations
+from ondevice.converters.arrays import NumpyArrays
 from ondevice.converters.layer_predictor import LayerPredictor, OperatingPoint, PredictorTraining, bits
 from ondevice.converters.operating_points import measure, thresholds
 from ondevice.converters.predictors import store_predictor
@@ -35,6 +36,7 @@ BITS, RANKS = (1, 2, 3, 4), (64, 128, 192)
 RANK_BITS: Final = 4
 CLIPS = np.linspace(0.4, 1.0, 13)
 TRAINING = PredictorTraining(recall=RECALL)
+NUMPY = NumpyArrays()
 
 
 def rounded(gate: Float32, importance: Float32, width: int) -> Float32:
@@ -73,7 +75,7 @@ def points(bundle: Bundle, seen: Activations, layer: int) -> Iterator[tuple[str,
         wanted = [(RECALL, found[0])]
         yield "gates", width, measure(form.scores, inputs, fired, held.measuring, len(gate), wanted)[0]
     for rank in RANKS:
-        low_rank = train_layer(inputs, fired, gate, [rank], TRAINING, np.random.default_rng(layer))
+        low_rank = train_layer(inputs, fired, gate, [rank], TRAINING, np.random.default_rng(layer), NUMPY)
         stored = store_predictor(low_rank, inputs, fired, held, RANK_BITS)
         yield "rank", rank, next(point for point in stored.points if point.recall == RECALL)
 

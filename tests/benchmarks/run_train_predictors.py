@@ -21,6 +21,7 @@ from random_model import random_tokens
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import Activations, gate_rows, record_activations
+from ondevice.converters.arrays import NumpyArrays
 from ondevice.converters.fine_tune import FineTuning
 from ondevice.converters.layer_predictor import LayerPredictor, active_count
 from ondevice.converters.predictors import PredictorOptions, fit_layer
@@ -56,7 +57,7 @@ def fit(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
     options = replace(options, training=replace(options.training, epochs=0))
     trained = spec["tokens"] - round(options.measured_share * spec["tokens"])
     repeated = activations(bundle, Path(spec["folder"]) / "repeated")
-    return {"rank": fit_layer(bundle, repeated, spec["layer"], trained, options).rank}
+    return {"rank": fit_layer(bundle, repeated, spec["layer"], trained, options, NumpyArrays()).rank}
 
 
 def step(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
@@ -77,7 +78,7 @@ def step(bundle: Bundle, spec: dict[str, Any]) -> dict[str, object]:
     training = replace(options.training, epochs=1)
     ids = np.arange(spec["tokens"])
     active = active_count(samples[1], ids, neurons)
-    tuning = FineTuning(predictors, *samples, ids, active, training, random)
+    tuning = FineTuning(predictors, *samples, ids, active, training, random, NumpyArrays())
     clock = Clock()
     tuning.epoch()
     return clock.read()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ondevice.config import RuntimeConfig
 from ondevice.converters.additions import MEASURED_SHARE
 from ondevice.report import predictor_table
 from ondevice.training import train_predictors
@@ -45,10 +46,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train and measure a bundle's predictors.")
     parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="the bundle's folder")
     parser.add_argument("--build", type=Path, default=BUILD, help="where the token streams are")
+    parser.add_argument("--backend", default=RuntimeConfig.backend, help="what trains: auto, cpu or mlx")
     arguments = parser.parse_args()
     measured = held_out(arguments.build)
     pieces = trained(arguments.build, len(measured)) + measured
-    found = train_predictors(arguments.model, pieces=pieces, measured_tokens=CONTEXT * len(measured))
+    found = train_predictors(
+        arguments.model,
+        pieces=pieces,
+        measured_tokens=CONTEXT * len(measured),
+        backend=arguments.backend,
+    )
     print(predictor_table(found))
 
 

@@ -1,0 +1,45 @@
+"""MLX's arrays for fitting predictors. MLX is lazy: nothing is computed that isn't asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.mlx_weights import allocation
+from ondevice.converters.arrays import Elementwise
+from ondevice.converters.layer_predictor import Float32
+
+
+class MlxArrays:
+    """`Arrays` on MLX's default device."""
+
+    namespace = mx
+
+    def __init__(self) -> None:
+        """What ran before is done with its memory, which MLX would keep."""
+        mx.clear_cache()
+
+    def load(self, values: NDArray[Any]) -> mx.array:
+        with allocation():
+            return mx.array(values)
+
+    def to_numpy(self, array: mx.array) -> Float32:
+        with allocation():
+            return np.array(array)
+
+    def changed(
+        self, function: Elementwise, changing: Sequence[mx.array], *others: mx.array
+    ) -> tuple[mx.array, ...]:
+        return function(*changing, *others)
+
+    def begin(self, *arrays: mx.array) -> None:
+        with allocation():
+            mx.async_eval(*arrays)
+
+    def wait(self, *arrays: mx.array) -> None:
+        with allocation():
+            mx.eval(*arrays)
