@@ -244,7 +244,7 @@ def test_limits_of_mlx_are_those_of_who_is_loaded_and_are_given_back(bundles: An
 
 def test_auto_selects_neurons_only_where_that_saves_reads(tmp_path: Path) -> None:
     """In memory, whole layers are faster than to wait for each layer's selection."""
-    shape = {"hidden_act": "relu", "intermediate_size": 8192, "num_hidden_layers": 16}
+    shape = {"hidden_act": "relu", "hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 12}
     folder = convert_bundle(write_checkpoint(tmp_path / "wide", **shape), tmp_path / "bundle", "q8")
     options = {"backend": "mlx", "speculation": "off", "prefill_chunk": 16}
     plan = ondevice.inspect(folder, **options)
