@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.mlx_weights import allocation
+from ondevice.backends.mlx_memory import allocation, begin, known
 from ondevice.converters.arrays import Elementwise
 from ondevice.converters.layer_predictor import Float32
 
@@ -37,9 +37,7 @@ class MlxArrays:
         return function(*changing, *others)
 
     def begin(self, *arrays: mx.array) -> None:
-        with allocation():
-            mx.async_eval(*arrays)
+        begin(*arrays)
 
     def wait(self, *arrays: mx.array) -> None:
-        with allocation():
-            mx.eval(*arrays)
+        known(*arrays)

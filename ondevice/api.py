@@ -148,7 +148,9 @@ class Model:
         self._prepared = prepared
         self._figures = LastFigures()
         self._keys = itertools.count()
-        self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}")
+        # MLX keeps a thread of its own for every one that it has ever computed for.
+        kept = prepared.runtime.backend == "mlx"
+        self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}", kept)
         urgent = self._owner.run_urgent
         with ExitStack() as undo:
             undo.callback(self._owner.close)

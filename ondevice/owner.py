@@ -62,21 +62,24 @@ class _Job:
 
 
 class OwnerThread(Generic[T]):
-    """Starts at the first job and ends with `close()`, at the latest when this object is collected."""
+    """Starts at the first job and ends with `close()`, at the latest when this object is collected.
 
-    def __init__(self, name: str) -> None:
+    kept: the thread then waits for the next owner that asks for one, instead of ending: for work that leaves
+    something behind for every thread that it ever ran on.
+    """
+
+    def __init__(self, name: str, kept: bool = False) -> None:
         self._jobs = _Jobs()
-        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        self._runner = _Runner(self._jobs, name, kept)
         self._started = False
         self._lock = threading.Lock()
-        # Daemon, so that a forgotten model can't keep the interpreter alive; the finaliser also runs at
-        # exit, before the interpreter takes the thread's ground away.
-        self._finalizer = weakref.finalize(self, _finish, self._jobs, self._thread)
+        # The finaliser also runs at exit, before the interpreter takes the thread's ground away.
+        self._finalizer = weakref.finalize(self, _finish, self._jobs, self._runner)
 
     @property
     def is_current(self) -> bool:
         """Whether this is asked on the owner thread."""
-        return threading.current_thread() is self._thread
+        return self._runner.is_current
 
     @property
     def run_urgent(self) -> Callable[[], None]:
@@ -152,22 +155,18 @@ class OwnerThread(Generic[T]):
         """Cancel the running job, refuse the waiting ones, run `last` there, end the thread. Idempotent."""
         if last is not None and self._started and not self._jobs.closed:
             self._jobs.close(last)
-            self._join()
+            self._runner.join()
         self._finalizer()
 
     def _submit(self, job: _Job, urgent: bool = False) -> None:
         with self._lock:
             if not self._started:
                 try:
-                    self._thread.start()
+                    self._runner.start()
                 except RuntimeError as error:
                     raise thread_refused(error) from error
                 self._started = True
         self._jobs.put(job, urgent)
-
-    def _join(self) -> None:
-        if not self.is_current:
-            self._thread.join()
 
 
 class _Jobs:
@@ -269,15 +268,72 @@ def _drop(item: Any) -> None:
     """Nobody receives the items."""
 
 
-def _run(jobs: _Jobs) -> None:
-    while jobs.run_next():
-        pass
+class _Runner:
+    """Runs the jobs of one owner, on a thread of its own or on one that another has left."""
+
+    def __init__(self, jobs: _Jobs, name: str, kept: bool) -> None:
+        self._jobs = jobs
+        self._name = name
+        self._kept = kept
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+
+    @property
+    def is_current(self) -> bool:
+        return self._thread is threading.current_thread() and not self._ended.is_set()
+
+    def start(self) -> None:
+        """Raises RuntimeError if the system has no thread for it."""
+        if self._kept:
+            with suppress(IndexError):
+                self._thread, following = _RESTING.pop()
+                self._thread.name = self._name
+                following.put(self)
+                return
+        # Daemon, so that a forgotten model can't keep the interpreter alive.
+        self._thread = threading.Thread(target=_serve, args=(self,), name=self._name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._thread = None
+            raise
+
+    def join(self) -> None:
+        """Wait until the last job has run, if any has begun, and this isn't part of it."""
+        if self._thread is None or self.is_current:
+            return
+        self._ended.wait()
+        if not self._kept:
+            self._thread.join()
+
+    def run(self) -> bool:
+        """All jobs; whether the thread is kept."""
+        while self._jobs.run_next():
+            pass
+        return self._kept
+
+    def end(self) -> None:
+        self._ended.set()
 
 
-def _finish(jobs: _Jobs, thread: threading.Thread) -> None:
+_RESTING: list[tuple[threading.Thread, queue.SimpleQueue[_Runner]]] = []
+"""Threads that are kept and have no owner, and where they wait for the next."""
+
+
+def _serve(runner: _Runner) -> None:
+    """The jobs of an owner, and of those that follow. Keeps no hold of one that has ended."""
+    following: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
+    while runner.run():
+        _RESTING.append((threading.current_thread(), following))
+        runner.end()
+        del runner
+        runner = following.get()
+    runner.end()
+
+
+def _finish(jobs: _Jobs, runner: _Runner) -> None:
     jobs.close()
-    if thread.is_alive() and threading.current_thread() is not thread:
-        thread.join()
+    runner.join()
 
 
 def closed_error() -> OndeviceError:

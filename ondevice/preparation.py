@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ondevice.backend_choice import operand_bytes, settled_backend
+from ondevice.backend_choice import is_row_invariant, operand_bytes, settled_backend
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
@@ -82,6 +82,9 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     operands = operand_bytes(runtime.backend)
     process_bytes = process_memory().current_bytes
     choices = [runtime.sparsity] if runtime.sparsity != "auto" else automatic_modes(bundle.config, runtime)
+    if not is_row_invariant(runtime.backend):
+        # Their last bits may differ, and no budget may change a text.
+        del choices[1:]
     drafts: list[Speculation] = ["auto", "off"] if runtime.speculation == "auto" else [runtime.speculation]
     possible = []
     for sparsity, speculation in product(choices, drafts):
@@ -89,16 +92,8 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
         plan = _plan(bundle, settled, process_bytes, draft, operands)
         possible.append(Prepared(bundle, tokenizer, settled, plan, draft, warnings=warnings))
     # The first that needs no flash, else the first that fits; where none does, the one that needs least.
-    # What must read reads least where neurons are selected. Drafting comes before none: only where what it
-    # holds is what is missing, it isn't worth having.
-    chosen = min(
-        possible,
-        key=lambda it: (
-            not it.plan.fits,
-            it.plan.streams,
-            it.plan.streams and it.runtime.sparsity == "dense",
-        ),
-    )
+    # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
+    chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
     least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
     if not chosen.plan.fits or chosen is least:
         return least

@@ -24,10 +24,10 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.units import memory_total
-from tests.bundles import convert_bundle, copy_files
+from tests.bundles import copy_files
 from tests.engines import all_logits, error, random_tokens
 from tests.mlx_models import ON_GPU, SHIPPED, loaded, smallest
-from tests.models import QUANTS, VARIANTS, write_checkpoint
+from tests.models import QUANTS, VARIANTS
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
@@ -242,17 +242,16 @@ def test_limits_of_mlx_are_those_of_who_is_loaded_and_are_given_back(bundles: An
         mx.set_memory_limit(before[1])
 
 
-def test_auto_selects_neurons_only_where_that_saves_reads(tmp_path: Path) -> None:
-    """In memory, whole layers are faster than to wait for each layer's selection."""
-    shape = {"hidden_act": "relu", "hidden_size": 256, "intermediate_size": 4096, "num_hidden_layers": 12}
-    folder = convert_bundle(write_checkpoint(tmp_path / "wide", **shape), tmp_path / "bundle", "q8")
-    options = {"backend": "mlx", "speculation": "off", "prefill_chunk": 16}
-    plan = ondevice.inspect(folder, **options)
-    assert (plan.sparsity, plan.streams) == ("dense", False)
-    exact = ondevice.inspect(folder, sparsity="exact", **options)
-    budget = min(exact.minimum_budget_bytes + (4 << 20), plan.full_bytes - (1 << 20))
-    plan = ondevice.inspect(folder, dram_budget=budget, **options)
-    assert (plan.sparsity, plan.streams) == ("exact", True)
+def test_the_budget_chooses_no_mode_where_modes_differ_in_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = (smallest(SHIPPED, sparsity="dense"), memory_total())
+
+    def chosen() -> list[str]:
+        return [ondevice.inspect(SHIPPED, backend="mlx", dram_budget=it).sparsity for it in budgets]
+
+    if not ON_GPU:
+        assert chosen() == ["dense", "exact"]
+    monkeypatch.setattr(mlx_engine, "is_row_invariant", lambda: False)
+    assert chosen() == ["exact", "exact"]
 
 
 def test_auto_is_cpu_but_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> None:

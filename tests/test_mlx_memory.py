@@ -5,6 +5,9 @@ On MLX's CPU device, or on a GPU when ONDEVICE_TEST_MLX_GPU is set.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +23,14 @@ from ondevice.mlx_sizes import MLX_STAGES
 from ondevice.model.loading import record_chunk
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.engines import random_tokens
-from tests.mlx_models import SHIPPED, loaded, smallest
+from tests.mlx_models import ON_GPU, SHIPPED, loaded, smallest
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice.backends import mlx as mlx_engine  # noqa: E402
 from ondevice.backends.mlx import MlxBackend  # noqa: E402
-from ondevice.backends.mlx_weights import MlxMatrix, MlxStreamMemory, RecordMemory, writable  # noqa: E402
+from ondevice.backends.mlx_memory import writable  # noqa: E402
+from ondevice.backends.mlx_weights import MlxMatrix, MlxStreamMemory, RecordMemory  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_device")
 
@@ -141,7 +144,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
             return logits
 
     # Nothing is computed before somebody waits for it, and a layer takes more than there are stages.
-    monkeypatch.setattr(mlx_engine.mx, "async_eval", lambda *arrays: None)
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
     monkeypatch.setattr(backend_choice, "mlx_stage_neurons", lambda *shape: 128)
     assert (streamed() == expected).all()
     next_stage = MlxBackend._next_stage
@@ -161,7 +164,7 @@ def test_a_pass_given_up_halfway_leaves_no_read_racing_a_kernel(monkeypatch: pyt
     with loaded(SHIPPED, sparsity="dense", dram_budget=smallest(SHIPPED, sparsity="dense")) as model:
         tokens = random_tokens(model.config, 30)
         expected = model.logits(tokens)
-        monkeypatch.setattr(mlx_engine.mx, "async_eval", lambda *arrays: None)
+        monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
         memory = model._engine._backend.feed_forwards[0].stream_memory
         waited, restarts, wait, next_piece = [], [], memory.wait, ExtentStream.next
 
@@ -186,16 +189,78 @@ def test_a_pass_given_up_halfway_leaves_no_read_racing_a_kernel(monkeypatch: pyt
         assert [count > 3 for count in restarts] == [True], "what was under way has been waited for"
 
 
-def test_memory_that_the_system_refuses_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(MemoryError):
-        writable((1 << 30, 1 << 20), mx.uint32)
-
+@pytest.mark.parametrize("name", ["eval", "async_eval"])
+def test_memory_that_mlx_is_refused_is_a_typed_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*arrays: Any) -> None:
         raise RuntimeError("[malloc_or_wait] Unable to allocate 5 bytes.")
 
     with loaded(SHIPPED, sparsity="exact") as model:
-        monkeypatch.setattr(mlx_engine.mx, "eval", refused)
+        monkeypatch.setattr(mx, name, refused)
         with pytest.raises(OndeviceError, match="memory"):
             model.generate(tokens=[1, 2, 3], max_tokens=3)
         monkeypatch.undo()
         assert len(model.generate(tokens=[1, 2, 3], max_tokens=3).tokens) <= 3
+
+
+REFUSED = """
+import resource, sys
+import mlx.core as mx, numpy as np
+from pathlib import Path
+from ondevice.backends.base import KVLayout
+from ondevice.backends.mlx_kv import MlxKV
+from ondevice.backends.mlx_memory import writable
+from ondevice.backends.mlx_weights import MlxFeedForward, MlxStreamMemory
+from ondevice.bundle.reader import Bundle
+from ondevice.flash.reader import FlashReader
+from ondevice.model.loading import FIRST_NEURON_FILE, NeuronRecords, bundle_files
+
+bundle = Bundle.open(Path(sys.argv[1]))
+arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxStreamMemory(mx.eval)
+with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+    records = NeuronRecords(bundle, reader, 0)
+    layer = MlxFeedForward(records, 1024, mx.float32, stream)
+    piece = stream.allocate(1024 * records.layout.stride).reshape(1024, -1)
+    piece[:] = records.read(0, 1024)
+    arrays.resize(1)
+    fork, segment = arrays.fork(1), layer.new_segment()
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken, before[1]))
+    big = 1 << 14
+    for refused in (
+        lambda: writable((1 << 14, 1 << 14), mx.uint32),
+        lambda: arrays.resize(big),
+        lambda: arrays.fork(big),
+        lambda: layer.pack(segment, 0, 0, piece),
+    ):
+        try:
+            refused()
+        except MemoryError:
+            print("refused")
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    arrays.resize(2)
+    layer.pack(segment, 0, 0, piece)
+    mx.eval(segment.neurons.arrays)
+    print("and then had")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits an address space, which macOS doesn't")
+@pytest.mark.skipif(ON_GPU, reason="a GPU's memory isn't a process's")
+def test_memory_that_the_system_refuses_is_a_typed_error() -> None:
+    """In a process of its own: MLX's CPU device doesn't ask whether it got its memory, and would crash."""
+    found = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(SHIPPED)], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stdout.splitlines()) == (0, ["refused"] * 4 + ["and then had"]), found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads that Python doesn't know")
+def test_models_that_come_and_go_leave_no_threads_behind() -> None:
+    """MLX keeps one for every thread that ever computed; so models run on those that others left."""
+    counts = []
+    for _ in range(3):
+        with loaded(SHIPPED, sparsity="dense") as model:
+            model.generate(tokens=[1, 2, 3], max_tokens=2)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    assert counts[2] <= counts[0]

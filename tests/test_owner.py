@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -124,12 +125,29 @@ def test_close_ends_the_running_job_refuses_the_waiting_and_runs_the_last(
 
 
 def test_a_forgotten_owner_ends_its_thread() -> None:
-    thread: OwnerThread[int] = OwnerThread("forgotten")
-    native = weakref.ref(thread._thread)
-    assert thread.call(lambda: 1) == 1
+    thread: OwnerThread[threading.Thread] = OwnerThread("forgotten")
+    native = weakref.ref(thread.call(threading.current_thread))
     del thread
     gc.collect()
     assert settles(lambda: (found := native()) is None or not found.is_alive())
+
+
+def test_a_kept_thread_serves_one_owner_after_another() -> None:
+    current = threading.current_thread
+    first, second, third = (OwnerThread[Any](name, kept=True) for name in ("first", "second", "third"))
+    thread, other = first.call(current), second.call(current)
+    assert thread is not other
+    first.close()
+    assert thread.is_alive()
+    with pytest.raises(OndeviceError, match="closed"):
+        first.call(current)
+    assert third.call(current) is thread
+    assert thread.name == "third"
+    assert third.call(lambda: (first.is_current, third.is_current)) == (False, True)
+    ended: list[threading.Thread] = []
+    third.close(lambda: ended.append(current()))
+    assert ended == [thread]
+    second.close()
 
 
 def test_asyncio_gets_items_and_errors(owner: OwnerThread[object]) -> None:
@@ -234,7 +252,7 @@ def test_idle_work_goes_on_until_it_is_done_and_again_after_a_job(owner: OwnerTh
     assert owner.call(lambda: len(steps)) == 3
     assert done.wait(5.0)
     assert len(steps) == 6
-    assert set(steps) == {owner._thread}
+    assert set(steps) == {owner.call(threading.current_thread)}
 
 
 def test_idle_work_waits_for_jobs_and_ends_with_the_thread() -> None:

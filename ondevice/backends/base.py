@@ -52,9 +52,9 @@ class KVLayout:
 
     Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Key codes are
     (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
-    lines; value codes are (64, Dh): float16 at 16 bits, int8 at 8 bits, and at 32 bits, which the `reference`
-    backend alone has, float32. Scales, 64 float32,
-    exist at 8 bits only.
+    lines; value codes are (64, Dh): float16 at 16 bits, int8 at 8 bits, and at 32 bits, for `reference`
+    and training, float32. Scales, 64 float32, exist at 8 bits only. `KVArrays` take as many bytes, in an
+    order of their own.
     8 bits, per token and head, all in float32: m = max|x|, scale = m / 127, q = rint(x * (127 / m)), which
     reads back as q * scale; m == 0 gives q = 0 and scale = 0. Every offset is a multiple of 64 bytes.
     """

@@ -80,7 +80,7 @@ class FedLayer:
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
         self.stream_memory = StreamMemory()
-        """The same for all layers."""
+        """Of the layers that a pool streams, the first one's counts."""
         self.streamed: Callable[[], Iterable[Bytes | Segment]] = tuple
         """What segments don't hold of the layer whose turn has come; an empty tuple if they hold all."""
 
@@ -107,7 +107,10 @@ class FedLayer:
         raise NotImplementedError
 
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
-        """Put records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0."""
+        """Put records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
+
+        MemoryError, for the first of them: the segment stays empty.
+        """
         raise NotImplementedError
 
 

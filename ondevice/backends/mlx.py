@@ -32,6 +32,7 @@ from ondevice.backends.base import (
 from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_limits import MlxLimits
+from ondevice.backends.mlx_memory import begin, known
 from ondevice.backends.mlx_ops import MlxOps, activate, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
@@ -40,7 +41,6 @@ from ondevice.backends.mlx_weights import (
     MlxNeurons,
     MlxSegment,
     MlxStreamMemory,
-    allocation,
 )
 from ondevice.bundle.layout import padded
 from ondevice.config import Activation
@@ -113,7 +113,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
         """Where a cache's keys and values will be."""
-        return MlxKV(layout)
+        return MlxKV(layout, self._wait)
 
     def keep_to(self, budget_bytes: int) -> None:
         """MLX's own limits follow the budget, if they did from the start."""
@@ -147,7 +147,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
             if self._begun is not None:
                 self._await(self._begun)
         self._begun = super().attend(qkv, kv, layer, *where, **options)
-        mx.async_eval(self._begun)
+        begin(self._begun)
         return self._begun
 
     def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
@@ -314,8 +314,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def _wait(self, *arrays: mx.array) -> None:
         """One synchronisation: these are known then."""
         started = time.perf_counter()
-        with allocation():
-            mx.eval(*arrays)
+        known(*arrays)
         self.synchronisations += 1
         self.synchronised_seconds += time.perf_counter() - started
 

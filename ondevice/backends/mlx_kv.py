@@ -1,15 +1,18 @@
 """Keys and values of one cache as MLX arrays: per layer one for each side, with room in whole blocks.
 
 MLX arrays are values, so a write makes new ones, and gradients pass through. MLX writes in place where nobody
-else holds the old array, and copies where somebody does: a fork shares arrays until one of the two writes.
+else holds the old array, and nobody does here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import mlx.core as mx
 
 from ondevice.backends.base import BLOCK_TOKENS, KVLayout
-from ondevice.backends.mlx_weights import allocation
+from ondevice.backends.mlx_memory import known, require_memory
 
 _KV_TYPES = {32: mx.float32, 16: mx.float16, 8: mx.int8}
 _POSITIONS = 1
@@ -27,8 +30,10 @@ class MlxKV:
     in float32; on a GPU in float16, unless they are stored in float32.
     """
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, wait: Callable[..., None] = known) -> None:
+        """wait: evaluates arrays, as one synchronisation."""
         self.layout = layout
+        self._wait = wait
         on_gpu = mx.default_device() == mx.gpu
         self.dtype = mx.float16 if on_gpu and layout.kv_bits < 32 else mx.float32
         heads, width = layout.config.num_kv_heads, layout.config.head_dim
@@ -37,34 +42,37 @@ class MlxKV:
             side.append(mx.zeros((heads, 0, 1)))
         self._layers = [[*side, *side] for _ in range(layout.config.num_layers)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays, also of those that a fork shares."""
-        return sum(part.nbytes for layer in self._layers for part in layer)
-
     def resize(self, blocks: int) -> None:
-        """Room for so many blocks of positions; what is stored in them stays. Raises MemoryError.
+        """Room for so many blocks of positions; what is stored in them stays.
 
-        One array at a time is there twice: the next is copied once the last one's old room is free.
+        Raises MemoryError for more of them, which leaves room for as many as before at least. One array at a
+        time is there twice.
         """
         room = blocks * BLOCK_TOKENS
         for layer in self._layers:
             for index, part in enumerate(layer):
                 more = room - part.shape[_POSITIONS]
-                if not more:
-                    continue
-                empty = mx.zeros((part.shape[0], max(0, more), part.shape[2]), dtype=part.dtype)
-                # A copy of what is cut, too: a view would hold the whole.
-                layer[index] = mx.concatenate([part[:, :room], empty], axis=_POSITIONS)
+                if more > 0:
+                    layer[index] = self._copied(part, room)
+                elif more < 0:
+                    # What can't be cut for want of memory still has room for every block.
+                    with suppress(MemoryError):
+                        layer[index] = self._copied(part, room)
                 del part
-                with allocation():
-                    mx.eval(layer[index])
 
     def fork(self, blocks: int) -> MlxKV:
-        """An independent copy with room for so many blocks."""
-        copy = MlxKV(self.layout)
-        copy._layers = [list(layer) for layer in self._layers]
-        copy.resize(blocks)
+        """An independent copy with room for so many blocks. Raises MemoryError."""
+        copy, room = MlxKV(self.layout, self._wait), blocks * BLOCK_TOKENS
+        copy._layers = [[self._copied(part, room) for part in layer] for layer in self._layers]
+        return copy
+
+    def _copied(self, part: mx.array, room: int) -> mx.array:
+        """(KVH, room, ...) that begins as (KVH, positions, ...) does; a copy of what is cut, too: no view."""
+        heads, positions, width = part.shape
+        require_memory(heads * room * width * part.dtype.size)
+        empty = mx.zeros((heads, max(0, room - positions), width), dtype=part.dtype)
+        copy = mx.concatenate([part[:, :room], empty], axis=_POSITIONS)
+        self._wait(copy)
         return copy
 
     def write(self, layer: int, k: mx.array, v: mx.array, position: int) -> None:
@@ -90,7 +98,7 @@ class MlxKV:
         """What place `source` holds, of every layer, is stored in place `target` too."""
         moved = [[mx.take(part, mx.array([source]), axis=_POSITIONS) for part in it] for it in self._layers]
         # Known first: as long as a copy of a place is only asked for, its array is held and would be copied.
-        mx.eval(moved)
+        self._wait(*(part for parts in moved for part in parts))
         start = mx.array([target])
         for layer, parts in zip(self._layers, moved, strict=True):
             for index, part in enumerate(parts):

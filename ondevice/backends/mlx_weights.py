@@ -8,12 +8,8 @@ was computed from it must have been evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from mmap import mmap
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,39 +17,11 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.fed_layer import FedLayer, StreamMemory
+from ondevice.backends.mlx_memory import begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
-
-
-@contextmanager
-def allocation() -> Iterator[None]:
-    """What MLX raises for want of memory is a MemoryError outside."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "alloc" not in str(error):
-            raise
-        raise MemoryError(str(error)) from error
-
-
-def require_memory(nbytes: int) -> None:
-    """Raises MemoryError where the system refuses so many bytes; takes none of them."""
-    # MLX's CPU device doesn't ask whether it got its memory.
-    try:
-        mmap(-1, max(1, nbytes)).close()
-    except OSError as error:
-        raise MemoryError(f"{nbytes} bytes for MLX: {error.strerror}") from error
-
-
-def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray[Any]]:
-    """An array of zeros and the numpy view through which it is written. Raises MemoryError."""
-    require_memory(prod(shape) * dtype.size)
-    with allocation():
-        array = mx.zeros(shape, dtype=dtype)
-        mx.eval(array)
-    return array, np.array(array, copy=False)
 
 
 @dataclass(frozen=True)
@@ -234,7 +202,7 @@ class MlxStreamMemory(StreamMemory):
     def ask(self, arrays: list[mx.array]) -> None:
         """Have what is computed from the piece at hand computed, while its consumer goes on."""
         self._asked = arrays
-        mx.async_eval(*arrays)
+        begin(*arrays)
 
     def asked(self) -> list[mx.array]:
         asked, self._asked = self._asked, []
@@ -294,7 +262,10 @@ class MlxFeedForward(FedLayer):
         return MlxNeurons(*(memory.matrix(records, at, self._row, self._dtype) for at in self._offsets))
 
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
+        assert len(records) == len(self.segment_range(index)), "a piece is a whole segment"
         neurons = self.streamed_neurons(records)
         assert neurons.gate is not None
+        # Not only when it was planned: others have had time to take what there was.
+        require_memory(records.nbytes)
         segment.neurons = MlxNeurons(neurons.gate.copy(), neurons.up.copy(), neurons.down.copy())
         self.stream_memory.ask(segment.neurons.arrays)

@@ -194,10 +194,10 @@ class SegmentPool:
             self._waited += time.perf_counter() - asked
             if first == neurons.start:
                 filling = self._take_empty(index, segment)
+            if filling is not None and not _packed(layer, filling, segment, first, records):
+                filling = None
             if filling is None:
                 yield records
-            else:
-                layer.pack(filling, segment, first, records)
             self._let_go(stream, self._memory.pieces_read)
             if filling is not None and first + len(records) == neurons.stop:
                 layer.segments.append(filling)
@@ -272,6 +272,16 @@ class SegmentPool:
         self._held.append(self._memory.asked())
         while self._held:
             self._memory.wait(self._held.popleft())
+
+
+def _packed(layer: FedLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
+    """Whether a piece got into a segment: where that takes its memory only now, it may be refused."""
+    try:
+        layer.pack(filling, segment, first, records)
+    except MemoryError as error:
+        log.warning("no memory for a feed-forward segment: %s", error)
+        return False
+    return True
 
 
 def _now(work: Callable[[], Segment]) -> Future[Segment]:
