@@ -56,13 +56,13 @@ class Observed:
 
     def _show(self, weight: Any, entering: Any) -> None:
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)
+        known = self.to_numpy(entering)
         if self._observe_inputs is not None:
-            self._observe_inputs(layer, self.to_numpy(entering))
+            self._observe_inputs(layer, known)
         if self._observe_gates is not None:
             if weight.selector is None:
                 raise OndeviceError("only models whose gates are exactly zero have neurons that don't fire")
-            gates = self.scores(entering, weight.selector)
-            self._observe_gates(layer, self.to_numpy(entering), gates)
+            self._observe_gates(layer, known, self.scores(entering, weight.selector))
 
     def normed(self, x: Any, norm: Norm) -> Any:
         """x (T, D) as the norm leaves it."""

@@ -125,7 +125,9 @@ def train_thresholds(
     """
     from ondevice.converters import calibrate
 
-    prepared = open_model(model, RuntimeConfig(dram_budget=dram_budget))
+    # What our kernels calibrate is measured by them.
+    runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": "cpu"}
+    prepared = open_model(model, RuntimeConfig(**runtime))
     options = calibrate.ThresholdOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
@@ -140,7 +142,7 @@ def train_thresholds(
         found.points,
         [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
         spread(measured, measured_tokens),
-        {"dram_budget": dram_budget},
+        runtime,
         on_progress,
     )
     found = replace(found, perplexity=perplexity, points=points)

@@ -23,6 +23,8 @@ DOCUMENTS = [
         "weights/README.md",
         "weights/small-relu/README.md",
         "docs/embedding.md",
+        "docs/mlx.md",
+        "docs/speculation.md",
         "examples/macos_app/README.md",
     )
 ]

@@ -120,10 +120,6 @@ class GatheredNeurons:
                 self._views.append((offset, view.view(np.uint8)))
                 offset += view.nbytes // count
 
-    @property
-    def nbytes(self) -> int:
-        return sum(view.nbytes for _, view in self._views)
-
     def gather(self, place: int, addresses: NDArray[np.uint64]) -> None:
         """Rows of neurons that lie at addresses (n,) to place .. place + n."""
         for offset, view in self._views:
