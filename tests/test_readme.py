@@ -24,7 +24,6 @@ DOCUMENTS = [
         "weights/small-relu/README.md",
         "docs/embedding.md",
         "docs/mlx.md",
-        "docs/speculation.md",
         "examples/macos_app/README.md",
     )
 ]
