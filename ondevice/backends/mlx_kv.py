@@ -45,35 +45,38 @@ class MlxKV:
     def resize(self, blocks: int) -> None:
         """Room for so many blocks of positions; what is stored in them stays.
 
-        Raises MemoryError for more of them, which leaves room for as many as before at least. One array at a
-        time is there twice.
+        A layer's arrays grow when a pass first writes to them, so nobody waits for it, and one layer's at a
+        time are there twice; they are cut at once. Raises MemoryError for more room than the system has, and
+        then changes nothing.
         """
         room = blocks * BLOCK_TOKENS
+        parts = [part for layer in self._layers for part in layer]
+        longer = [_nbytes(part, room) for part in parts if room > part.shape[_POSITIONS]]
+        if longer:
+            require_memory(sum(longer) - sum(part.nbytes for part in parts) + 2 * max(longer))
+        del parts
         for layer in self._layers:
             for index, part in enumerate(layer):
-                more = room - part.shape[_POSITIONS]
-                if more > 0:
-                    layer[index] = self._copied(part, room)
-                elif more < 0:
+                if room > part.shape[_POSITIONS]:
+                    layer[index] = _copied(part, room)
+                elif not room:
+                    layer[index] = mx.zeros((part.shape[0], 0, part.shape[2]), dtype=part.dtype)
+                elif room < part.shape[_POSITIONS]:
                     # What can't be cut for want of memory still has room for every block.
                     with suppress(MemoryError):
-                        layer[index] = self._copied(part, room)
+                        layer[index] = self._known(_copied(part, room))
                 del part
 
     def fork(self, blocks: int) -> MlxKV:
         """An independent copy with room for so many blocks. Raises MemoryError."""
         copy, room = MlxKV(self.layout, self._wait), blocks * BLOCK_TOKENS
-        copy._layers = [[self._copied(part, room) for part in layer] for layer in self._layers]
+        copy._layers = [[self._known(_copied(part, room)) for part in layer] for layer in self._layers]
         return copy
 
-    def _copied(self, part: mx.array, room: int) -> mx.array:
-        """(KVH, room, ...) that begins as (KVH, positions, ...) does; a copy of what is cut, too: no view."""
-        heads, positions, width = part.shape
-        require_memory(heads * room * width * part.dtype.size)
-        empty = mx.zeros((heads, max(0, room - positions), width), dtype=part.dtype)
-        copy = mx.concatenate([part[:, :room], empty], axis=_POSITIONS)
-        self._wait(copy)
-        return copy
+    def _known(self, array: mx.array) -> mx.array:
+        require_memory(array.nbytes)
+        self._wait(array)
+        return array
 
     def write(self, layer: int, k: mx.array, v: mx.array, position: int) -> None:
         """Keys and values (T, KVH, Dh) of the places from `position` on, for which there is room."""
@@ -112,3 +115,17 @@ class MlxKV:
         largest = mx.abs(x).max(axis=-1, keepdims=True)
         codes = mx.where(largest > 0, mx.round(x * (127.0 / largest)), 0.0)
         return [codes.astype(mx.int8), largest / 127.0]
+
+
+def _nbytes(part: mx.array, room: int) -> int:
+    """Of such an array with room for so many positions."""
+    heads, _, width = part.shape
+    nbytes: int = heads * room * width * part.dtype.size
+    return nbytes
+
+
+def _copied(part: mx.array, room: int) -> mx.array:
+    """(KVH, room, ...) that begins as (KVH, positions, ...) does; a copy of what is cut, too: no view."""
+    heads, positions, width = part.shape
+    empty = mx.zeros((heads, max(0, room - positions), width), dtype=part.dtype)
+    return mx.concatenate([part[:, :room], empty], axis=_POSITIONS)
