@@ -284,12 +284,13 @@ class _Runner:
 
     def start(self) -> None:
         """Raises RuntimeError if the system has no thread for it."""
-        if self._kept:
+        while self._kept and _RESTING:
             with suppress(IndexError):
-                self._thread, following = _RESTING.pop()
-                self._thread.name = self._name
-                following.put(self)
-                return
+                thread, following = _RESTING.pop()
+                if thread.is_alive():  # else a fork has left it behind
+                    self._thread, thread.name = thread, self._name
+                    following.put(self)
+                    return
         # Daemon, so that a forgotten model can't keep the interpreter alive.
         self._thread = threading.Thread(target=_serve, args=(self,), name=self._name, daemon=True)
         try:

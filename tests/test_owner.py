@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 import time
 import weakref
@@ -148,6 +149,16 @@ def test_a_kept_thread_serves_one_owner_after_another() -> None:
     third.close(lambda: ended.append(current()))
     assert ended == [thread]
     second.close()
+
+
+def test_a_kept_thread_that_a_fork_left_behind_is_nobodys() -> None:
+    gone = threading.Thread(target=lambda: None)
+    gone.start()
+    gone.join()
+    owner_module._RESTING.append((gone, queue.SimpleQueue()))
+    owner: OwnerThread[int] = OwnerThread("after", kept=True)
+    assert owner.call(lambda: 3) == 3
+    owner.close()
 
 
 def test_asyncio_gets_items_and_errors(owner: OwnerThread[object]) -> None:
