@@ -182,7 +182,7 @@ def ablation(
         )
     if runtime.backend not in ("auto", "cpu"):
         raise BackendUnavailableError(
-            f"--backend {runtime.backend} multiplies every neuron: an ablation takes --backend cpu"
+            f"--backend {runtime.backend}: an ablation is made of our own kernels; it takes --backend cpu"
         )
     sparse, dense = _prepared(model, runtime)
     bundle = dense.bundle

@@ -245,14 +245,15 @@ class Engine:
         if self._neurons is not None:
             self._neurons.close()
             self._neurons = None
+        self._reader.close()
+        for drafting in filter(None, self._draftings.values()):
+            drafting.close()
+        # They refer back to the engine: memory mustn't wait for the collector of cycles.
+        self._draftings.clear()
+        self._drafting = self._generator = None  # type: ignore[assignment]
         if self._backend is not None:
             self._backend.close()
             self._backend = None
-        self._reader.close()
-        for drafting in self._draftings.values():
-            if drafting is not None:
-                drafting.close()
-        self._generator = None  # type: ignore[assignment]
 
     def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime

@@ -211,7 +211,8 @@ def compare_drafters(
         )
     if runtime.backend not in ("auto", "cpu"):
         raise BackendUnavailableError(
-            f"--backend {runtime.backend} can't verify guesses: --speculation all takes --backend cpu"
+            f"--backend {runtime.backend}: --speculation all compares drafters on our own kernels; it takes "
+            "--backend cpu"
         )
     arms, notes = _arms(model, runtime)
     plain = arms[OFF]

@@ -5,8 +5,10 @@ On MLX's CPU device, or on a GPU when ONDEVICE_TEST_MLX_GPU is set.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +268,19 @@ def test_models_that_come_and_go_leave_no_threads_behind() -> None:
             model.generate(tokens=[1, 2, 3], max_tokens=2)
         counts.append(len(list(Path("/proc/self/task").iterdir())))
     assert counts[2] <= counts[0]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_closing_gives_memory_back_at_once(backend: str) -> None:
+    """Without the collector of cycles, whose time is anybody's guess."""
+    model = loaded(SHIPPED, backend, speculation="auto")
+    model.generate("Once upon a time", max_tokens=8)
+    engine = model._engine
+    held = [weakref.ref(it) for it in (engine._backend, engine._generator.transformer, engine._neurons)]
+    gc.collect()
+    gc.disable()
+    try:
+        model.close()
+        assert [it() for it in held] == [None] * 3
+    finally:
+        gc.enable()

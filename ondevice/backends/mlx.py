@@ -121,8 +121,10 @@ class MlxBackend(EmbeddingHolder, MlxOps):
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
-        """Give working memory and MLX's limits back; what is under way is nobody's. Idempotent."""
+        """Give memory and MLX's limits back; what is under way is nobody's. Idempotent."""
         self._begun = None
+        self.feed_forwards.clear()
+        self._stream = MlxStreamMemory(known)  # one that doesn't refer back
         self.trim()
         if self._limits is not None:
             self._limits.restore()
