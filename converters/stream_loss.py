@@ -41,7 +41,7 @@ from ondevice.units import usable_cores
 
 STREAM_WEIGHT = 0.1
 """Of every stream's loss in shared mode, where the text's own has 1 (section 3.2.4)."""
-EMBEDDING_DEVIATION = 0.02
+EMBEDDING_DEVIATION = 0.1
 LOGIT_ROWS = 256
 """Rows whose logits are in memory at once while guesses are counted."""
 

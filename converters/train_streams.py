@@ -289,7 +289,7 @@ class Training:
         """path: of what is saved; what an earlier run has left there is gone on from."""
         self._facts, self._top, self._options, self._path = facts, top, options, path
         self._zeros_gates = config.zeros_gates
-        self._adam = optimizers.Adam(options.learning_rate, bias_correction=True)
+        self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
         self.parameters = initial_parameters(facts, config, options.seed)
         self._adam.init(self.parameters)
         self._step = self._tokens = 0
