@@ -9,15 +9,13 @@ from ondevice.backends.mlx import MlxBackend
 from ondevice.backends.mlx_ops import normed
 from ondevice.converters.observed import Observed
 
-STAGES = 2
-
 
 class ObservedMlx(Observed, MlxBackend):
     """On MLX's default device."""
 
     def __init__(self, neurons: int) -> None:
         """neurons: of a piece that is streamed, a multiple of 64."""
-        super().__init__(segment_neurons=neurons, stage_neurons=neurons, stages=STAGES)
+        super().__init__(segment_neurons=neurons)
 
     def normed(self, x: mx.array, norm: Norm) -> mx.array:
         return normed(x, norm)

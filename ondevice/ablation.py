@@ -16,12 +16,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ondevice.api import Name, open_model
+from ondevice.backend_choice import on_kernels
 from ondevice.backends.base import Bytes
 from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
 from ondevice.engine import Engine
-from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.errors import UsageError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -180,10 +181,7 @@ def ablation(
             f"{max_tokens} tokens behind {warm_up_tokens} that aren't counted: an ablation takes at least "
             "one of each; raise --max-tokens"
         )
-    if runtime.backend not in ("auto", "cpu"):
-        raise BackendUnavailableError(
-            f"--backend {runtime.backend}: an ablation is made of our own kernels; it takes --backend cpu"
-        )
+    runtime = on_kernels(runtime, "an ablation")
     sparse, dense = _prepared(model, runtime)
     bundle = dense.bundle
     check_tokens(dense, range(prompt_tokens), warm_up_tokens + max_tokens)

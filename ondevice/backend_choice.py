@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -63,6 +64,15 @@ def check_backend(runtime: RuntimeConfig) -> None:
             "on what goes through the model beside it, so guesses could change the text; use "
             "--backend cpu"
         )
+
+
+def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
+    """`runtime` with our own kernels, which `what` takes. Raises BackendUnavailableError for another."""
+    if runtime.backend not in ("auto", "cpu"):
+        raise BackendUnavailableError(
+            f"--backend {runtime.backend}: {what} is made of our own kernels; use --backend cpu"
+        )
+    return replace(runtime, backend="cpu")
 
 
 def is_row_invariant(backend: str) -> bool:

@@ -113,12 +113,13 @@ def mlx_activation_bytes(config: ModelConfig, runtime: RuntimeConfig, tokens: in
 def _stored_bytes(config: ModelConfig, runtime: RuntimeConfig, context: int, operand_bytes: int) -> int:
     """What keys and values of a full context take beside what they are stored in (`backends/mlx_kv.py`).
 
-    As they grow, one layer's keys are there twice. They are read in the operands' type, by a layer while the
-    next one is begun; where that is what they are stored in, no copy is made.
+    A layer's are there twice where they grow, and read in the operands' type, of which no copy is made where
+    they are stored in it; by a layer, while the next one is begun.
     """
-    grown = KVLayout(config, runtime.kv_bits).codes_bytes * config.num_kv_heads * context // BLOCK_TOKENS
-    copied = runtime.kv_bits != 8 * operand_bytes
-    return max(grown, LAYERS_READ * 2 * operand_bytes * config.kv_size * context if copied else 0)
+    layout = KVLayout(config, runtime.kv_bits)
+    grown = layout.head_bytes * config.num_kv_heads * context // BLOCK_TOKENS
+    copied = 2 * operand_bytes * config.kv_size * context if runtime.kv_bits != 8 * operand_bytes else 0
+    return LAYERS_READ * max(grown, copied)
 
 
 def _neurons_bytes(config: ModelConfig, quant: QuantConfig, operand_bytes: int, neurons: int) -> int:

@@ -14,13 +14,13 @@ from statistics import median
 from typing import Any, Final
 
 from ondevice.api import Name, open_model, text_tokenizer
+from ondevice.backend_choice import on_kernels
 from ondevice.bench_prompts import Task
 from ondevice.bundle.reader import Bundle
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine
 from ondevice.errors import (
-    BackendUnavailableError,
     BudgetError,
     BundleError,
     ContextOverflowError,
@@ -209,11 +209,7 @@ def compare_drafters(
             f"--max-tokens {sampling.max_tokens}: a text's first token comes with its prompt's pass; ask for "
             f"{LEAST_TOKENS} or more"
         )
-    if runtime.backend not in ("auto", "cpu"):
-        raise BackendUnavailableError(
-            f"--backend {runtime.backend}: --speculation all compares drafters on our own kernels; it takes "
-            "--backend cpu"
-        )
+    runtime = on_kernels(runtime, "the comparison of --speculation all")
     arms, notes = _arms(model, runtime)
     plain = arms[OFF]
     prompts = _prompts(plain, tasks, sampling.max_tokens)

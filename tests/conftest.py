@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -82,24 +83,28 @@ def variant_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
     return made
 
 
-@pytest.fixture
-def mlx_on_cpu() -> Iterator[None]:
-    """MLX computes on its CPU device. Skips where it can't be imported."""
+@contextmanager
+def mlx_on(gpu: bool) -> Iterator[None]:
+    """MLX computes there. Skips where it can't be imported."""
     mx = pytest.importorskip("mlx.core", exc_type=ImportError)
     before = mx.default_device()
-    mx.set_default_device(mx.cpu)
+    mx.set_default_device(mx.gpu if gpu else mx.cpu)
     yield
     mx.set_default_device(before)
+
+
+@pytest.fixture
+def mlx_on_cpu() -> Iterator[None]:
+    """MLX computes on its CPU device."""
+    with mlx_on(gpu=False):
+        yield
 
 
 @pytest.fixture
 def mlx_device() -> Iterator[None]:
     """MLX computes on its CPU device, or on a GPU when ONDEVICE_TEST_MLX_GPU is set."""
-    mx = pytest.importorskip("mlx.core", exc_type=ImportError)
-    before = mx.default_device()
-    mx.set_default_device(mx.gpu if ON_GPU else mx.cpu)
-    yield
-    mx.set_default_device(before)
+    with mlx_on(gpu=ON_GPU):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -212,14 +212,14 @@ import mlx.core as mx, numpy as np
 from pathlib import Path
 from ondevice.backends.base import KVLayout
 from ondevice.backends.mlx_kv import MlxKV
-from ondevice.backends.mlx_memory import writable
+from ondevice.backends.mlx_memory import Synchronisations, writable
 from ondevice.backends.mlx_weights import MlxFeedForward, MlxStreamMemory
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import FIRST_NEURON_FILE, NeuronRecords, bundle_files
 
 bundle = Bundle.open(Path(sys.argv[1]))
-arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxStreamMemory(mx.eval)
+arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxStreamMemory(Synchronisations())
 with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
     records = NeuronRecords(bundle, reader, 0)
     layer = MlxFeedForward(records, 1024, mx.float32, stream)

@@ -42,21 +42,10 @@ TOKENS = 100
 """More than a key/value block and than the sliding windows."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@pytest.fixture
+def models(variant_bundle: Any) -> Any:
     """models(variant, quant) -> (checkpoint folder, bundle folder), each made once."""
-    root = tmp_path_factory.mktemp("parity")
-
-    @cache
-    def made(variant: str, quant: str) -> tuple[Path, Path]:
-        source = root / variant
-        if not source.exists():
-            write_checkpoint(source, **VARIANTS[variant])
-        output = root / f"{variant}-{quant}"
-        convert(source, output, quant=quant)
-        return source, output
-
-    return made
+    return variant_bundle
 
 
 def tokens_for(folder: Path) -> list[int]:

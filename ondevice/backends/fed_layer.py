@@ -99,11 +99,11 @@ class FedLayer:
         first = index * self.segment_neurons
         return range(first, min(first + self.segment_neurons, self.source.num_neurons))
 
-    allocates_anywhere = True
-    """Whether any thread may ask for a segment; else only the one that computes."""
-
     def new_segment(self) -> Segment:
-        """Memory for `segment_neurons` neurons. Raises MemoryError."""
+        """Memory for `segment_neurons` neurons, or what `pack` makes it of; any thread may ask.
+
+        Raises MemoryError.
+        """
         raise NotImplementedError
 
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:

@@ -9,7 +9,6 @@ written to only after what was computed from it has been evaluated.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +31,7 @@ from ondevice.backends.base import (
 from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_limits import MlxLimits
-from ondevice.backends.mlx_memory import begin, known
+from ondevice.backends.mlx_memory import Synchronisations, begin
 from ondevice.backends.mlx_ops import MlxOps, activate, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
@@ -60,8 +59,8 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
     segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: selected ones
-    on their way through in one of so many stages, as many or more. cache_bytes: freed arrays that MLX may
-    keep. budget_bytes: of the process; 0: MLX's limits stay as they are.
+    on their way through in one of so many stages, as many or more; 0: none are. cache_bytes: freed arrays that
+    MLX may keep. budget_bytes: of the process; 0: MLX's limits stay as they are.
     """
 
     name = "mlx"
@@ -70,8 +69,8 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self,
         *,
         segment_neurons: int,
-        stage_neurons: int,
-        stages: int,
+        stage_neurons: int = 0,
+        stages: int = 0,
         cache_bytes: int = 0,
         budget_bytes: int = 0,
         resident_embedding: bool = False,
@@ -80,14 +79,12 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self.dtype = compute_type()
         self._limits = MlxLimits(cache_bytes, budget_bytes) if budget_bytes else None
         self.feed_forwards: list[MlxFeedForward] = []
-        self.synchronisations = 0
-        """Times that the host has waited for what MLX computes; that took `synchronised_seconds`."""
-        self.synchronised_seconds = 0.0
+        self._waits = Synchronisations()
         self._segment_neurons = segment_neurons
         self._stage_neurons = stage_neurons
         self._most_stages = stages
         self._stages: list[_Stage] = []
-        self._stream = MlxStreamMemory(self._wait)
+        self._stream = MlxStreamMemory(self._waits)
         self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """What was last begun, if nobody has waited for it or for what comes of it."""
@@ -108,12 +105,22 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         """What multiplies: `mlx-gpu` or `mlx-cpu`."""
         return f"mlx-{mx.default_device().type.name}"
 
+    @property
+    def synchronisations(self) -> int:
+        """Times that the host has waited for what MLX computes."""
+        return self._waits.count
+
+    @property
+    def synchronised_seconds(self) -> float:
+        """That those took."""
+        return self._waits.seconds
+
     def allocate_block(self, layout: KVLayout) -> None:
         """A block is room in a cache's `new_arrays`, which grow."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
         """Where a cache's keys and values will be."""
-        return MlxKV(layout, self._wait)
+        return MlxKV(layout, self._waits)
 
     def keep_to(self, budget_bytes: int) -> None:
         """MLX's own limits follow the budget, if they did from the start."""
@@ -123,8 +130,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def close(self) -> None:
         """Give memory and MLX's limits back; what is under way is nobody's. Idempotent."""
         self._begun = None
-        self.feed_forwards.clear()
-        self._stream = MlxStreamMemory(known)  # one that doesn't refer back
+        self.feed_forwards.clear()  # before what is freed leaves MLX's cache
         self.trim()
         if self._limits is not None:
             self._limits.restore()
@@ -308,17 +314,10 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
     def _await(self, *arrays: mx.array) -> None:
         """One synchronisation: these are known then, and all that was asked for of stages."""
-        self._wait(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
+        self._waits.wait(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
         self._begun = None
-
-    def _wait(self, *arrays: mx.array) -> None:
-        """One synchronisation: these are known then."""
-        started = time.perf_counter()
-        known(*arrays)
-        self.synchronisations += 1
-        self.synchronised_seconds += time.perf_counter() - started
 
     def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
         """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""

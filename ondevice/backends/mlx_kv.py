@@ -6,13 +6,12 @@ else holds the old array, and nobody does here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import mlx.core as mx
 
 from ondevice.backends.base import BLOCK_TOKENS, KVLayout
-from ondevice.backends.mlx_memory import known, require_memory
+from ondevice.backends.mlx_memory import Synchronisations, require_memory
 
 _KV_TYPES = {32: mx.float32, 16: mx.float16, 8: mx.int8}
 _POSITIONS = 1
@@ -30,10 +29,10 @@ class MlxKV:
     in float32; on a GPU in float16, unless they are stored in float32.
     """
 
-    def __init__(self, layout: KVLayout, wait: Callable[..., None] = known) -> None:
-        """wait: evaluates arrays, as one synchronisation."""
+    def __init__(self, layout: KVLayout, waits: Synchronisations | None = None) -> None:
+        """waits: where waiting counts, if anybody counts it."""
         self.layout = layout
-        self._wait = wait
+        self._waits = Synchronisations() if waits is None else waits
         on_gpu = mx.default_device() == mx.gpu
         self.dtype = mx.float16 if on_gpu and layout.kv_bits < 32 else mx.float32
         heads, width = layout.config.num_kv_heads, layout.config.head_dim
@@ -69,13 +68,13 @@ class MlxKV:
 
     def fork(self, blocks: int) -> MlxKV:
         """An independent copy with room for so many blocks. Raises MemoryError."""
-        copy, room = MlxKV(self.layout, self._wait), blocks * BLOCK_TOKENS
+        copy, room = MlxKV(self.layout, self._waits), blocks * BLOCK_TOKENS
         copy._layers = [[self._known(_copied(part, room)) for part in layer] for layer in self._layers]
         return copy
 
     def _known(self, array: mx.array) -> mx.array:
         require_memory(array.nbytes)
-        self._wait(array)
+        self._waits.wait(array)
         return array
 
     def write(self, layer: int, k: mx.array, v: mx.array, position: int) -> None:
@@ -101,7 +100,7 @@ class MlxKV:
         """What place `source` holds, of every layer, is stored in place `target` too."""
         moved = [[mx.take(part, mx.array([source]), axis=_POSITIONS) for part in it] for it in self._layers]
         # Known first: as long as a copy of a place is only asked for, its array is held and would be copied.
-        self._wait(*(part for parts in moved for part in parts))
+        self._waits.wait(*(part for parts in moved for part in parts))
         start = mx.array([target])
         for layer, parts in zip(self._layers, moved, strict=True):
             for index, part in enumerate(parts):

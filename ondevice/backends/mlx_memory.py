@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -52,3 +53,18 @@ def known(*arrays: mx.array) -> None:
     """Wait until they are computed. Raises MemoryError."""
     with allocation():
         mx.eval(*arrays)
+
+
+class Synchronisations:
+    """How often the host has waited for what MLX computes, and how long."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+
+    def wait(self, *arrays: mx.array) -> None:
+        """One more: `known`."""
+        started = time.perf_counter()
+        known(*arrays)
+        self.count += 1
+        self.seconds += time.perf_counter() - started

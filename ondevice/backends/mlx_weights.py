@@ -8,7 +8,7 @@ was computed from it must have been evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.fed_layer import FedLayer, StreamMemory
-from ondevice.backends.mlx_memory import begin, require_memory, writable
+from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
 from ondevice.kernels import _native
@@ -175,16 +175,13 @@ class RecordMemory:
 
 
 class MlxStreamMemory(StreamMemory):
-    """What is streamed lands in memory of MLX; one piece may be multiplied while the next is waited for.
-
-    wait: evaluates arrays, as one synchronisation.
-    """
+    """What is streamed lands in memory of MLX; one piece may be multiplied while the next is waited for."""
 
     pieces_read = 1
 
-    def __init__(self, wait: Callable[..., None]) -> None:
+    def __init__(self, waits: Synchronisations) -> None:
         self.records: RecordMemory | None = None
-        self._wait = wait
+        self._waits = waits
         self._asked: list[mx.array] = []
 
     def allocate(self, nbytes: int) -> Bytes:
@@ -206,7 +203,7 @@ class MlxStreamMemory(StreamMemory):
 
     def wait(self, asked: list[mx.array]) -> None:
         if asked:
-            self._wait(*asked)
+            self._waits.wait(*asked)
 
 
 @dataclass
@@ -221,9 +218,6 @@ class MlxFeedForward(FedLayer):
 
     stream: where all layers' streamed neurons land.
     """
-
-    # MLX has streams of its own for every thread that computes, and keeps them when it ends.
-    allocates_anywhere = False
 
     def __init__(
         self,
@@ -247,8 +241,7 @@ class MlxFeedForward(FedLayer):
         return GatheredNeurons(count, [(offset, self._row) for offset in offsets], self._dtype)
 
     def new_segment(self) -> MlxSegment:
-        # MLX allocates it with what fills it.
-        require_memory(self.segment_neurons * self.source.layout.stride)
+        """`pack` takes the memory: MLX computes only on the thread that runs passes."""
         return MlxSegment()
 
     def streamed_neurons(self, records: Bytes) -> MlxNeurons:
@@ -261,7 +254,7 @@ class MlxFeedForward(FedLayer):
         assert len(records) == len(self.segment_range(index)), "a piece is a whole segment"
         neurons = self.streamed_neurons(records)
         assert neurons.gate is not None
-        # Not only when it was planned: others have had time to take what there was.
-        require_memory(records.nbytes)
-        segment.neurons = MlxNeurons(neurons.gate.copy(), neurons.up.copy(), neurons.down.copy())
-        self.stream_memory.ask(segment.neurons.arrays)
+        own = MlxNeurons(neurons.gate.copy(), neurons.up.copy(), neurons.down.copy())
+        require_memory(sum(array.nbytes for array in own.arrays))
+        self.stream_memory.ask(own.arrays)
+        segment.neurons = own

@@ -8,7 +8,6 @@ this is their one owner.
 Segments are filled by the passes themselves, from what streams by, as fast as a thread of the pool's own
 gets memory from the operating system. That starts with the second pass: fresh pages can cost more time than
 flash (a virtual machine's host may give 0.7 GB/s), and the first token waits for one pass and no longer.
-Where only the thread that computes may allocate, passes do that too.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -122,9 +121,6 @@ class SegmentPool:
     def _allocate(self, missing: int) -> None:
         """Have up to SEGMENTS_AHEAD empty segments under way for `missing` ones."""
         while len(self._empty) < min(SEGMENTS_AHEAD, missing):
-            if not self._layers[0].allocates_anywhere:
-                self._empty.append(_now(self._layers[0].new_segment))
-                continue
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             try:
@@ -282,16 +278,6 @@ def _packed(layer: FedLayer, filling: Segment, segment: int, first: int, records
         log.warning("no memory for a feed-forward segment: %s", error)
         return False
     return True
-
-
-def _now(work: Callable[[], Segment]) -> Future[Segment]:
-    """What an executor's thread would do, done here."""
-    future: Future[Segment] = Future()
-    try:
-        future.set_result(work())
-    except MemoryError as error:
-        future.set_exception(error)
-    return future
 
 
 def _closed() -> Iterator[Bytes | Segment]:
