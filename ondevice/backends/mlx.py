@@ -59,7 +59,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
     segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: selected ones
-    on their way through in one of so many stages, as many or more; 0: none are. cache_bytes: freed arrays that
+    on their way through in one of so many stages, as many or more; 0: none. cache_bytes: freed arrays that
     MLX may keep. budget_bytes: of the process; 0: MLX's limits stay as they are.
     """
 
