@@ -6,7 +6,8 @@ Commands import what they need when they run, so that help is instant.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
     CommandGroup,
     Text,
+    TextParts,
     add_options,
     broken_pipe,
     complete_path,
@@ -169,15 +171,17 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
     from ondevice.preparation import check_tokens
 
     sampling = sampling_config(values)
-    text = read_text(prompt) if prompt == "-" else prompt
+    text = TextParts(prompt) if prompt == "-" else [prompt]
     prepared = prepared_model(model, values)
-    check_tokens(prepared, api.text_tokenizer(prepared).encode(text))
+    # No further than the context holds: a prompt from stdin may have no end.
+    tokens = api.text_tokenizer(prepared).encode_within(text, most=prepared.plan.max_context)
+    check_tokens(prepared, tokens)
     with loaded_model(prepared) as loaded:
         if as_json:
-            response = loaded.generate(text, sampling=sampling)
+            response = loaded.generate(tokens=tokens, sampling=sampling)
             print_json(response.to_dict())
         else:
-            write_events(loaded.stream(text, sampling=sampling))
+            write_events(loaded.stream(tokens=tokens, sampling=sampling))
         _say_figures(loaded)
 
 
@@ -250,15 +254,28 @@ cli.add_command(bench)
 def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None:
     """Measure how well a model predicts a text: its perplexity."""
     from ondevice import api
+    from ondevice.scoring import scoring_windows
 
-    content = read_text(text)
+    parts, taken = TextParts(text), 0
     prepared = prepared_model(model, values)
-    tokens = api.text_tokenizer(prepared).encode(content)
-    api.scoring_windows(prepared, tokens)
+    tokenizer = api.text_tokenizer(prepared)
+
+    def tokens() -> Iterator[int]:
+        nonlocal taken
+        for ids in tokenizer.encode_parts(parts):
+            taken += len(ids)
+            yield from ids
+
+    stream = tokens()
+    begun = list(islice(stream, 2))
+    # What is too short to predict anything is refused before weights are read.
+    next(scoring_windows(prepared, begun))
+
+    def on_progress(done: int) -> None:
+        show(parts.share * done / max(1, taken), f"{done} tokens")
+
     with loaded_model(prepared) as loaded, progress() as show:
-        score = loaded.score(
-            tokens=tokens, on_progress=lambda done, total: show(done / total, f"{done} of {total} tokens")
-        )
+        score = loaded.score(tokens=chain(begun, stream), on_progress=on_progress)
     if as_json:
         print_json(score.to_dict())
     else:

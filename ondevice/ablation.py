@@ -186,7 +186,7 @@ def ablation(
     bundle = dense.bundle
     check_tokens(dense, range(prompt_tokens), warm_up_tokens + max_tokens)
     for prepared in (sparse, dense):
-        prepared.plan.require_fit(bundle.name)
+        prepared.require_fit()
     configurations = {"hybrid": (dense, FetchOptions(keep=False))}
     if sparse.runtime.sparsity != "dense":
         on_progress(0.0, "checksums of rows")

@@ -10,9 +10,10 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -28,16 +29,16 @@ from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
 from ondevice.engine import Engine, IsCancelled
 from ondevice.errors import UsageError, system_refusals
-from ondevice.generate import Event, check_context, token_ids
+from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
 from ondevice.owner import OwnerThread, closed_error
-from ondevice.preparation import Prepared, budget_bytes, prepare
+from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
 from ondevice.pressure_sources import system_source
 from ondevice.response import LastFigures, Response, gather
-from ondevice.scoring import Score, Tally, benchmark_prompt, windows
+from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
 from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options
 from ondevice.stats import GenerationStats
@@ -119,7 +120,12 @@ def open_model(model: Name | None, runtime: RuntimeConfig) -> Prepared:
 
 
 def text_tokenizer(prepared: Prepared) -> Tokenizer:
-    """The model's tokenizer. Raises UsageError if it was converted without one."""
+    """The model's tokenizer. Raises UsageError if it was converted without one.
+
+    And BudgetError where the budget has no room for reading it.
+    """
+    if prepared.tokenizer is None and prepared.bundle.manifest.tokenizer.kind is not None:
+        prepared.require_fit()
     if prepared.tokenizer is None:
         raise UsageError(
             f"{prepared.bundle.name} has no tokenizer, so it takes token ids and no text: in Python, "
@@ -128,18 +134,12 @@ def text_tokenizer(prepared: Prepared) -> Tokenizer:
     return prepared.tokenizer
 
 
-def scoring_windows(prepared: Prepared, tokens: Sequence[int]) -> list[list[int]]:
-    """The pieces that `score` predicts. Raises UsageError if there is nothing to predict."""
-    settings = prepared.bundle.manifest.tokenizer
-    return windows(tokens, prepared.plan.max_context, settings.bos_id if settings.add_bos else None)
-
-
 class Model:
     """A loaded model. Made by `load`; closed by `close`, by leaving its `with`, or when it is collected."""
 
     def __init__(self, prepared: Prepared) -> None:
         """Use `load`."""
-        prepared.plan.require_fit(prepared.bundle.name)
+        prepared.require_fit()
         prepared.warn()
         self.name = prepared.bundle.name
         self.config = prepared.bundle.config
@@ -280,21 +280,24 @@ class Model:
         self,
         text: str | None = None,
         *,
-        tokens: Sequence[int] | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        tokens: Iterable[int] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> Score:
         """How well the model predicts a text: perplexity over pieces that fill a context each.
 
-        on_progress gets (tokens predicted, of how many). Raises UsageError for a text too short to predict.
+        tokens: taken as they are needed, so that a text of any length can be scored. on_progress gets the
+        tokens predicted. Raises UsageError for a text too short to predict, BudgetError where the budget
+        had no room for the default context: scores depend on it.
         """
         self._require_open()
-        pieces = scoring_windows(self._prepared, self.prompt_ids(text, tokens))
-        total = sum(len(piece) - 1 for piece in pieces)
+        require_one(text, tokens)
+        if tokens is None:
+            tokens = chain.from_iterable(self.tokenizer.encode_parts([text or ""]))
         tally = Tally()
-        for piece in pieces:
+        for piece in scoring_windows(self._prepared, token_stream(tokens)):
             for done in self._owner.stream(self._score_work(piece, tally)):
                 if on_progress is not None:
-                    on_progress(done, total)
+                    on_progress(done)
         return tally.score()
 
     def measure(self, prompt_tokens: int, max_tokens: int) -> GenerationStats:
@@ -306,13 +309,13 @@ class Model:
     def set_dram_budget(self, budget: str | int) -> Plan:
         """Keep to another budget from now on; while a generation runs, from its next token on.
 
-        Under memory pressure less is kept to, never more. Returns the new plan. Raises BudgetError, and
-        changes nothing, if the model can't run in it.
+        Under memory pressure less is kept to, never more. What other models have claimed by now counts.
+        Returns the new plan. Raises BudgetError, and changes nothing, if the model can't run in it.
         """
         self._require_open()
-        nbytes = budget_bytes(budget, self.plan)
-        self.plan.with_budget(nbytes).require_fit(self.name)
+        nbytes = budget_bytes(budget, self._engine.replanned)
         self._watch.set_user_budget(nbytes)
+        warn_of_budget(budget, self.plan, self.name)
         return self.plan
 
     def close(self) -> None:
@@ -338,17 +341,14 @@ class Model:
 
         Raises UsageError if it is both or neither, or neither text nor integers.
         """
-        if (prompt is None) == (tokens is None):
-            raise UsageError("give either a text or tokens")
+        require_one(prompt, tokens)
         if tokens is not None:
             return token_ids(tokens)
-        if not isinstance(prompt, str):
-            raise UsageError(f"the text is of type {type(prompt).__name__}; it must be a str")
-        return self.tokenizer.encode(prompt)
+        return self.tokenizer.encode(prompt or "", most=self.plan.max_context)
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a transcript, up to where the model's next turn begins."""
-        return self.chat_template.encode(messages, self.tokenizer)
+        return self.chat_template.encode(messages, self.tokenizer, most=self.plan.max_context)
 
     def new_key(self) -> int:
         """Names a key/value cache that doesn't exist yet."""
@@ -360,7 +360,7 @@ class Model:
 
     def retire(self, key: int) -> None:
         """Nobody needs the cache of `key` any more; it goes before the next piece of work."""
-        self._engine.retired.put(key)
+        self._engine.kv.retired.put(key)
 
     def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
         """Events of continuing `ids` with the KV cache of `key`, or one of its own."""

@@ -29,7 +29,11 @@ class Budgeted(Protocol):
 
     plan: Plan
 
-    def set_budget(self, budget_bytes: int) -> None: ...
+    def set_budget(self, budget_bytes: int) -> None:
+        """The user's own. Raises BudgetError."""
+
+    def shift_budget(self, budget_bytes: int) -> bool:
+        """One up to the user's; False if that can't be had just now."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,8 @@ class BudgetWatch:
         def apply() -> None:
             if engine.plan is not plan or self._user_bytes != user_bytes:
                 return
-            engine.set_budget(budget_bytes)
+            if not engine.shift_budget(budget_bytes):
+                return
             if budget_bytes < plan.budget_bytes:
                 self._shrinks += 1
             else:

@@ -28,7 +28,7 @@ def loaded_model(prepared: Prepared) -> Iterator[Model]:
     """The model, its plan said before its weights are read, closed at the end."""
     from ondevice import api, report
 
-    prepared.plan.require_fit(prepared.bundle.name)
+    prepared.require_fit()
     say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
     with api.Model(prepared) as loaded:
         yield loaded

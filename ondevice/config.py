@@ -147,7 +147,10 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text."""
+    """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text.
+
+    A full context ends it, be it `max_context` or the shorter one that a budget has room for.
+    """
 
     dram_budget: str | int = "auto"
     memory_pressure: Literal["auto", "off"] = "auto"
@@ -166,7 +169,8 @@ class RuntimeConfig:
     """The bundle that drafts with `speculation="model"`; where one is named, `auto` means that."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
-    """Tokens a session may hold; 0 means the smaller of the model's own limit and 4,096."""
+    """Tokens a session may hold. 0 means the smaller of the model's own limit and 4,096, or, where the budget
+    has no room for so many, as many as fit, down to 512."""
     prefill_chunk: int = 256
     """Prompt tokens per forward pass. Fixed, so memory pressure can't change it."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"

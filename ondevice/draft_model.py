@@ -49,6 +49,16 @@ class PreparedDraft:
         """Memory that it takes, loaded and with a full context."""
         return self.plan.full_bytes - self.plan.process_bytes
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Of that, what is there from the end of loading on."""
+        return self.plan.resident_weights_bytes + self.plan.segment.total * self.plan.segment.nbytes
+
+    def within(self, max_context: int) -> PreparedDraft:
+        """The same for a text of so many tokens at most."""
+        runtime = replace(self.runtime, max_context=min(max_context, self.bundle.config.max_context))
+        return replace(self, runtime=runtime, plan=_resident(self.bundle, runtime))
+
 
 def open_draft(runtime: RuntimeConfig) -> Bundle:
     """The bundle `runtime.draft_model`. Raises UsageError for none, ModelNotFoundError, BundleError."""
@@ -81,11 +91,16 @@ def plan_draft(
         )
     context = min(max_context, bundle.config.max_context)
     settled = replace(runtime, sparsity="dense", speculation="off", draft_model="", max_context=context)
-    plan = plan_memory(
-        bundle.config, bundle.quant, settled, budget_bytes=0, process_bytes=0, threads=runtime.threads
-    )
     tokenizers = None if same_vocabulary(own, target) else (own, target)
-    return PreparedDraft(bundle, settled, plan.with_budget(plan.full_bytes), tokenizers)
+    return PreparedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
+
+
+def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
+    """Its plan with everything in memory. runtime: its own, settled."""
+    plan = plan_memory(
+        bundle.config, bundle.quant, runtime, budget_bytes=0, process_bytes=0, threads=runtime.threads
+    )
+    return plan.with_budget(plan.full_bytes)
 
 
 def load_draft(

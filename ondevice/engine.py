@@ -7,24 +7,23 @@ that was prepared for it (`preparation.py`).
 from __future__ import annotations
 
 import logging
-import queue
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 from ondevice.backend_choice import BudgetBackend, make_backend
-from ondevice.backends.base import Block, Float32, KVLayout
+from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.claims import Claim, replanned
 from ondevice.config import SamplingConfig
 from ondevice.draft_model import load_draft
-from ondevice.errors import BudgetError, OndeviceError, system_refusals
+from ondevice.errors import OndeviceError, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Event, Generator
-from ondevice.kernels import _native
+from ondevice.kv_memory import KVMemory
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import (
     FETCH_DEPTH,
@@ -32,6 +31,7 @@ from ondevice.memory_sizes import (
     SlotShape,
     draft_nodes,
     logits_rows,
+    stream_bytes,
 )
 from ondevice.meter import Counters
 from ondevice.model.kv_cache import KVCache, common_prefix
@@ -57,11 +57,7 @@ FILL_SECONDS = 0.0005
 
 
 class Engine:
-    """The loaded model. Generations are named by a key; each key keeps a key/value cache between them.
-
-    Caches of other keys than the one at work may be dropped when memory runs short: they are computed
-    again when they are needed, to the same bits.
-    """
+    """The loaded model. Generations are named by a key; each key keeps a key/value cache between them."""
 
     def __init__(
         self,
@@ -76,16 +72,15 @@ class Engine:
         """
         self._between_passes = between_passes
         self._fetch = fetch
-        prepared.plan.require_fit(prepared.bundle.name)
+        prepared.require_fit()
         self.plan = prepared.plan
         self._bundle = prepared.bundle
         self._runtime = prepared.runtime
-        self._layout = KVLayout(self._bundle.config, self._runtime.kv_bits)
-        self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Keys whose caches nobody needs any more; any thread may add to it."""
-        self._caches: OrderedDict[int, KVCache] = OrderedDict()
-        self._at_work: tuple[KVCache, ...] = ()
-        self._kv_bytes = 0
+        self._claim = Claim(self._held_bytes)
+        layout = KVLayout(self._bundle.config, self._runtime.kv_bits)
+        self.kv = KVMemory(layout, self.plan, self._claim, self._yield_to)
+        self._loaded_bytes = self._embedding_bytes = 0
+        """Of what is in memory for sure from the end of loading on, and of the embedding while it is."""
         self._pass_tokens = NARROW_TOKENS
         """Of the widest pass whose working memory is held; what wider ones would need is lent to neurons."""
         self._segments = 0
@@ -109,6 +104,7 @@ class Engine:
         with ExitStack() as undo:
             undo.callback(self.close)
             undo.enter_context(system_refusals())
+            self.plan = self._claim.promise(self.plan, self._bundle.name)
             self._generator = self._load(prepared, cancelled)
             undo.pop_all()
 
@@ -156,50 +152,52 @@ class Engine:
         self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
     ) -> Iterator[Event]:
         """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
-        self._drop_retired()
-        kv = self._new_cache() if key is None else self._cache(key)
-        self._at_work = (kv,)
-        try:
-            kv.truncate(common_prefix(kv.tokens, prompt))
-            self._lend_more(kv, len(prompt) + 1)
-            with system_refusals():
-                yield from self._generator.stream(prompt, kv, sampling, cancelled)
-        finally:
-            self._at_work = ()
-            if key is None:
-                kv.truncate(0)
+        self.kv.drop_retired()
+        kv = self.kv.new_cache() if key is None else self.kv.cache(key)
+        with self.kv.work_on(kv):
+            try:
+                kv.truncate(common_prefix(kv.tokens, prompt))
+                self._lend_more(kv, len(prompt) + 1)
+                with system_refusals():
+                    yield from self._generator.stream(prompt, kv, sampling, cancelled)
+            finally:
+                if key is None:
+                    kv.truncate(0)
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
         """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache."""
-        kv = self._new_cache()
-        self._at_work = (kv,)
-        try:
-            self._lend_more(kv, len(tokens))
-            with system_refusals():
-                yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
-        except Cancelled:
-            raise OndeviceError("the computation was cancelled") from None
-        finally:
-            self._at_work = ()
-            kv.truncate(0)
+        kv = self.kv.new_cache()
+        with self.kv.work_on(kv):
+            try:
+                self._lend_more(kv, len(tokens))
+                with system_refusals():
+                    yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
+            except Cancelled:
+                raise OndeviceError("the computation was cancelled") from None
+            finally:
+                kv.truncate(0)
 
     def fork(self, source: int, target: int) -> None:
         """Give `target` a copy of the cache of `source`, if there is room for two."""
-        kv = self._cache(source)
-        self._at_work = (kv,)
-        try:
-            with system_refusals():
-                self._caches[target] = kv.fork()
-        except BudgetError:
-            log.info("no room for a second KV cache: the fork will compute its own")
-        finally:
-            self._at_work = ()
+        with system_refusals():
+            self.kv.fork(source, target)
+
+    @property
+    def replanned(self) -> Plan:
+        """The plan beside what other models have claimed by now, which needn't fit. Safe from any thread."""
+        return replanned(self.plan, self._claim)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Keep to another budget from now on. Raises BudgetError, and changes nothing, if it is too small."""
+        """Keep to the user's new budget. Raises BudgetError, and changes nothing, if it is too small."""
+        self._keep_to(self._claim.promise(self.plan.with_budget(budget_bytes), self._bundle.name))
+
+    def shift_budget(self, budget_bytes: int) -> bool:
+        """Keep to one up to the user's, for memory pressure; False where other models have taken the rest."""
         plan = self.plan.with_budget(budget_bytes)
-        plan.require_fit(self._bundle.name)
+        if not self._claim.follow(plan):
+            return False
         self._keep_to(plan)
+        return True
 
     def draft_as(self, prepared: Prepared) -> None:
         """Draft, and divide the memory, as `prepared` says: the same model with another `--speculation`.
@@ -208,15 +206,15 @@ class Engine:
         the next time, and which neurons fire. This engine must have been made with streams if they are to
         draft. What those that rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
         """
-        prepared.plan.require_fit(self._bundle.name)
+        plan = self._claim.promise(prepared.plan, self._bundle.name)
         name, transformer = prepared.runtime.speculation, self._generator.transformer
         if name not in self._draftings:
             self._draftings[name] = self._make_drafting(transformer, prepared, lambda: False)
         self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
         self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
-        if self.plan.streams or prepared.plan.streams:
+        if self.plan.streams or plan.streams:
             self._lend(self.plan.segment.least)
-        self._keep_to(prepared.plan)
+        self._keep_to(plan)
         while self.fill_ahead():
             time.sleep(FILL_SECONDS)
 
@@ -225,12 +223,14 @@ class Engine:
         if self._backend is not None:
             self._backend.keep_to(plan.budget_bytes)
         if not plan.embedding_resident and self._backend is not None:
+            self._embedding_bytes = 0
             self._backend.hold_embedding(False)
-        self._drop_idle(plan.kv_limit_bytes)
-        self._lend(self._room(self._kv_bytes))
+        self.kv.keep_to(plan)
+        self._lend(self._room(self.kv.nbytes))
         if plan.embedding_resident and self._backend is not None:
             with system_refusals():
                 self._backend.hold_embedding(True)
+            self._embedding_bytes = plan.embedding_bytes
             self._reader.trim()
 
     def fill_ahead(self) -> bool:
@@ -241,7 +241,8 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-        self._caches.clear()
+        self._loaded_bytes = 0  # from here on nothing is sure
+        self.kv.close()
         if self._neurons is not None:
             self._neurons.close()
             self._neurons = None
@@ -254,11 +255,20 @@ class Engine:
         if self._backend is not None:
             self._backend.close()
             self._backend = None
+        self._claim.release()
+
+    def _held_bytes(self) -> int:
+        """What is in memory for sure; 0 until loading ends. Safe from any thread."""
+        neurons = self._neurons
+        if not self._loaded_bytes:
+            return 0
+        filled = 0 if neurons is None else neurons.filled_bytes
+        return self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + filled
 
     def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime
         backend = make_backend(config, self._bundle.quant, runtime, plan)
-        self._backend = None if isinstance(backend, ReferenceBackend) else backend
+        self._backend = self.kv.backend = None if isinstance(backend, ReferenceBackend) else backend
         point = operating_point(runtime, self._bundle.predictors, self._bundle.thresholds)
         weights = load_weights(self._bundle, self._reader, backend, cancelled, runtime.sparsity, point)
         streams = None
@@ -275,6 +285,11 @@ class Engine:
         self._draftings[runtime.speculation] = self._drafting
         self._reader.trim()
         trim_heap()
+        self._embedding_bytes = plan.resident_weights_bytes - plan.weights_bytes
+        self._loaded_bytes = plan.weights_bytes + plan.predictor_bytes
+        self._loaded_bytes += 0 if prepared.draft is None else prepared.draft.loaded_bytes
+        if self._bundle.streams is not None and self._runs_streams:
+            self._loaded_bytes += stream_bytes(config, self._bundle.streams)
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
         return Generator(
             transformer,
@@ -308,55 +323,10 @@ class Engine:
         least = LEAST_PASS_SECONDS if prepared.runtime.speculation == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least)
 
-    def _cache(self, key: int) -> KVCache:
-        kv = self._caches.setdefault(key, self._new_cache())
-        self._caches.move_to_end(key)
-        return kv
-
-    def _new_cache(self) -> KVCache:
-        arrays = None if self._backend is None else self._backend.new_arrays(self._layout)
-        return KVCache(self._layout, self._allocate, self._release, arrays)
-
-    def _allocate(self, nbytes: int) -> Block:
-        """A key/value block in a mapping of its own; residency yields before it exists."""
-        self._drop_idle(self.plan.kv_limit_bytes - nbytes)
-        if self._kv_bytes + nbytes > self.plan.kv_limit_bytes:
-            raise BudgetError(
-                f"{format_bytes(self._kv_bytes + nbytes)} of keys and values don't fit the budget of "
-                f"{format_bytes(self.plan.budget_bytes)}; close a session or raise the budget",
-                required_bytes=self.plan.budget_bytes + nbytes,
-            )
-        target = self._room(self._kv_bytes + nbytes)
-        if target < self._segments:
-            self._lend(target)
-        # `cpu`: whole at once; pages that come as tokens are written would hit a memory limit token by token.
-        backend = self._backend
-        block = _native.allocate(nbytes) if backend is None else backend.allocate_block(self._layout)
-        self._kv_bytes += nbytes
-        return block
-
-    def _release(self, block: Block) -> None:
-        self._kv_bytes -= self._layout.block_bytes
-
-    def _drop_retired(self) -> None:
-        while not self.retired.empty():
-            kv = self._caches.pop(self.retired.get(), None)
-            if kv is not None:
-                kv.truncate(0)
-
-    def _drop_idle(self, limit_bytes: int) -> None:
-        """Drop caches that aren't at work, longest unused first, until the rest keep to limit_bytes."""
-        self._drop_retired()
-        for kv in self._caches.values():
-            if self._kv_bytes <= limit_bytes:
-                break
-            if not any(kv is busy for busy in self._at_work):
-                kv.truncate(0)
-
     def _lend_more(self, kv: KVCache, tokens: int) -> None:
         """Before the work: take the memory that `tokens` of kv will leave for segments."""
-        grown = max(0, self._layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
-        target = self._room(self._kv_bytes + grown * self._layout.block_bytes)
+        grown = max(0, self.kv.layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
+        target = self._room(self.kv.nbytes + grown * self.kv.layout.block_bytes)
         if target > self._segments:
             self._lend(target)
 
@@ -380,14 +350,18 @@ class Engine:
         """Before a pass: a wide one takes memory from neurons, the next narrow one gives it back."""
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
-            room = self._room(self._kv_bytes)
-            if room < self._segments:
-                self._lend(room)
+            self._yield_to(self.kv.nbytes)
         elif tokens <= NARROW_TOKENS < self._pass_tokens and self._backend is not None and self.plan.streams:
             self._backend.trim()
             trim_heap()
             self._pass_tokens = NARROW_TOKENS
-            self._lend(self._room(self._kv_bytes))
+            self._lend(self._room(self.kv.nbytes))
+
+    def _yield_to(self, kv_bytes: int) -> None:
+        """Take back the segments that so many bytes of keys and values leave no room for."""
+        room = self._room(kv_bytes)
+        if room < self._segments:
+            self._lend(room)
 
     def _room(self, kv_bytes: int) -> int:
         """Segments that may be lent beside so many bytes of keys and values."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -230,10 +230,24 @@ class Generator:
         return found
 
 
-def token_ids(tokens: Sequence[int]) -> list[int]:
+def require_one(text: str | None, tokens: Iterable[int] | None) -> None:
+    """Raises UsageError if there are both or neither, or the text is none."""
+    if (text is None) == (tokens is None):
+        raise UsageError("give either a text or tokens")
+    if text is not None and not isinstance(text, str):
+        raise UsageError(f"the text is of type {type(text).__name__}; it must be a str")
+
+
+def token_ids(tokens: Iterable[int]) -> list[int]:
     """Tokens as plain integers; an array's will do. Raises UsageError if they are anything else."""
+    return list(token_stream(tokens))
+
+
+def token_stream(tokens: Iterable[int]) -> Iterator[int]:
+    """`token_ids`, one by one as they are taken."""
     try:
-        return [operator.index(token) for token in tokens]
+        for token in tokens:
+            yield operator.index(token)
     except TypeError as error:
         raise UsageError(f"tokens must be a sequence of integers: {error}") from error
 
@@ -248,7 +262,7 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
     if len(prompt) > max_context:
         remedy = f" or raise --max-context (this model's limit is {limit})" if max_context < limit else ""
         raise ContextOverflowError(
-            f"the prompt, with what was said before, has {len(prompt)} tokens and the context holds "
+            f"the prompt, with what was said before, has {len(prompt)} tokens or more and the context holds "
             f"{max_context}; shorten it{remedy}"
         )
     if len(prompt) + wanted > max_context:

@@ -1,14 +1,14 @@
 """The one arithmetic for memory: what a model costs in DRAM, and how a budget is divided.
 
 `inspect`, the loader and the allocator all ask this module. Everything here is a pure function of the
-model's shape, the options and two measured numbers (the process's own memory, the machine's free memory);
-it opens no file and holds no memory. All sizes are bytes.
+model's shape, the options and measured numbers (the process's own memory, what its other models have claimed,
+a control group's limit); it opens no file and holds no memory. All sizes are bytes.
 
 The ceiling covers the whole process: matrices that every token uses, the key/value cache, feed-forward
-memory in equal segments, buffers for what streams from flash, the working memory of a pass, and what the
-interpreter and its libraries hold already. The key/value cache of one full context is guaranteed; as it
-grows, feed-forward segments yield to it. They also have, while tokens are decoded one by one, what a long
-prompt's passes need of working memory.
+memory in equal segments, buffers for what streams from flash, the working memory of a pass, what the
+interpreter and its libraries hold already, and other models. The key/value cache of one full context is
+guaranteed; as it grows, feed-forward segments yield to it. They also have, while tokens are decoded one by
+one, what a long prompt's passes need of working memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ondevice.bundle.layout import embedding_layout
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
-from ondevice.errors import BudgetError
 from ondevice.memory_sizes import (
     NARROW_TOKENS,
     SegmentShape,
@@ -52,7 +51,7 @@ from ondevice.mlx_sizes import (
     mlx_weights_bytes,
 )
 from ondevice.speculation.registry import runs_streams
-from ondevice.units import format_bytes
+from ondevice.units import PAGE_BYTES, MemoryRoom
 
 PROCESS_ALLOWANCE_BYTES = 4 << 20
 """Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
@@ -68,7 +67,6 @@ LOADING_PREDICTORS_BYTES = 16 << 20
 LENT_MARGIN_BYTES = 12 << 20
 """Of the wide passes' working memory, what is never lent: they leave the heap larger than they found it, by
 up to 7 MB in `long_ceiling.py`."""
-AUTO_RESERVE_BYTES = 256 << 20
 GATED = ("exact", "threshold")
 """Modes in which every layer's gates stay in memory."""
 
@@ -99,6 +97,16 @@ class Plan:
     sparsity: str = "dense"
     predictor_bytes: int = 0
     draft_bytes: int = 0
+    opening_bytes: int = 0
+    """The process while the tokenizer is read, which is before anything else is."""
+    unread_bytes: int = 0
+    """What the tokenizer may take, where it isn't read; else the process holds it."""
+    others_bytes: int = 0
+    """What other models of this process hold or may come to hold."""
+    limit: MemoryRoom | None = None
+    """The control group that allows least, if one has a limit."""
+    wanted_context: int = 0
+    """The default context, where it didn't fit and `max_context` is what does; else 0."""
 
     @cached_property
     def full_bytes(self) -> int:
@@ -108,7 +116,7 @@ class Plan:
     @cached_property
     def minimum_budget_bytes(self) -> int:
         """The smallest budget that surely works: the fewest segments are left when the context is full."""
-        return max(self._bare_bytes, self._loading_bytes) + REPEAT_MARGIN_BYTES
+        return max(self._bare_bytes, self._loading_bytes, self._opening_bytes) + REPEAT_MARGIN_BYTES
 
     @property
     def minimum_parts(self) -> dict[str, int]:
@@ -121,13 +129,26 @@ class Plan:
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
             "the process itself": self.process_bytes,
+            "the tokenizer, not read yet": self.unread_bytes,
+            "what other models of this process may take": self.others_bytes,
             "what loading reads ahead beyond that": max(0, self._loading_bytes - self._bare_bytes),
+            "what the tokenizer takes when it is read": self._opening_bytes
+            - max(self._bare_bytes, self._loading_bytes),
             "a margin, as no two runs measure alike": REPEAT_MARGIN_BYTES,
         }
-        return {what: nbytes for what, nbytes in parts.items() if nbytes}
+        return {what: nbytes for what, nbytes in parts.items() if nbytes > 0}
 
     @property
     def fits(self) -> bool:
+        """Whether the budget is enough, and a control group that the process is in allows what it takes."""
+        # The kernel rounds a limit down to whole pages.
+        return self.suffices and (
+            self.limit is None or self.total_bytes < self.limit.limit_bytes + PAGE_BYTES
+        )
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the budget is enough, whoever may give it."""
         return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
 
     @property
@@ -169,7 +190,14 @@ class Plan:
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
         held = (self.segment.least if self.streams else self.segment.total) * self.segment.nbytes
-        return max(self.kv_cache_bytes, self.budget_bytes - self._fixed_bytes - held)
+        most = self.budget_bytes if self.limit is None else min(self.budget_bytes, self.limit.limit_bytes)
+        return max(self.kv_cache_bytes, most - self._fixed_bytes - held)
+
+    @property
+    def claim_bytes(self) -> int:
+        """The most that the model may take beside the process and other models, with one full context."""
+        most = self.budget_bytes if self.streams else max(self.total_bytes, self._loading_bytes)
+        return most - self.process_bytes - self.others_bytes
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
         """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks.
@@ -194,21 +222,6 @@ class Plan:
         """The same model and process under another budget."""
         return replace(self, budget_bytes=budget_bytes)
 
-    def require_fit(self, name: str) -> None:
-        """Raises BudgetError, naming the smallest budget that works and what takes it, if this isn't it."""
-        if self.fits:
-            return
-        dense = "" if self.sparsity == "dense" else ", or load with --sparsity dense"
-        smaller = ", or take --speculation off" if self.draft_bytes else ""
-        listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in self.minimum_parts.items())
-        raise BudgetError(
-            f"a DRAM budget of {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes) is too small "
-            f"for {name}: the smallest that works is {self.minimum_budget_bytes} bytes "
-            f"({format_bytes(self.minimum_budget_bytes)}: {listed}). Raise --dram-budget, or lower "
-            f"--max-context or --kv-bits{dense}{smaller}.",
-            required_bytes=self.minimum_budget_bytes,
-        )
-
     def to_json(self) -> dict[str, int | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
@@ -225,11 +238,14 @@ class Plan:
             "staging_bytes": self.staging_bytes,
             "activation_bytes": self.activation_bytes,
             "process_bytes": self.process_bytes,
+            "other_models_bytes": self.others_bytes,
             "sparsity": self.sparsity,
             "fits": self.fits,
             "minimum_budget_bytes": self.minimum_budget_bytes,
             "full_bytes": self.full_bytes,
             "max_context": self.max_context,
+            "wanted_context": self.wanted_context,
+            "limit_bytes": 0 if self.limit is None else self.limit.limit_bytes,
             "segment_bytes": self.segment.nbytes,
             "segments": self.segments_for(self.kv_cache_bytes, NARROW_TOKENS),
             "segments_at_start": self.segments_for(self.kv_block_bytes, NARROW_TOKENS),
@@ -240,7 +256,7 @@ class Plan:
     def _unstreamed_bytes(self) -> int:
         """All feed-forward weights resident beside a full context."""
         segments = (self.segment.total - self.segment.least) * self.segment.nbytes
-        return max(self._bare_bytes + segments, self._loading_bytes)
+        return max(self._bare_bytes + segments, self._loading_bytes, self._opening_bytes)
 
     @property
     def _bare_bytes(self) -> int:
@@ -256,14 +272,13 @@ class Plan:
         return self._always_bytes - self.activation_bytes + ahead
 
     @property
+    def _opening_bytes(self) -> int:
+        return self.opening_bytes + self.others_bytes
+
+    @property
     def _always_bytes(self) -> int:
-        return (
-            self.weights_bytes
-            + self.activation_bytes
-            + self.process_bytes
-            + self.predictor_bytes
-            + self.draft_bytes
-        )
+        held = self.process_bytes + self.unread_bytes + self.others_bytes
+        return held + self.weights_bytes + self.activation_bytes + self.predictor_bytes + self.draft_bytes
 
     @property
     def _fixed_bytes(self) -> int:
@@ -377,12 +392,3 @@ def _reference_plan(plan: Plan, config: ModelConfig, quant: QuantConfig, runtime
         activation_bytes=activations,
         narrow_activation_bytes=activations,
     )
-
-
-def auto_budget(plan: Plan, available_bytes: int) -> int:
-    """The budget `auto` means: what the machine has free less a reserve, never more than the model can use.
-
-    plan: any plan of the model; available_bytes: what the machine could still give this process.
-    """
-    reserve = max(AUTO_RESERVE_BYTES, available_bytes // 10)
-    return max(0, min(plan.full_bytes, plan.process_bytes + available_bytes - reserve))

@@ -5,10 +5,11 @@ Prints nothing.
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,9 +29,14 @@ from ondevice.settings import (
     variable,
 )
 
+log = logging.getLogger(__name__)
+
 STDOUT = 1
 BROKEN_PIPE = 141
 """Exit code of a command whose reader went away, as the shell would give it for the signal."""
+
+PART_BYTES = 1 << 16
+"""Of a text that are read at a time."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -227,14 +233,55 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
     return value
 
 
+class TextParts:
+    """The UTF-8 text of a file, or of stdin for `-`, a part at a time. Nothing is held of what was taken.
+
+    Raises UsageError, when it is made, if there is no such file, and while it is read for what is no text.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._where = "stdin" if source == "-" else source
+        self._size = self._offset = 0
+        try:
+            self._file = sys.stdin.buffer if source == "-" else Path(source).open("rb")  # noqa: SIM115
+            self._size = os.fstat(self._file.fileno()).st_size
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise UsageError(f"there is no file {self._where}") from error
+        except OSError as error:
+            if source != "-":
+                raise
+            log.debug("stdin has no descriptor: %s", error)
+
+    @property
+    def share(self) -> float:
+        """How much of it has been read, from 0 to 1; 0 where its size isn't known."""
+        return min(1.0, self._offset / self._size) if self._size else 0.0
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        while data := self._file.read(PART_BYTES):
+            held = len(decoder.getstate()[0])
+            if b"\0" in data:
+                raise UsageError(
+                    f"{self._where} is not text: byte 0x00 at offset {self._offset + data.index(0)}"
+                )
+            yield self._decoded(decoder, data, held)
+            self._offset += len(data)
+        yield self._decoded(decoder, b"", len(decoder.getstate()[0]))
+
+    def _decoded(self, decoder: codecs.IncrementalDecoder, data: bytes, held: int) -> str:
+        """held: bytes of an unfinished character that the decoder has already."""
+        try:
+            return decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            at = self._offset - held + error.start
+            wrong = error.object[error.start]
+            raise UsageError(f"{self._where} is not UTF-8 text: byte 0x{wrong:02x} at offset {at}") from error
+
+
 def read_text(source: str) -> str:
-    """The UTF-8 text of a file, or of stdin for `-`. Raises UsageError if there is none."""
-    where = "stdin" if source == "-" else source
-    try:
-        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise UsageError(f"there is no file {where}") from error
-    return decode_text(data, where)
+    """The whole of `TextParts(source)`."""
+    return "".join(TextParts(source))
 
 
 def decode_text(data: bytes, where: str, offset: int = 0) -> str:

@@ -9,6 +9,7 @@ from statistics import mean
 from typing import Any
 
 from ondevice.ablation import BEFORE, Ablation
+from ondevice.budget_limits import context_words, verdict
 from ondevice.budget_watch import MemoryPressure
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle
@@ -33,10 +34,11 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plan_summary(plan: Plan) -> str:
-    """The plan in two lines, as commands show it before they load."""
+    """The plan in two lines, as commands show it before they load; a third where the context is short."""
+    shortened = f"\n      {context_words(plan)}" if plan.wanted_context else ""
     return (
         f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
-        f"      {residency(plan)}"
+        f"      {residency(plan)}{shortened}"
     )
 
 
@@ -131,6 +133,8 @@ def inspection(prepared: Prepared) -> dict[str, Any]:
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
         "minimum_budget_sparsity": frugal.plan.sparsity,
         "minimum_budget_speculation": frugal.runtime.speculation,
+        "minimum_budget_context": frugal.plan.max_context,
+        "fitting_context": prepared.fitting_context,
         "plan": plan.to_json(),
     }
 
@@ -146,7 +150,7 @@ def inspection_text(prepared: Prepared) -> str:
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
         f"streams: {_streams_line(bundle)}",
         *(f"{key}: {bundle.damaged[key]}" for key in ("hotness",) if key in bundle.damaged),
-        f"memory for a budget of {size(plan.budget_bytes)}, context {plan.max_context} tokens, "
+        f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
         f"with {_modes_taken(prepared)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*_parts(plan), ("total", plan.total_bytes)]),
         *([residency(plan)] if plan.fits else []),
@@ -154,7 +158,8 @@ def inspection_text(prepared: Prepared) -> str:
         f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
         *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),
         f"everything resident: {size(plan.full_bytes)}",
-        "fits: " + ("yes" if plan.fits else "no"),
+        f"fits: {verdict(plan, prepared.fitting_context)}",
+        *(f"warning: {warning}" for warning in prepared.budget_warnings),
     ]
     return "\n".join(lines)
 
@@ -354,7 +359,8 @@ def duration(seconds: float | None) -> str:
 
 
 def _modes_taken(prepared: Prepared) -> str:
-    return f"--sparsity {prepared.plan.sparsity} --speculation {prepared.runtime.speculation}"
+    shortened = f" --max-context {prepared.plan.max_context}" if prepared.plan.wanted_context else ""
+    return f"--sparsity {prepared.plan.sparsity} --speculation {prepared.runtime.speculation}{shortened}"
 
 
 def _part_line(what: str, nbytes: int, width: int = 24) -> str:
@@ -384,6 +390,7 @@ def _parts(plan: Plan) -> list[tuple[str, int]]:
         ("working memory", plan.activation_bytes),
         ("drafts", plan.draft_bytes),
         ("process", plan.process_bytes),
+        ("other models", plan.others_bytes),
     ]
     return [(what, nbytes) for what, nbytes in parts if nbytes]
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.errors import UsageError
+from ondevice.preparation import Prepared
 from ondevice.stats import GenerationStats, median_stats
 from ondevice.units import memory_total, usable_cores
 
@@ -58,21 +60,39 @@ class Tally:
         return Score(math.exp(mean) if mean < 700.0 else math.inf, mean, self.tokens)
 
 
-def windows(tokens: Sequence[int], context: int, bos_id: int | None) -> list[list[int]]:
+def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator[list[int]]:
     """Cut a text into pieces that fill a context each and don't overlap; every piece begins with bos_id.
 
     Every token of a piece but its first is predicted. Without bos_id, pieces overlap by the one token that
-    would not be predicted otherwise. Raises UsageError for a context or a text with no token to predict.
+    would not be predicted otherwise. Tokens are taken as pieces are. Raises UsageError, with the first piece,
+    for a context or a text with no token to predict.
     """
     if context < 2:
         raise UsageError(f"a context of {context} tokens predicts nothing; scoring takes at least two")
     first: list[int] = [] if bos_id is None else [bos_id]
-    if list(tokens[:1]) == first:
-        tokens = tokens[len(first) :]
-    if len(first) + len(tokens) < 2:
+    rest = iter(tokens)
+    begun = list(islice(rest, 1))
+    if begun != first:
+        rest = chain(begun, rest)
+    begin, predicted = first, False
+    while following := list(islice(rest, context - len(begin))):
+        piece = [*begin, *following]
+        if len(piece) < 2:
+            break
+        yield piece
+        begin, predicted = first or piece[-1:], True
+    if not predicted:
         raise UsageError("the text is too short to score: it takes at least two tokens")
-    starts = range(0, len(tokens) - 1 + len(first), context - 1)
-    return [[*first, *tokens[start : start + context - len(first)]] for start in starts]
+
+
+def scoring_windows(prepared: Prepared, tokens: Iterable[int]) -> Iterator[list[int]]:
+    """The pieces of a text by which a model is scored. Raises UsageError, with the first, for no such piece.
+
+    And BudgetError, at once, where the budget has shortened the context: a perplexity would depend on it.
+    """
+    prepared.require_whole_context()
+    settings = prepared.bundle.manifest.tokenizer
+    return windows(tokens, prepared.plan.max_context, settings.bos_id if settings.add_bos else None)
 
 
 def benchmark_prompt(count: int, vocab_size: int) -> list[int]:

@@ -19,6 +19,8 @@ from ondevice.units import parse_size
 
 MAX_THREADS = 256
 """More compute threads than this are a slip, and each takes memory of its own."""
+MAX_FILE_BYTES = 1 << 20
+"""Of a settings file."""
 MAX_CONTEXT = 1 << 24
 """No prompt or conversation is longer."""
 
@@ -53,7 +55,7 @@ _RUNTIME_HELP = {
     "speculation": "How tokens are drafted.",
     "draft_model": "The bundle whose model drafts, with --speculation model, which auto is then.",
     "kv_bits": "Bits per stored key and value.",
-    "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096.",
+    "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits.",
 }
 _SAMPLING_HELP = {
     "temperature": "0 is greedy.",
@@ -253,7 +255,11 @@ def read_settings(path: Path) -> Settings:
     and for a value of the wrong type.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise UsageError(f"the settings file {path} has more than {MAX_FILE_BYTES} bytes; it is none")
+        text = data.decode("utf-8")
     except FileNotFoundError:
         return Settings(path, {}, {})
     except (OSError, UnicodeDecodeError) as error:

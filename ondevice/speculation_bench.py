@@ -16,6 +16,7 @@ from typing import Any, Final
 from ondevice.api import Name, open_model, text_tokenizer
 from ondevice.backend_choice import on_kernels
 from ondevice.bench_prompts import Task
+from ondevice.budget_limits import require_fit
 from ondevice.bundle.reader import Bundle
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import RuntimeConfig, SamplingConfig
@@ -238,7 +239,7 @@ def compare_drafters(
 def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepared], list[str]]:
     """Plain decoding and every drafter, as each would be by itself, and why others are missing."""
     plain = open_model(model, replace(runtime, speculation="off"))
-    plain.plan.require_fit(plain.bundle.name)
+    plain.require_fit()
     arms, notes = {OFF: plain}, []
     for name in DRAFTERS:
         speculation: dict[str, Any] = {"speculation": name}
@@ -250,7 +251,7 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
             # Alike: one tokenizer, and what the process held before any of them.
             plan = replace(arm.plan, process_bytes=plain.plan.process_bytes)
             plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
-            plan.require_fit(plain.bundle.name)
+            require_fit(plan, plain.bundle.name)
         except (UnsupportedModelError, UsageError, BudgetError, BundleError) as error:
             # What is damaged here is the drafter's own: plain decoding has opened all that the model needs.
             notes.append(f"without {name}: {error}")

@@ -211,10 +211,10 @@ def text_pieces(prepared: Prepared, text: str, tokens: int) -> list[list[int]]:
 
     None of a text of fewer than two. Raises UsageError if the model has no tokenizer.
     """
-    ids = text_tokenizer(prepared).encode(text)[:tokens]
+    ids = text_tokenizer(prepared).encode(text, most=tokens)[:tokens]
     settings = prepared.bundle.manifest.tokenizer
     context = min(PIECE_TOKENS, prepared.plan.max_context)
-    return windows(ids, context, settings.bos_id if settings.add_bos else None) if len(ids) > 1 else []
+    return list(windows(ids, context, settings.bos_id if settings.add_bos else None)) if len(ids) > 1 else []
 
 
 def spread(pieces: Pieces, tokens: int) -> Pieces:
@@ -241,7 +241,7 @@ def _check_target(prepared: Prepared, output: Name | None) -> Path:
     Raises UsageError if the one can't be written to or the other exists, and what `load` raises for a budget
     that is too small.
     """
-    prepared.plan.require_fit(prepared.bundle.name)
+    prepared.require_fit()
     folder = prepared.bundle.path if output is None else Path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} can't be written to; give a new folder with --output")

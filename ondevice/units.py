@@ -109,27 +109,57 @@ def process_memory(proc: Path = PROC) -> ProcessMemory:
     return ProcessMemory(sizes["VmRSS"], max(sizes["VmRSS"], sizes["VmHWM"]))
 
 
-def memory_total(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes of memory this process could ever have: the machine's, or a control group's limit if lower."""
-    if sys.platform == "darwin":
-        return sysctl("hw.memsize")
-    total = read_kilobytes(proc / "meminfo", ("MemTotal",))["MemTotal"]
-    return min([total, *(group.limit_bytes for group in memory_groups(proc, cgroup))])
+@dataclass(frozen=True)
+class MemoryRoom:
+    """The memory of the machine, or of a control group that this process is in."""
 
-
-def memory_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes that can still be allocated without swapping or being killed, never below 0.
+    name: str
+    """In words, for messages."""
+    limit_bytes: int
+    """What there is in all."""
+    available_bytes: int
+    """What can still be allocated without swapping or being killed, never below 0.
 
     What this process holds already is not in it. Page cache that isn't in active use counts as free.
     """
+
+
+def machine_room(proc: Path = PROC) -> MemoryRoom:
+    """The machine's memory, whatever a control group says."""
     if sys.platform == "darwin":
-        return sysctl("hw.memsize") * sysctl("kern.memorystatus_level", 4) // 100
-    available = read_kilobytes(proc / "meminfo", ("MemAvailable",))["MemAvailable"]
-    free = (
-        group.limit_bytes - group.used_bytes + group.inactive_cache_bytes
+        total = sysctl("hw.memsize")
+        return MemoryRoom("this machine", total, total * sysctl("kern.memorystatus_level", 4) // 100)
+    sizes = read_kilobytes(proc / "meminfo", ("MemTotal", "MemAvailable"))
+    return MemoryRoom("this machine", sizes["MemTotal"], sizes["MemAvailable"])
+
+
+def group_rooms(proc: Path = PROC, cgroup: Path = CGROUP) -> list[MemoryRoom]:
+    """Of every control group with a memory limit that this process is in; none on macOS."""
+    if sys.platform == "darwin":
+        return []
+    return [
+        MemoryRoom(
+            f"the control group {group.folder}",
+            group.limit_bytes,
+            max(0, group.limit_bytes - group.used_bytes + group.unused_cache_bytes),
+        )
         for group in memory_groups(proc, cgroup)
-    )
-    return max(0, min([available, *free]))
+    ]
+
+
+def memory_rooms(proc: Path = PROC, cgroup: Path = CGROUP) -> list[MemoryRoom]:
+    """The machine's memory, and that of every control group with a limit that this process is in."""
+    return [machine_room(proc), *group_rooms(proc, cgroup)]
+
+
+def memory_total(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Bytes of memory this process could ever have: the machine's, or a control group's limit if lower."""
+    return min(room.limit_bytes for room in memory_rooms(proc, cgroup))
+
+
+def memory_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """Bytes that can still be allocated without swapping or being killed, never below 0."""
+    return min(room.available_bytes for room in memory_rooms(proc, cgroup))
 
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -157,8 +187,15 @@ class MemoryGroup:
     """By all of its processes, page cache included."""
     inactive_cache_bytes: int
     active_cache_bytes: int
+    mapped_cache_bytes: int
+    """Of these two, what programs have mapped: their own text, most of all."""
     limit_hits: int
     """Times the limit was met since the group exists."""
+
+    @property
+    def unused_cache_bytes(self) -> int:
+        """Page cache that nobody misses: a program's text is inactive, too, until memory is short."""
+        return max(0, self.inactive_cache_bytes - self.mapped_cache_bytes)
 
 
 @dataclass(frozen=True)
@@ -169,12 +206,16 @@ class _GroupFiles:
     usage: str
     cache: str
     """Prefix of the lines of `memory.stat` that count this group and those below it."""
+    mapped: str
+    """The line of `memory.stat` for page cache that is mapped."""
     hits: str
 
 
 _GROUP_FILES = (
-    _GroupFiles(("memory.max", "memory.high"), "memory.current", "", "memory.events"),
-    _GroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "memory.failcnt"),
+    _GroupFiles(("memory.max", "memory.high"), "memory.current", "", "file_mapped", "memory.events"),
+    _GroupFiles(
+        ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_", "total_mapped_file", "memory.failcnt"
+    ),
 )
 
 
@@ -196,6 +237,7 @@ def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGr
                 usage,
                 inactive_cache_bytes=counts.get(f"{names.cache}inactive_file", 0),
                 active_cache_bytes=counts.get(f"{names.cache}active_file", 0),
+                mapped_cache_bytes=counts.get(names.mapped, 0),
                 limit_hits=(_digits(hits) or 0) + events.get("max", 0) + events.get("high", 0),
             )
 

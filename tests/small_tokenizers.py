@@ -44,9 +44,8 @@ def train_sentencepiece(**options: Any) -> bytes:
         model_type="bpe",
         vocab_size=60 + 256,
         byte_fallback=True,
-        normalization_rule_name="identity",
         hard_vocab_limit=False,
         minloglevel=2,
-        **options,
+        **{"normalization_rule_name": "identity", **options},
     )
     return model.getvalue()

@@ -100,11 +100,11 @@ def test_long_logits_are_computed_in_pieces_with_equal_bits(
 
 def test_score_is_the_mean_of_the_log_probabilities(model: Model) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 12
-    progress: list[tuple[int, int]] = []
-    score = model.score(text, on_progress=lambda done, total: progress.append((done, total)))
+    progress: list[int] = []
+    score = model.score(text, on_progress=progress.append)
     ids = model.tokenizer.encode(text)
     assert score.tokens == len(ids) - 1 > CONTEXT
-    assert progress[-1] == (score.tokens, score.tokens)
+    assert progress[-1] == score.tokens
     nll = 0.0
     for start in range(1, len(ids), CONTEXT - 1):
         piece = [ids[0], *ids[start : start + CONTEXT - 1]]
@@ -225,7 +225,7 @@ def test_damage_found_while_generating_is_a_typed_error_and_passes(chat_bundle: 
             if byte != good:
                 with pytest.raises(ondevice.FlashReadError, match=LAST_LAYER):
                     model.generate(PROMPT, max_tokens=200, logit_bias=bias)
-                assert model._engine._kv_bytes == 0
+                assert model._engine.kv.nbytes == 0
         assert model.generate(PROMPT, max_tokens=200, logit_bias=bias).tokens == expected
 
 

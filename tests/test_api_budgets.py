@@ -182,7 +182,7 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
         greedy(model, 2)
         assert at_start > after
         assert model._engine._segments > after
-        assert model._engine._kv_bytes == 0
+        assert model._engine.kv.nbytes == 0
 
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])

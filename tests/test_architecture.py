@@ -28,7 +28,7 @@ LAYERS = (
     ("sparsity",),
     ("model",),
     ("sampling", "speculation"),
-    ("memory_sizes", "mlx_sizes", "memory_plan", "backend_choice"),
+    ("memory_sizes", "mlx_sizes", "memory_plan", "budget_limits", "claims", "backend_choice"),
     ("meter", "generate"),
     (
         "settings",
@@ -37,6 +37,7 @@ LAYERS = (
         "owner",
         "preparation",
         "neuron_memory",
+        "kv_memory",
         "engine",
         "pressure",
         "pressure_sources",

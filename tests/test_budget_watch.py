@@ -153,6 +153,16 @@ def test_the_users_budget_is_the_ceiling(watched: Watched) -> None:
     assert watched.model.set_dram_budget("9GB").budget_bytes == 9 * GB
 
 
+def test_what_another_model_has_claimed_meanwhile_is_not_taken_back(watched: Watched, bundle: Path) -> None:
+    assert watched.look(SCARCE) == watched.floor
+    with load(bundle, dram_budget="8GB", threads=1, memory_pressure="off") as other:
+        assert other.plan.others_bytes >= watched.model.plan.claim_bytes > 0
+        other._engine._claim._planned_bytes = 8 * GB  # as of a model that fills its budget
+        assert {watched.look(ROOMY) for _ in range(30)} == {watched.floor}
+        assert watched.model.memory_pressure.growths == 0
+    assert [watched.look(ROOMY) for _ in range(30)][-1] == 8 * GB
+
+
 def test_what_the_user_says_meanwhile_counts(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shrink that was decided under another budget is no more."""
     call = watched.model._owner.call
@@ -184,11 +194,11 @@ def test_changes_are_logged_and_errors_once(watched: Watched, caplog: pytest.Log
 def test_what_the_system_refuses_is_no_end(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(budget_bytes: int) -> None:
+    def refuse(budget_bytes: int) -> bool:
         raise OndeviceError("the system refuses memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(watched.model._engine, "set_budget", refuse)
+        patch.setattr(watched.model._engine, "shift_budget", refuse)
         assert watched.look(SCARCE) == 8 * GB
     assert "stays 8.00 GB: the system refuses memory" in caplog.text
     assert watched.look(SCARCE) == watched.floor

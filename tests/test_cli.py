@@ -30,7 +30,8 @@ STATS = [
 ]  # fmt: skip
 PLAN = [
     "budget_bytes", "total_bytes", "resident_weights_bytes", "kv_cache_bytes", "neuron_cache_bytes",
-    "predictor_bytes", "draft_bytes", "staging_bytes", "process_bytes", "sparsity", "fits",
+    "predictor_bytes", "draft_bytes", "staging_bytes", "process_bytes", "other_models_bytes", "sparsity",
+    "fits", "wanted_context", "limit_bytes",
 ]  # fmt: skip
 
 
@@ -116,7 +117,8 @@ def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
     assert list(shown) == [
         "model", "architecture", "parameters", "bundle_bytes", "quantisation", "sparsity_modes",
         "predictor_recalls", "threshold_sparsities", "streams", "damaged", "speculation",
-        "minimum_budget_bytes", "minimum_budget_sparsity", "minimum_budget_speculation", "plan",
+        "minimum_budget_bytes", "minimum_budget_sparsity", "minimum_budget_speculation",
+        "minimum_budget_context", "fitting_context", "plan",
     ]  # fmt: skip
     assert [key for key in PLAN if key not in shown["plan"]] == []
     assert shown["plan"]["budget_bytes"] == 4 * 10**9

@@ -130,7 +130,7 @@ def test_a_prompt_that_cannot_run_is_refused_before_anything_is_loaded(
     result = ondevice("generate", "-m", chat_bundle, "-p", "x" * CONTEXT)
     assert result.code == 4
     assert "plan" not in result.err
-    monkeypatch.setattr(HuggingFaceTokenizer, "encode", lambda *_: [])
+    monkeypatch.setattr(HuggingFaceTokenizer, "encode_within", lambda *_, **__: [])
     result = ondevice("generate", "-m", chat_bundle, "-p", "")
     assert result.code == 2
     assert "no tokens" in result.err

@@ -116,7 +116,7 @@ def test_guesses_know_a_real_model() -> None:
         squeeze(model, model.plan.segment.total // 3)
         model.generate("It was a cold morning, and the old man", max_tokens=60)
         quality = guessing(model).quality
-        assert quality.begun > 1000
+        assert quality.begun > 300, "too few to judge by"
         assert quality.used > 0.4 * quality.begun
 
 

@@ -42,6 +42,57 @@ with ondevice.load(sys.argv[1], dram_budget=budget, threads=1, **options) as mod
     figures = stats.peak_memory_bytes, plan.budget_bytes, plan.total_bytes, stats.neuron_cache_hit_rate
     print(json.dumps(figures))
 """
+TWO_MODELS = """
+import json, sys, ondevice
+path, second, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+options["threads"] = 1
+
+def smallest():
+    return ondevice.inspect(path, **options).minimum_budget_bytes
+
+def fill(model):
+    for _ in range(int(sys.argv[4])):
+        stats = model.measure(options["max_context"] - 20, 6)
+    return stats.peak_memory_bytes
+
+# The later model is planned while the earlier one holds no neurons, keys and values yet.
+with ondevice.load(path, dram_budget=smallest() + (24 << 20), **options) as one:
+    budget = smallest() + (24 << 20) if second == "named" else "auto"
+    with ondevice.load(path, dram_budget=budget, **options) as other:
+        peak = max(fill(model) for model in (one, other, one))
+        plan = other.plan
+        print(json.dumps((peak, plan.budget_bytes, plan.total_bytes, one.plan.total_bytes)))
+"""
+MANY_THREADS = """
+import json, random, sys, threading, time, ondevice
+path, seconds = sys.argv[1], float(sys.argv[2])
+options = {"threads": 1, "max_context": 512}
+one = ondevice.inspect(path, **options)
+budget = one.full_bytes + 2 * (one.full_bytes - one.process_bytes)
+loaded, refused, end = [], [], time.monotonic() + seconds
+
+def work(seed):
+    random_numbers = random.Random(seed)
+    while time.monotonic() < end:
+        try:
+            with ondevice.load(path, dram_budget=budget, **options) as model:
+                loaded.append(model.plan.others_bytes)
+                model.measure(random_numbers.randrange(10, 400), 6)
+                model.set_dram_budget(random_numbers.choice((budget, budget // 2)))
+                model.measure(random_numbers.randrange(10, 400), 6)
+                peaks.append(model.stats.peak_memory_bytes)
+        except ondevice.BudgetError:
+            refused.append(seed)
+            time.sleep(0.2)
+
+peaks = []
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(5)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps((max(peaks), budget, len(loaded), len(refused), max(loaded))))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +222,41 @@ def test_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, sparsity: str) -> N
     options = {"backend": "mlx", "speculation": "off", "sparsity": sparsity, "max_context": 64}
     peak, allowed, total, _ = run(relu_bundle, "smallest", 40, rounds=2, **options)
     assert 0.75 * total <= peak <= total <= allowed
+
+
+MLX = {"max_context": 64, "backend": "mlx", "speculation": "off"}
+
+
+@pytest.mark.parametrize(
+    ("second", "rounds", "options"),
+    [
+        pytest.param("named", 3, {"max_context": 512}, id="cpu"),
+        pytest.param("auto", 3, {"max_context": 512}, id="auto", marks=pytest.mark.slow),
+        pytest.param("named", 1, MLX, id="mlx", marks=pytest.mark.slow),
+    ],
+)
+def test_two_models_together_keep_to_the_larger_budget(
+    bundle: Path, second: str, rounds: int, options: dict[str, int | str]
+) -> None:
+    if options.get("backend") == "mlx":
+        pytest.importorskip("mlx.core", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_MODELS, str(bundle), second, json.dumps(options), str(rounds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    peak, budget, total, first_total = json.loads(done.stdout)
+    assert first_total < total <= budget
+    assert 0.75 * total <= peak <= budget
+
+
+@pytest.mark.slow
+def test_threads_that_load_and_close_models_keep_to_one_budget(bundle: Path) -> None:
+    """Three models fit, and five threads want one each."""
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_THREADS, str(bundle), "30"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    peak, budget, loaded, refused, beside = json.loads(done.stdout)
+    assert peak <= budget
+    assert min(loaded, refused, beside) > 0

@@ -10,17 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.backends.base import KVLayout
+from ondevice.budget_limits import require_fit
 from ondevice.bundle.streams import Streams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError, UsageError
-from ondevice.memory_plan import (
-    AUTO_RESERVE_BYTES,
-    PROCESS_ALLOWANCE_BYTES,
-    REPEAT_MARGIN_BYTES,
-    Plan,
-    auto_budget,
-    plan_memory,
-)
+from ondevice.memory_plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
 from ondevice.memory_sizes import (
     activation_bytes,
     context_tokens,
@@ -241,15 +235,15 @@ def test_a_budget_below_the_minimum_names_the_one_that_works() -> None:
     plan = plan_for(LLAMA_7B, Q4, 0)
     assert not plan.fits
     with pytest.raises(BudgetError) as caught:
-        plan.require_fit("llama-7b")
+        require_fit(plan, "llama-7b")
     assert caught.value.required_bytes == plan.minimum_budget_bytes
     assert str(plan.minimum_budget_bytes) in str(caught.value)
     assert "llama-7b" in str(caught.value)
     enough = plan.with_budget(caught.value.required_bytes)
-    enough.require_fit("llama-7b")
+    require_fit(enough, "llama-7b")
     assert enough.segments_for(enough.kv_cache_bytes) == 0
     with pytest.raises(BudgetError):
-        plan.with_budget(enough.budget_bytes - REPEAT_MARGIN_BYTES - 1).require_fit("llama-7b")
+        require_fit(plan.with_budget(enough.budget_bytes - REPEAT_MARGIN_BYTES - 1), "llama-7b")
 
 
 def test_only_the_budget_changes_with_the_budget() -> None:
@@ -283,16 +277,6 @@ def test_sessions_may_share_what_one_context_leaves() -> None:
     assert fixed + streaming.kv_limit_bytes == streaming.budget_bytes
     full = plan_for(TINY, F16, 1 << 40)
     assert full.total_bytes - full.kv_cache_bytes + full.kv_limit_bytes == full.budget_bytes
-
-
-def test_auto_leaves_a_reserve_and_takes_no_more_than_the_model_can_use() -> None:
-    plan = plan_for(TINY, F16, 0)
-    assert auto_budget(plan, 64 << 30) == plan.full_bytes
-    available = AUTO_RESERVE_BYTES + 1000
-    assert auto_budget(plan, available) == min(plan.full_bytes, plan.process_bytes + 1000)
-    big = plan_for(LLAMA_7B, Q4, 0)
-    assert auto_budget(big, 4000 * MB) == big.process_bytes + 3600 * MB
-    assert auto_budget(big, 0) == max(0, big.process_bytes - AUTO_RESERVE_BYTES)
 
 
 def test_the_reference_backend_holds_everything_in_float32() -> None:

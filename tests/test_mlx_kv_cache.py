@@ -315,18 +315,18 @@ def test_the_engine_counts_what_its_caches_hold(chat_bundle: Path) -> None:
         engine = model._engine
 
         def held() -> list[int]:
-            found = [stored_bytes(kv) for kv in engine._caches.values()]
-            assert engine._kv_bytes == sum(found) == sum(kv.nbytes for kv in engine._caches.values())
+            found = [stored_bytes(kv) for kv in engine.kv.caches.values()]
+            assert engine.kv.nbytes == sum(found) == sum(kv.nbytes for kv in engine.kv.caches.values())
             return found
 
         session = model.session()
         session.respond("a" * 100, max_tokens=4)
         other = session.fork()
-        assert held() == [2 * engine._layout.block_bytes] * 2
+        assert held() == [2 * engine.kv.layout.block_bytes] * 2
         turns = [branch.respond("b" * 20, max_tokens=4).tokens for branch in (session, other)]
         assert turns[0] == turns[1]
-        assert held() == [3 * engine._layout.block_bytes] * 2
-        model._owner.call(lambda: engine._drop_idle(0))
+        assert held() == [3 * engine.kv.layout.block_bytes] * 2
+        model._owner.call(lambda: engine.kv._drop_idle(0))
         assert held() == [0, 0]
         assert session.respond("c", max_tokens=4).tokens == other.respond("c", max_tokens=4).tokens
 

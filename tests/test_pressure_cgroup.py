@@ -1,9 +1,10 @@
-"""A model and another process in one memory control group: the model yields, nothing is killed."""
+"""Models in memory control groups: they keep to the limit and yield to others, and nothing is killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from benchmarks.measure import MEMORY_CGROUP, MemoryCgroup, memory_cgroup
 
 from tests.bundles import convert_bundle
+from tests.command_line import command
 from tests.models import save_safetensors, tensor_shapes, tiny_config
 
 pytestmark = [
@@ -153,3 +155,56 @@ def test_a_model_that_fills_its_group_alone_keeps_its_budget(bundle: Path, budge
             assert found[-1]["shrinks"] == 0
         finally:
             model.end()
+
+
+def run(group: MemoryCgroup, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command line in the group."""
+    return subprocess.run(group.command(command(*arguments)), capture_output=True, text=True, timeout=120)
+
+
+def bench(bundle: Path) -> tuple[object, ...]:
+    """A little work."""
+    few = ("--threads", 1, "--runs", 1, "--prompt-tokens", 32, "--max-tokens", 8)
+    return ("bench", "-m", bundle, *few, "--json")
+
+
+@pytest.fixture(scope="module")
+def smallest(bundle: Path) -> int:
+    """The budget that has room for a context, and for no neurons."""
+    shown = subprocess.run(
+        command("inspect", "-m", bundle, "--threads", 1, "--speculation", "off", "--json"),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return int(json.loads(shown.stdout)["minimum_budget_bytes"])
+
+
+def test_a_budget_above_the_groups_limit_is_refused_where_it_was_killed(
+    bundle: Path, budget: int, smallest: int
+) -> None:
+    limit = (budget + smallest) // 2
+    with memory_cgroup(limit) as group:
+        refused = run(group, *bench(bundle), "--dram-budget", budget)
+        assert (refused.returncode, refused.stdout) == (5, "")
+        assert f"is more than the control group {group.path} allows" in refused.stderr
+        remedy = re.search(r"Raise that limit, or take --dram-budget (\d+) or less", refused.stderr)
+        assert remedy is not None
+        assert group.read("failcnt") == 0
+        assert run(group, "inspect", "-m", bundle, "--dram-budget", remedy[1]).stdout.endswith("fits: yes\n")
+
+
+@pytest.mark.parametrize("budget", ["auto", pytest.param("100%", marks=pytest.mark.slow)])
+def test_a_small_group_holds_what_fits_into_it(bundle: Path, smallest: int, budget: str) -> None:
+    """A fixed reserve of 256 MiB left a model nothing."""
+    with memory_cgroup(smallest * 5 // 4) as group:
+        done = run(group, *bench(bundle), "--dram-budget", budget)
+        assert done.returncode == 0, done.stderr
+        assert "is more than" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [200_000_000, 300_000_000])
+def test_the_doctor_tests_every_backend_in_a_small_group(limit: int) -> None:
+    with memory_cgroup(limit) as group:
+        found = json.loads(run(group, "doctor", "--json").stdout)
+        assert found["ok"], [check for check in found["checks"] if check["status"] == "failed"]

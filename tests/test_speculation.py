@@ -15,8 +15,8 @@ from ondevice.ablation import ablation
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.config import RuntimeConfig, SamplingConfig
-from ondevice.engine import Engine
 from ondevice.errors import BundleError, UsageError
+from ondevice.kv_memory import KVMemory
 from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.fetch import NeuronFetcher
@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_behind_what_was_accepted(relu_bundle: Path) -> N
         for words, tokens in zip(said, expected, strict=True):
             draft_by(model, [], len(words))
             assert session.respond(words, max_tokens=12).tokens == tokens
-            kv = next(iter(model._engine._caches.values()))
+            kv = next(iter(model._engine.kv.caches.values()))
             assert kv.length == len(kv.tokens) <= len(kv.blocks) * 64
 
 
@@ -164,13 +164,13 @@ def test_guesses_take_no_block_that_the_text_does_not_need(
     relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    allocate = Engine._allocate
+    allocate = KVMemory._allocate
 
-    def note(engine: Engine, nbytes: int) -> Any:
+    def note(memory: KVMemory, nbytes: int) -> Any:
         taken[-1] += 1
-        return allocate(engine, nbytes)
+        return allocate(memory, nbytes)
 
-    monkeypatch.setattr(Engine, "_allocate", note)
+    monkeypatch.setattr(KVMemory, "_allocate", note)
     with load(relu_bundle, speculation="lookup") as model:
         for seed in range(4):
             draft_by(model, [], seed)

@@ -34,8 +34,8 @@ from tests.small_tokenizers import replace, small_json
                     "continuing_subword_prefix": "aaa",
                 }
             },
-            BundleError,
-            "out of range",
+            UnsupportedModelError,
+            "prefixes",
         ),
         ({"decoder": None}, UnsupportedModelError, "decoder"),
         (
@@ -49,16 +49,16 @@ from tests.small_tokenizers import replace, small_json
             "decoder",
         ),
         (
-            {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "a" * 10)] * 20}},
+            {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "a" * 10)] * 2}},
             BundleError,
-            "times longer",
+            "100 times longer",
         ),
         (
             {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA"}},
             (UnsupportedModelError, BundleError),
             "Precompiled|can't be used",
         ),
-        ({"normalizer": {"type": "Nonsense"}}, BundleError, "can't be used"),
+        ({"normalizer": {"type": "Nonsense"}}, UnsupportedModelError, "Nonsense"),
         (
             {
                 "pre_tokenizer": {
@@ -68,8 +68,8 @@ from tests.small_tokenizers import replace, small_json
                     "invert": False,
                 }
             },
-            BundleError,
-            "can't be used",
+            UnsupportedModelError,
+            "a group doesn't end",
         ),
     ],
 )
@@ -98,14 +98,6 @@ def test_tokenizer_json_that_cannot_be_used(
 def test_bytes_that_are_no_tokenizer(kind: str, data: bytes) -> None:
     with pytest.raises(BundleError, match="can't be used"):
         load_tokenizer(kind, data, None, [], False)
-
-
-def test_a_pattern_that_never_finishes_is_cut_short() -> None:
-    """Oniguruma counts its retries; tokenizers panics then, which is not an Exception."""
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    tokenizer = load_tokenizer("tokenizers", small_json(pre_tokenizer=split), None, [], False)
-    with pytest.raises(BundleError, match="retry-limit"):
-        tokenizer.encode("a" * 40 + "b")
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("sentencepiece", 16 << 20), ("tokenizers", 32 << 20)])
@@ -146,8 +138,7 @@ def test_settings_that_would_change_a_prompt_are_switched_off() -> None:
 
 
 def test_a_vocabulary_with_gaps_cannot_name_rows_the_model_lacks() -> None:
-    data = small_json(model={"type": "BPE", "vocab": {"a": 0, "b": 4_000_000_000}, "merges": []})
-    tokenizer = load_tokenizer("tokenizers", data, None, [], False, vocab_size=16)
-    assert tokenizer.encode("a") == [0]
-    with pytest.raises(BundleError, match="4000000000"):
-        tokenizer.encode("ab")
+    data = small_json(model={"type": "BPE", "vocab": {"a": 0, "b": 400}, "merges": []})
+    load_tokenizer("tokenizers", data, None, [], False, vocab_size=401)
+    with pytest.raises(BundleError, match="400"):
+        load_tokenizer("tokenizers", data, None, [], False, vocab_size=16)

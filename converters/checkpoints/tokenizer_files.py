@@ -6,7 +6,6 @@ that, files are carried over as they are; they are opened only to see that they 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
-from ondevice.bundle.strict_json import unique_keys
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
@@ -23,6 +21,8 @@ from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import load_tokenizer
 from ondevice.tokenizer.base import LibraryErrors, valid_unicode
+from ondevice.tokenizer.sentencepiece_file import read_sentencepiece_file
+from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 
 MAX_ENDS = 32
 
@@ -48,12 +48,12 @@ def read_tokenizer(
         file = TOKENIZER_FILES[kind]
         inspect = _inspect_tokenizers if kind == "tokenizers" else _inspect_sentencepiece
         blobs[file] = folder.read(file, MAX_BLOB_BYTES[file])
-        with _damage():
+        with _refusals(file):
             vocabulary = inspect(blobs[file])
         _check_size(vocabulary.size, vocab_size, file)
         if kind == "sentencepiece":
             blobs[file] = with_added_tokens(blobs[file], vocabulary.pieces, folder, settings, vocab_size)
-            with _damage():
+            with _refusals(file):
                 vocabulary = inspect(blobs[file])
     template = _chat_template(folder, settings)
     if template is not None:
@@ -87,26 +87,23 @@ class _Vocabulary:
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
-    """Turns whatever a tokenizer library makes of a damaged file into CheckpointError."""
+def _refusals(file: str) -> Iterator[None]:
+    """Turns whatever is wrong with a tokenizer's file into what is wrong with a checkpoint."""
     try:
-        with LibraryErrors("the tokenizer file"):
+        with LibraryErrors(file):
             yield
-    except BundleError as error:
-        raise CheckpointError(f"{error}; download it again") from error
-
-
-def _check_loads(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int) -> None:
-    """The runtime must be able to use what the bundle will carry."""
-    file = TOKENIZER_FILES[kind]
-    try:
-        load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
     except BundleError as error:
         raise CheckpointError(f"{file}: {error}; download it again") from error
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
             f"{file}: {error}; without that file the model converts for use with token ids"
         ) from error
+
+
+def _check_loads(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int) -> None:
+    """The runtime must be able to use what the bundle will carry."""
+    with _refusals(TOKENIZER_FILES[kind]):
+        load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
 
 
 def _kind(folder: SourceFolder) -> TokenizerKind | None:
@@ -133,23 +130,9 @@ def _check_size(size: int, vocab_size: int, file: str) -> None:
 
 
 def _inspect_tokenizers(data: bytes) -> _Vocabulary:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_buffer(data)
-    # The library takes the last of two equal pieces, and of two pieces with the same id.
-    json.loads(data, object_pairs_hook=_check_keys)
-    ids = tokenizer.get_vocab(with_added_tokens=True).values()
-    if len(set(ids)) != len(ids):
-        raise BundleError("tokenizer.json gives two pieces the same id")
-    plain = tokenizer.encode("a", add_special_tokens=False).ids
-    framed = tokenizer.encode("a", add_special_tokens=True).ids
-    adds_bos = len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
-    return _Vocabulary(max(ids, default=-1) + 1, tokenizer.token_to_id, adds_bos)
-
-
-def _check_keys(pairs: list[tuple[str, Any]]) -> None:
-    """An object's keys looked at, and nothing kept: a vocabulary is large."""
-    unique_keys(pairs)
+    file = read_tokenizer_file(data)
+    ids = file.vocabulary | {token.content: token.id for token in file.added}
+    return _Vocabulary(max(ids.values(), default=-1) + 1, ids.get, file.frames)
 
 
 def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
@@ -157,10 +140,10 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
-    processor.LoadFromSerializedProto(data)
+    processor.LoadFromSerializedProto(read_sentencepiece_file(data).data)
 
     def lookup(text: str) -> int | None:
-        with _damage():
+        with _refusals(TOKENIZER_FILES["sentencepiece"]):
             token = processor.PieceToId(text)
             return None if processor.IsUnknown(token) else token
 

@@ -10,7 +10,7 @@ import copy
 import hashlib
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -54,6 +54,9 @@ from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
 """Largest checksum table: 64 million record parts, some 300 GB of weights."""
+
+PART_BYTES = 1 << 18
+"""Of a tokenizer's file that are looked at together."""
 
 Added = TypeVar("Added", Predictors, Thresholds, Streams, Hotness)
 
@@ -225,6 +228,12 @@ class Bundle:
         if name not in self._spans:
             raise BundleError(f"the bundle {self.path} has no tensor {name!r}")
         return self._spans[name]
+
+    def small_parts(self, name: str) -> Iterator[bytes]:
+        """What `read_small` would read, a part at a time, unchecked."""
+        path = contained(self._folder, name)
+        for start in range(0, self.manifest.files[name].nbytes, PART_BYTES):
+            yield read_range(path, start, min(PART_BYTES, self.manifest.files[name].nbytes - start))
 
     def read_small(self, name: str) -> bytes:
         """A tokenizer file or chat template, whole. Raises BundleError if its sha256 differs."""

@@ -19,6 +19,8 @@ MAX_SECONDS = 5.0
 _MAX_UNITS = 4_000_000
 _UNITS_PER_MESSAGE = 1000
 _UNITS_PER_CHAR = 64
+_LONG_CHARS = 1 << 16
+"""Of a message: encoded by itself first, to see whether a context could hold it."""
 _REMEDY = "put another chat_template.jinja into the checkpoint's folder and convert it again"
 
 DEFAULT_TEMPLATE = """\
@@ -95,18 +97,28 @@ class ChatTemplate:
         return self._render(checked, add_generation_prompt)
 
     def encode(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        *,
+        add_generation_prompt: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """The prompt's token ids. Special tokens come from the template alone, never from a message.
 
         Where a message spells out a special token's name, the name is encoded as the plain text it is.
-        Raises as `render` does.
+        most: how many ids there is a use for; where there are more, some of them come. Raises as `render`.
         """
         checked = [_checked(message) for message in messages]
+        for message in checked:
+            # Before copies are made of what is longer than any context.
+            if most is not None and len(message["content"]) > _LONG_CHARS:
+                ids = tokenizer.encode(message["content"], add_bos=False, most=most)
+                if len(ids) > most:
+                    return ids
         if self.is_default:
-            return tokenizer.encode(self._render(checked, add_generation_prompt))
-        names = tokenizer.special_tokens
-        pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+            return tokenizer.encode(self._render(checked, add_generation_prompt), most=most)
+        names, pattern = tokenizer.special_tokens, tokenizer.special_pattern
         marker = _absent_character(checked)
         marked = [
             message | {"content": _mark(message["content"], pattern, names, marker)} for message in checked
@@ -114,9 +126,10 @@ class ChatTemplate:
         text = self._render(marked, add_generation_prompt)
         found = list(pattern.finditer(text))
         if marker not in text:
-            ids = tokenizer.encode(text, add_bos=False, special=True)
+            ids = tokenizer.encode(text, add_bos=False, special=True, most=most)
             # Unless the tokenizer recognised something else than the names the template wrote.
-            if sum(token in names.values() for token in ids) == len(found):
+            written = sum(token in names.values() for token in ids)
+            if written == len(found) or (most is not None and len(ids) > most):
                 return ids
         ids, start = [], 0
         for match in found:

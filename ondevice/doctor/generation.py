@@ -98,13 +98,14 @@ def named_model(model: str | os.PathLike[str]) -> Check:
     from ondevice.config import RuntimeConfig
 
     prepared = api.open_model(model, RuntimeConfig())
-    prepared.plan.require_fit(prepared.bundle.name)
+    prepared.require_fit()
     least = prepared.frugal.plan.minimum_budget_bytes
     nbytes = prepared.bundle.bundle_bytes
     figures = {"path": str(prepared.bundle.path), "bytes": nbytes, "minimum_budget_bytes": least}
     value = f"{prepared.bundle.name}: {format_bytes(nbytes)}, runs in {format_bytes(least)} and more"
-    if prepared.warnings:
-        return Check("model", "warning", "; ".join((value, *prepared.warnings)), figures=figures)
+    warnings = (*prepared.warnings, *prepared.budget_warnings)
+    if warnings:
+        return Check("model", "warning", "; ".join((value, *warnings)), figures=figures)
     return Check("model", "ok", f"{value}; `ondevice verify` reads all of it", figures=figures)
 
 

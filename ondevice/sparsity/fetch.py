@@ -121,6 +121,11 @@ class NeuronFetcher:
         return self._cache.nbytes
 
     @property
+    def filled_bytes(self) -> int:
+        """Bytes that neurons hold for sure: slots come when they are needed. Safe from any thread."""
+        return self._cache.nbytes
+
+    @property
     def lookups(self) -> int:
         """Neurons that passes have multiplied, counted once per pass and layer."""
         return self._cache.lookups

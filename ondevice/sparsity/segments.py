@@ -80,7 +80,12 @@ class SegmentPool:
     @property
     def nbytes(self) -> int:
         """Bytes of the segments that exist, filled or waiting to be."""
-        return (sum(len(layer.segments) for layer in self._layers) + len(self._empty)) * self._segment_bytes
+        return self.filled_bytes + len(self._empty) * self._segment_bytes
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the segments that hold neurons. Safe from any thread."""
+        return sum(len(layer.segments) for layer in self._layers) * self._segment_bytes
 
     @property
     def times(self) -> PassTimes:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import codecs
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Literal, Protocol
 
 from ondevice.errors import BundleError, OndeviceError, UsageError
+from ondevice.tokenizer.cutting import Piece, Stopwatch, pieces
 
 LeadingSpace = Literal["keep", "one", "each"]
 """At the start of a text, sentencepiece drops the space its encoder put there: never, from the first token,
@@ -20,6 +22,14 @@ or from every token until one leaves text behind."""
 
 SPACE_MARK = "▁"
 """Stands for a space in sentencepiece's vocabularies."""
+
+MAX_TOKEN_CHARS = 1024
+"""Of a token's name, in any vocabulary: what is generated is as long as its tokens. The longest of public
+ones have 512."""
+
+MAX_SPECIAL_CHARS = 1 << 17
+"""Of the names of all special tokens: a pattern that finds them takes 100 times as many bytes. A public
+tokenizer with 6,400 of them has 80,000."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -59,8 +69,29 @@ class Tokenizer(Spelling, Protocol):
     def add_bos(self) -> bool:
         """Whether `encode` begins with `bos_id` unless told otherwise."""
 
-    def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
-        """Ids of `text`. Only with `special` do special tokens' names in it become those tokens."""
+    def encode(
+        self, text: str, *, add_bos: bool | None = None, special: bool = False, most: int | None = None
+    ) -> list[int]:
+        """Ids of `text`. Only with `special` do special tokens' names in it become those tokens.
+
+        most: how many there is a use for. Where there are more, a few more come, and the rest isn't encoded.
+        """
+
+    def encode_parts(self, parts: Iterable[str], *, special: bool = False) -> Iterator[list[int]]:
+        """Ids of the text that `parts` add up to, a few at a time as the parts come; no `bos_id` before them.
+
+        Neither memory nor, up to the next ids, time grows with the text.
+        """
+
+    def encode_within(
+        self,
+        parts: Iterable[str],
+        *,
+        add_bos: bool | None = None,
+        special: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        """`encode` of the text that `parts` add up to, of which no more is read than has to be."""
 
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
         """Text of `ids`, special tokens left out, invalid UTF-8 replaced by U+FFFD.
@@ -74,6 +105,10 @@ class Tokenizer(Spelling, Protocol):
     @property
     def special_tokens(self) -> Mapping[str, int]:
         """Names of special tokens, and their ids."""
+
+    @property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds these names in a text, the longest where several begin."""
 
 
 class StreamingDetokenizer:
@@ -110,6 +145,7 @@ class Vocabulary(ABC):
     leading_space: LeadingSpace
     special_tokens: Mapping[str, int]
     vocab_size: int
+    _piece_chars: int
 
     def __init__(self, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:
         ends = (*eos_ids, *(() if bos_id is None else (bos_id,)))
@@ -131,6 +167,42 @@ class Vocabulary(ABC):
             )
         self._model_rows = rows
 
+    def encode(
+        self, text: str, *, add_bos: bool | None = None, special: bool = False, most: int | None = None
+    ) -> list[int]:
+        return self.encode_within([text], add_bos=add_bos, special=special, most=most)
+
+    def encode_within(
+        self,
+        parts: Iterable[str],
+        *,
+        add_bos: bool | None = None,
+        special: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        begins = self.add_bos if add_bos is None else add_bos
+        if begins and self.bos_id is None:
+            raise UsageError("this model has no token that begins a text; leave add_bos out")
+        ids = [self.bos_id] if begins and self.bos_id is not None else []
+        for found in self.encode_parts(parts, special=special):
+            ids += found
+            if most is not None and len(ids) > most:
+                break
+        return ids
+
+    def encode_parts(self, parts: Iterable[str], *, special: bool = False) -> Iterator[list[int]]:
+        stopwatch = Stopwatch()
+        names = self.special_pattern if special else None
+        for piece in pieces(parts, self._piece_chars, names, self._fits, self._is_space):
+            with stopwatch.running(len(piece.text)):
+                ids = self._encode_piece(piece, special)
+            # A hostile vocabulary may have gaps, so its size alone doesn't bound the ids it yields.
+            if ids and max(ids) >= self._model_rows:
+                raise BundleError(
+                    f"the tokenizer gave id {max(ids)}; the model ends at {self._model_rows - 1}"
+                )
+            yield ids
+
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
         stream = StreamingDetokenizer(self, at_start=at_start)
         return "".join(map(stream.add, ids)) + stream.finish()
@@ -141,15 +213,27 @@ class Vocabulary(ABC):
     @abstractmethod
     def begins_word(self, token: int) -> bool: ...
 
-    def _finished(self, ids: list[int], add_bos: bool | None) -> list[int]:
-        # A hostile vocabulary may have gaps, so its size alone doesn't bound the ids it yields.
-        if ids and max(ids) >= self._model_rows:
-            raise BundleError(f"the tokenizer gave id {max(ids)}; the model ends at {self._model_rows - 1}")
-        if not (self.add_bos if add_bos is None else add_bos):
-            return ids
-        if self.bos_id is None:
-            raise UsageError("this model has no token that begins a text; leave add_bos out")
-        return [self.bos_id, *ids]
+    @abstractmethod
+    def _encode_piece(self, piece: Piece, special: bool) -> list[int]: ...
+
+    @abstractmethod
+    def _fits(self, text: str) -> bool:
+        """Whether so much text may be encoded at once."""
+
+    def _is_space(self, character: str) -> bool:
+        """Whether a piece of a long text may begin with this white space."""
+        return character.isspace()
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        chars = sum(map(len, names))
+        if chars > MAX_SPECIAL_CHARS:
+            raise BundleError(
+                f"the names of the tokenizer's special tokens have {chars} characters; the limit is "
+                f"{MAX_SPECIAL_CHARS}"
+            )
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
 
 def byte_of(piece: str) -> bytes:

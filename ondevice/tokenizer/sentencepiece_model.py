@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ondevice.errors import BundleError
 from ondevice.tokenizer.base import (
+    MAX_TOKEN_CHARS,
     SPACE_MARK,
-    LeadingSpace,
     LibraryErrors,
     Vocabulary,
     byte_of,
     valid_unicode,
 )
+from ondevice.tokenizer.cutting import Piece
+from ondevice.tokenizer.sentencepiece_file import read_sentencepiece_file
 
 _MARKUP_PIECE = re.compile(r"<[^\s<>]*[A-Za-z][^\s<>]*>|\[[^\s\[\]]*[A-Za-z][^\s\[\]]*\]")
 
@@ -27,9 +30,15 @@ class SentencePieceTokenizer(Vocabulary):
         import sentencepiece
 
         super().__init__(bos_id, eos_ids, add_bos)
+        file = read_sentencepiece_file(data)
+        self._prefix, self._piece_chars, self.leading_space = (
+            file.prefix,
+            file.piece_chars,
+            file.leading_space,
+        )
         self._library = library = sentencepiece.SentencePieceProcessor()
         with LibraryErrors("tokenizer.model"):
-            library.LoadFromSerializedProto(data)
+            library.LoadFromSerializedProto(file.data)
             self.vocab_size = library.vocab_size()
             self._unknown: int = library.unk_id()
             ids = range(self.vocab_size)
@@ -39,18 +48,9 @@ class SentencePieceTokenizer(Vocabulary):
             # The library doesn't tell user-defined pieces; they are the ones that score 0 among these.
             user = {i for i in marks if library.get_score(i) == 0.0 and not self._is_byte_or_unknown(i)}
             self._silent = frozenset(control | user) | self._ends
-            self.leading_space = self._probe_leading_space()
+        if any(len(piece) > MAX_TOKEN_CHARS for piece in self._pieces):
+            raise BundleError(f"tokenizer.model has a piece of more than {MAX_TOKEN_CHARS} characters")
         self.special_tokens = {self._pieces[i]: i for i in self._silent if i < self.vocab_size}
-        names = sorted(self.special_tokens, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-
-    def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
-        ids: list[int] = []
-        start = 0
-        for match in self._special_pattern.finditer(text) if special else ():
-            ids += [*self._encode_plain(text[start : match.start()]), self.special_tokens[match[0]]]
-            start = match.end()
-        return self._finished(ids + self._encode_plain(text[start:]), add_bos)
 
     def piece(self, token: int) -> str:
         return self._pieces[token] if 0 <= token < self.vocab_size else ""
@@ -72,10 +72,29 @@ class SentencePieceTokenizer(Vocabulary):
     def _is_byte_or_unknown(self, token: int) -> bool:
         return bool(self._library.is_byte(token) or self._library.is_unknown(token))
 
-    def _encode_plain(self, text: str) -> list[int]:
+    def _fits(self, text: str) -> bool:
+        return True
+
+    def _is_space(self, character: str) -> bool:
+        # Where the library takes spaces away and puts one before every piece, it must be the one taken.
+        return character == " " if self.leading_space == "each" else character.isspace()
+
+    def _encode_piece(self, piece: Piece, special: bool) -> list[int]:
+        text, first = piece.text, piece.first
+        ids: list[int] = []
+        start = 0
+        for match in self.special_pattern.finditer(text) if special else ():
+            ids += [*self._encode_plain(text[start : match.start()], first), self.special_tokens[match[0]]]
+            start, first = match.end(), True
+        return ids + self._encode_plain(text[start:], first)
+
+    def _encode_plain(self, text: str, first: bool) -> list[int]:
+        """Ids of text without special tokens; first: it doesn't go on in the middle of what came before."""
         text = valid_unicode(text)
         if not text:
             return []
+        if first:
+            text = self._prefix + text
         with LibraryErrors("tokenizer.model"):
             ids: list[int] = self._library.encode(text)
         if self._silent.isdisjoint(ids):
@@ -90,15 +109,3 @@ class SentencePieceTokenizer(Vocabulary):
                 yield from (self._library.piece_to_id(f"<0x{byte:02X}>") for byte in character.encode())
             else:
                 yield token
-
-    def _probe_leading_space(self) -> LeadingSpace:
-        """The model file's rule isn't exposed, so ask: a space piece twice leaves both, one or none."""
-        probe = next((i for i, piece in enumerate(self._pieces) if piece.startswith(SPACE_MARK)), None)
-        lone = self._library.piece_to_id(SPACE_MARK)
-        if self._pieces[lone : lone + 1] == [SPACE_MARK]:
-            probe = lone
-        if probe is None:
-            return "keep"
-        rest = self._pieces[probe].replace(SPACE_MARK, " ")
-        kept = 2 * len(rest) - len(self._library.decode([probe, probe]))
-        return "keep" if kept == 0 else "one" if kept == 1 else "each"

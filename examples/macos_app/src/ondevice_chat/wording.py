@@ -67,6 +67,8 @@ def progress(tokens: int, seconds: float) -> str:
 
 def refused_budget(asked_bytes: int, error: ondevice.BudgetError) -> str:
     """Why a budget wasn't taken, and which is."""
+    if asked_bytes >= error.required_bytes:
+        return f"{error}"  # It is more than the system gives this process.
     return (
         f"{size(asked_bytes)} isn't enough: the smallest budget that works is {size(error.required_bytes)}."
     )

@@ -1,0 +1,134 @@
+"""What a `tokenizer.model` says of how it treats a text, read and vetted before its library sees it.
+
+The file is a protocol buffer (sentencepiece_model.proto). Only those of its fields are read here that
+decide what a text becomes before it is split; the vocabulary is the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ondevice.errors import BundleError
+from ondevice.tokenizer.base import SPACE_MARK, LeadingSpace
+from ondevice.tokenizer.cutting import MAX_PIECE_CHARS
+
+MAX_GROWTH_BYTES = 64
+"""What a character may be replaced by, at most; U+FDFA becomes 33 bytes in Unicode's form KC."""
+_MAX_NORMALIZED_BYTES = 1 << 16
+"""What a piece may become; the library takes about 60 bytes of memory for each."""
+# Field numbers of ModelProto, NormalizerSpec and TrainerSpec, and of their fields.
+_PIECE, _TRAINER, _NORMALIZER, _SELF_TEST = 1, 2, 3, 4
+_CHARSMAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5
+_SPACE_AS_SUFFIX = 24
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_NO_DUMMY_PREFIX = bytes([_NORMALIZER << 3 | _BYTES, 2, _ADD_DUMMY_PREFIX << 3 | _VARINT, 0])
+
+
+@dataclass(frozen=True)
+class SentencePieceFile:
+    """A vetted model, which puts nothing before a text by itself."""
+
+    data: bytes
+    """The model for the library."""
+    prefix: str
+    """To be put before a text."""
+    leading_space: LeadingSpace
+    piece_chars: int
+    """Characters that may be encoded at once."""
+
+
+def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
+    """Vet the bytes of a `tokenizer.model`. Raises BundleError for what is damaged or hostile.
+
+    Every piece of a text but its first must be encoded without the space that many models put before a text.
+    So the model is told not to, and who encodes puts it there. A model that takes spaces away at both ends
+    and puts one back stays as it is: its pieces begin with a space where the text has one.
+    """
+    flags = {_ADD_DUMMY_PREFIX: 1, _REMOVE_EXTRA_SPACES: 1, _ESCAPE_SPACES: 1}
+    suffix, growth = 0, 1
+    kept, start = [], 0
+    for field, begin, at, end in _fields(data, 0, len(data)):
+        if field == _SELF_TEST:
+            # Texts that the library would encode while it loads.
+            kept.append(data[start:begin])
+            start = end
+        elif field == _NORMALIZER:
+            for inner, _, value, inner_end in _fields(data, at, end):
+                if inner == _CHARSMAP:
+                    growth = max(growth, _longest_replacement(data[value:inner_end]))
+                elif inner in flags:
+                    flags[inner] = _number(data, value, inner_end)
+        elif field == _TRAINER:
+            for inner, _, value, inner_end in _fields(data, at, end):
+                suffix = _number(data, value, inner_end) if inner == _SPACE_AS_SUFFIX else suffix
+    if growth > MAX_GROWTH_BYTES:
+        raise BundleError(
+            f"tokenizer.model replaces a character by {growth} bytes; the limit is {MAX_GROWTH_BYTES}"
+        )
+    kept.append(data[start:])
+    strips, adds = flags[_REMOVE_EXTRA_SPACES], flags[_ADD_DUMMY_PREFIX]
+    moves_prefix = adds and not strips and not suffix
+    return SentencePieceFile(
+        b"".join(kept) + (_NO_DUMMY_PREFIX if moves_prefix else b""),
+        "" if not moves_prefix else SPACE_MARK if flags[_ESCAPE_SPACES] else " ",
+        "each" if strips else "one" if adds else "keep",
+        min(MAX_PIECE_CHARS, _MAX_NORMALIZED_BYTES // growth),
+    )
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """The fields of the message in data[at:end]: number, begin, begin of the value, end."""
+    while at < end:
+        begin = at
+        # Nearly all are pieces of fewer than 128 bytes, and there are 100,000s of them.
+        if data[at] == (_PIECE << 3 | _BYTES) and at + 1 < end and data[at + 1] < 0x80:
+            at += 2 + data[at + 1]
+            if at > end:
+                raise _damaged(begin)
+            yield _PIECE, begin, begin + 2, at
+            continue
+        key, at = _varint(data, at, end)
+        kind, value = key & 7, at
+        if kind == _VARINT:
+            _, at = _varint(data, at, end)
+        elif kind == _BYTES:
+            length, value = _varint(data, at, end)
+            at = value + length
+        elif kind in (_FIXED32, _FIXED64):
+            at += 4 if kind == _FIXED32 else 8
+        else:
+            raise _damaged(begin)
+        if at > end:
+            raise _damaged(begin)
+        yield key >> 3, begin, value, at
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= end:
+            break
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+    raise _damaged(at)
+
+
+def _number(data: bytes, at: int, end: int) -> int:
+    return _varint(data, at, end)[0]
+
+
+def _damaged(at: int) -> BundleError:
+    return BundleError(f"tokenizer.model can't be used: it is no protocol buffer at byte {at}")
+
+
+def _longest_replacement(charsmap: bytes) -> int:
+    """Bytes of the longest text that a character becomes. In the map, texts end with 0 behind a trie."""
+    trie = int.from_bytes(charsmap[:4], "little")
+    texts = charsmap[4 + trie :]
+    if charsmap and (len(charsmap) < 4 or not texts.endswith(b"\0")):
+        raise BundleError("tokenizer.model can't be used: its character map is damaged")
+    return max(map(len, texts.split(b"\0")), default=0)
