@@ -140,7 +140,10 @@ def _verify_file(
     """
     digest = FileDigest(layout, crc32c)
     stain: int | None = None
+    broken: int | None = None
     for chunk in _chunks(file, layout):
+        if broken is None:
+            broken = _broken_half(chunk, layout, digest.nbytes)
         if layout.record is not None and digest.nbytes >= layout.crc_start:
             records = chunk.reshape(-1, layout.record.stride)
             if stain is None:
@@ -157,6 +160,8 @@ def _verify_file(
         raise BundleError(f"{name} doesn't match its sha256")
     if stain is not None:
         raise BundleError(f"{name}: byte {stain} is padding and not zero")
+    if broken is not None:
+        raise BundleError(f"{name}: the scale or weight at byte {broken} is not finite")
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
@@ -207,6 +212,23 @@ def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> in
         if stains.size:
             row, column = stains[0]
             return offset + int(row) * record.stride + start + int(column)
+    return None
+
+
+def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | None:
+    """File offset of a float16 in `chunk` that isn't finite; it begins at `offset`, at a record's start."""
+    period = layout.halves_period
+    if period and offset < layout.crc_start:
+        return None
+    rows = chunk.reshape(-1, period or chunk.size)
+    first = 0 if period else offset
+    for start, stop in layout.halves:
+        start, stop = max(start - first, 0), min(stop - first, rows.shape[1])
+        if start < stop:
+            broken = np.argwhere(~np.isfinite(rows[:, start:stop].view("<f2")))
+            if broken.size:
+                row, half = broken[0]
+                return offset + int(row) * (period or 0) + start + 2 * int(half)
     return None
 
 

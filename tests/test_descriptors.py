@@ -1,0 +1,101 @@
+"""Files are given back at once: when a model is closed, when loading or converting is refused."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.api import load
+from ondevice.errors import OndeviceError
+from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.reader import FlashReader
+from tests.bundles import convert_bundle, copy_files, write_chat_checkpoint
+from tests.chat import PROMPT
+from tests.flash_files import HEADER_BYTES, RecordFile, slot_bytes, write_records
+from tests.malformed.rules import overwrite
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
+
+
+def open_files() -> list[str]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return sorted(found)
+
+
+@contextmanager
+def none_left_open() -> Iterator[None]:
+    """What is open at the end was open before, while nothing is collected."""
+    gc.collect()
+    gc.disable()
+    before = open_files()
+    try:
+        yield
+        assert open_files() == before
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module")
+def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relu")
+    checkpoint = write_chat_checkpoint(folder / "checkpoint", hidden_act="relu")
+    return convert_bundle(checkpoint, folder / "relu")
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_a_closed_model_has_no_file_open(relu_bundle: Path, sparsity: str) -> None:
+    with load(relu_bundle, sparsity=sparsity, threads=1) as warm_up:
+        warm_up.generate(PROMPT, max_tokens=2)
+    with none_left_open():
+        model = load(relu_bundle, sparsity=sparsity, threads=1)
+        events = model.stream(PROMPT, max_tokens=4)
+        next(events)
+        assert len([name for name in open_files() if str(relu_bundle) in name]) > 3
+        model.close()
+        # Whoever holds what is left of it holds no file.
+        kept = model, events
+    del kept
+
+
+def test_a_model_that_could_not_be_loaded_has_no_file_open(relu_bundle: Path, tmp_path: Path) -> None:
+    broken = copy_files(relu_bundle, tmp_path / "broken")
+    overwrite("resident.safetensors", 5000, b"\xff\xff\xff\xff")(broken)
+    load(relu_bundle, threads=1).close()
+    with none_left_open():
+        with pytest.raises(OndeviceError) as caught:
+            load(broken, threads=1)
+        assert caught.value.__traceback__ is not None
+
+
+@pytest.fixture(scope="module")
+def three_records(tmp_path_factory: pytest.TempPathFactory) -> RecordFile:
+    return write_records(tmp_path_factory.mktemp("flash") / "records.flash", 3)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: RecordFile, ring: bool) -> None:
+    with none_left_open():
+        reader = FlashReader([three_records.checked], threads=2, ring=ring)
+        extents = [Extent(0, HEADER_BYTES, 100)]
+        stream = ExtentStream(reader, extents, slot_bytes(extents), 3, cyclic=True)
+        stream.next()
+        reader.close()
+        reader.close()
+        with pytest.raises(ValueError, match="closed"):
+            reader.read(0, HEADER_BYTES, 10)
+        with pytest.raises(ValueError, match="closed"):
+            reader.read_records(0, [0], np.empty((1, 1792), np.uint8))
+        with pytest.raises(ValueError, match="closed"):
+            stream.next()
