@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,18 @@ import numpy as np
 import pytest
 
 from ondevice.api import load
+from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from tests.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import PROMPT
 from tests.flash_files import HEADER_BYTES, RecordFile, slot_bytes, write_records
+from tests.llama2c_reference import Shape
+from tests.llama2c_reference import write_checkpoint as write_llama2c
 from tests.malformed.rules import overwrite
+from tests.models import write_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/fd")
 
@@ -99,3 +105,74 @@ def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: Recor
             reader.read_records(0, [0], np.empty((1, 1792), np.uint8))
         with pytest.raises(ValueError, match="closed"):
             stream.next()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_refused_checkpoint_has_no_file_open(tmp_path: Path, shards: int) -> None:
+    source = write_checkpoint(tmp_path / "source", shards=shards)
+    config = (source / "config.json").read_text()
+    (source / "config.json").write_text(
+        config.replace('"intermediate_size": 160', '"intermediate_size": 161')
+    )
+    with none_left_open():
+        with pytest.raises(OndeviceError, match="gate_proj") as caught:
+            open_checkpoint(source)
+        assert caught.value.__traceback__ is not None
+    (source / "config.json").write_text(config)
+    (source / "tokenizer.json").write_text("{}")
+    with none_left_open(), pytest.raises(OndeviceError, match=r"tokenizer\.json"):
+        open_checkpoint(source)
+
+
+def test_a_refused_llama2c_file_is_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama2c(tmp_path / "model.bin", Shape(), tied=True)
+    opened: list[SourceFile] = []
+    before = SourceFile.open
+
+    def noted(file: SourceFile) -> None:
+        opened.append(file)
+        before(file)
+
+    monkeypatch.setattr(SourceFile, "open", noted)
+    (tmp_path / "model.bin").write_bytes((tmp_path / "model.bin").read_bytes()[:-4])
+    with none_left_open(), pytest.raises(OndeviceError, match="its header asks for"):
+        open_checkpoint(tmp_path / "model.bin")
+    assert opened
+
+
+SCARCE = """
+import resource, sys
+import ondevice
+from ondevice.api import inspect, load, verify
+
+path = sys.argv[1]
+
+def use():
+    inspect(path)
+    verify(path)
+    with load(path, threads=1) as model:
+        model.generate("hello", max_tokens=2)
+
+use()
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+refused = 0
+for limit in range(3, 40):
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        use()
+        break
+    except ondevice.OndeviceError as error:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        assert type(error) is ondevice.OndeviceError, repr(error)
+        assert "the system refuses a file descriptor" in str(error), error
+        refused += 1
+print("refused", refused)
+"""
+
+
+def test_too_few_descriptors_are_not_damage(relu_bundle: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCARCE, str(relu_bundle)], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[1]) > 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.files import read_range
-from ondevice.bundle.hotness import HOTNESS, hotness_layout
+from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
     CHECKSUMS,
     FileLayout,
@@ -23,19 +24,27 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import FileEntry
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar
-from ondevice.errors import BundleError
+from ondevice.bundle.streams import STREAMS_SIDECAR
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
+from ondevice.errors import BundleError, reading_failed
 
+SIDECARS = (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, HOTNESS_SIDECAR, STREAMS_SIDECAR)
 _REMEDY = "the bundle is damaged, convert the model again"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found sound: file names and bytes, and the number of CRC32C units compared."""
+    """What `verify` found sound: file names and bytes, and the number of CRC32C units compared.
+
+    unused: files of an addition to the bundle that nothing refers to, and that nothing can check.
+    """
 
     files: tuple[tuple[str, int], ...]
     checksums: int
+    unused: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +87,17 @@ def verify(
     sizes = [(name, entry.nbytes) for name, entry in files.items()]
     if bundle.frequencies() is not None:
         sizes.append((HOTNESS, hotness_layout(bundle.config).nbytes or 0))
-    return Report(tuple(sizes), checksums)
+    return Report(tuple(sizes), checksums, _unused(bundle))
+
+
+def _unused(bundle: Bundle) -> tuple[str, ...]:
+    """Tensors without the JSON file that would describe them."""
+    folder = bundle.path
+    return tuple(
+        sidecar.tensors
+        for sidecar in SIDECARS
+        if os.path.lexists(folder / sidecar.tensors) and not os.path.lexists(folder / sidecar.manifest)
+    )
 
 
 def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
@@ -106,7 +125,7 @@ def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) ->
                 if stream.readinto(block.data) != block.size or crc32c(block, file.crc_units)[0] != expected:
                     raise BundleError(f"{file.path.name}: {_unit(index, layout)} doesn't match its CRC32C")
     except OSError as error:
-        raise BundleError(f"{file.path.name} can't be read: {error}") from error
+        raise reading_failed(error, BundleError(f"{file.path.name} can't be read: {error}")) from error
 
 
 @contextmanager
@@ -202,7 +221,7 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
                 yield chunk
                 start = end
     except OSError as error:
-        raise BundleError(f"{file.path.name} can't be read: {error}") from error
+        raise reading_failed(error, BundleError(f"{file.path.name} can't be read: {error}")) from error
 
 
 def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> int | None:
