@@ -19,7 +19,7 @@ from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
-from tests.bundles import convert_bundle, copy_files, write_chat_checkpoint
+from tests.bundles import copy_files
 from tests.chat import PROMPT
 from tests.flash_files import HEADER_BYTES, RecordFile, slot_bytes, write_records
 from tests.llama2c_reference import Shape
@@ -53,32 +53,25 @@ def none_left_open() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.fixture(scope="module")
-def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("relu")
-    checkpoint = write_chat_checkpoint(folder / "checkpoint", hidden_act="relu")
-    return convert_bundle(checkpoint, folder / "relu")
-
-
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
-def test_a_closed_model_has_no_file_open(relu_bundle: Path, sparsity: str) -> None:
-    with load(relu_bundle, sparsity=sparsity, threads=1) as warm_up:
+def test_a_closed_model_has_no_file_open(relu_chat_bundle: Path, sparsity: str) -> None:
+    with load(relu_chat_bundle, sparsity=sparsity, threads=1) as warm_up:
         warm_up.generate(PROMPT, max_tokens=2)
     with none_left_open():
-        model = load(relu_bundle, sparsity=sparsity, threads=1)
+        model = load(relu_chat_bundle, sparsity=sparsity, threads=1)
         events = model.stream(PROMPT, max_tokens=4)
         next(events)
-        assert len([name for name in open_files() if str(relu_bundle) in name]) > 3
+        assert len([name for name in open_files() if str(relu_chat_bundle) in name]) > 3
         model.close()
         # Whoever holds what is left of it holds no file.
         kept = model, events
     del kept
 
 
-def test_a_model_that_could_not_be_loaded_has_no_file_open(relu_bundle: Path, tmp_path: Path) -> None:
-    broken = copy_files(relu_bundle, tmp_path / "broken")
+def test_a_model_that_could_not_be_loaded_has_no_file_open(relu_chat_bundle: Path, tmp_path: Path) -> None:
+    broken = copy_files(relu_chat_bundle, tmp_path / "broken")
     overwrite("resident.safetensors", 5000, b"\xff\xff\xff\xff")(broken)
-    load(relu_bundle, threads=1).close()
+    load(relu_chat_bundle, threads=1).close()
     with none_left_open():
         with pytest.raises(OndeviceError) as caught:
             load(broken, threads=1)
@@ -170,9 +163,9 @@ print("refused", refused)
 """
 
 
-def test_too_few_descriptors_are_not_damage(relu_bundle: Path) -> None:
+def test_too_few_descriptors_are_not_damage(relu_chat_bundle: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", SCARCE, str(relu_bundle)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCARCE, str(relu_chat_bundle)], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[1]) > 5

@@ -18,20 +18,13 @@ from tests.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import PROMPT, squeeze
 from tests.malformed.rules import manifest_of, overwrite, reseal, seal
 
-SHAPE = {"hidden_act": "relu", "intermediate_size": 900}
 GATES, NEURONS = gate_file_name(2), neuron_file_name(2)
 DIFFERS = f"{GATES} is not the gate rows that were read"
 
 
-@pytest.fixture(scope="module")
-def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("relu")
-    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **SHAPE), folder / "relu")
-
-
 @pytest.fixture
-def copy(relu_bundle: Path, tmp_path: Path) -> Path:
-    return copy_files(relu_bundle, tmp_path / "copy")
+def copy(relu_chat_bundle: Path, tmp_path: Path) -> Path:
+    return copy_files(relu_chat_bundle, tmp_path / "copy")
 
 
 def text(model: Model, tokens: int = 8) -> tuple[int, ...]:
@@ -58,10 +51,10 @@ def test_records_with_other_gates_are_refused_where_they_are_multiplied(copy: Pa
 
 
 def test_a_mode_that_reads_the_gate_file_alone_says_what_it_always_said(
-    relu_bundle: Path, copy: Path
+    relu_chat_bundle: Path, copy: Path
 ) -> None:
     turn_gate_codes(copy, NEURONS, Bundle.open(copy).neuron_layout.stride, 7)
-    with load(relu_bundle, sparsity="exact", threads=1) as sound:
+    with load(relu_chat_bundle, sparsity="exact", threads=1) as sound:
         expected = text(sound)
     with load(copy, sparsity="exact", threads=1) as model:
         assert text(model) == expected
@@ -89,8 +82,8 @@ def test_a_gate_file_that_only_its_checksums_match_is_refused_on_loading(copy: P
         text(model)
 
 
-def test_passes_that_were_cut_short_and_budgets_that_change_confuse_nothing(relu_bundle: Path) -> None:
-    with load(relu_bundle, sparsity="dense", threads=1) as model:
+def test_passes_that_were_cut_short_and_budgets_that_change_confuse_nothing(relu_chat_bundle: Path) -> None:
+    with load(relu_chat_bundle, sparsity="dense", threads=1) as model:
         events = model.stream(PROMPT, max_tokens=4)
         next(events)
         events.close()  # type: ignore[attr-defined]
@@ -101,14 +94,14 @@ def test_passes_that_were_cut_short_and_budgets_that_change_confuse_nothing(relu
 
 
 @pytest.mark.parametrize("size", [1, 7, 300, 900])
-def test_pieces_in_any_order_make_the_same_digest(relu_bundle: Path, size: int) -> None:
-    bundle = Bundle.open(relu_bundle)
+def test_pieces_in_any_order_make_the_same_digest(relu_chat_bundle: Path, size: int) -> None:
+    bundle = Bundle.open(relu_chat_bundle)
     files = {
         GATES: bundle.gate_layout.stride,
         NEURONS: bundle.neuron_layout.stride,
     }
     for name, stride in files.items():
-        records = np.fromfile(relu_bundle / name, np.uint8, offset=DATA_OFFSET).reshape(-1, stride)
+        records = np.fromfile(relu_chat_bundle / name, np.uint8, offset=DATA_OFFSET).reshape(-1, stride)
         starts = np.random.default_rng(size).permutation(range(0, 900, size))
         digest, wrong = GateDigest(bundle, 2), GateDigest(bundle, 1)
         for first in starts[:-1]:
