@@ -302,6 +302,8 @@ def verify(model: str | None) -> None:
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
+    if found.unused:
+        say(f"not used, and not checked: {', '.join(found.unused)}; nothing in the bundle refers to them")
 
 
 def _take_turn(loaded: Model, session: Session, line: str, sampling: SamplingConfig) -> None:

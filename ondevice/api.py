@@ -33,7 +33,7 @@ from ondevice.generate import Event, check_context, require_one, token_ids, toke
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
 from ondevice.models import find_checkpoint, find_model
-from ondevice.owner import OwnerThread, closed_error
+from ondevice.owner import OwnerThread
 from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
 from ondevice.pressure_sources import system_source
@@ -181,6 +181,7 @@ class Model:
     @property
     def stats(self) -> GenerationStats:
         """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
+        self._owner.require_own_process()
         return self._figures.get()
 
     @property
@@ -327,9 +328,8 @@ class Model:
         return self
 
     def _require_open(self) -> None:
-        """Raises OndeviceError once the model is closed."""
-        if not self._finalizer.alive:
-            raise closed_error()
+        """Raises OndeviceError once the model is closed, and in a child of fork()."""
+        self._owner.require_open()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

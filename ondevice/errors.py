@@ -76,6 +76,24 @@ class TextChangedError(OndeviceError):
     """A drafter changed a text, which none may: what was measured of it means nothing."""
 
 
+NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
+"""Errors of the system that say nothing of the file that was to be opened."""
+
+
+def reading_failed(error: OSError, otherwise: OndeviceError) -> OndeviceError:
+    """What a file that can't be read means: `otherwise`, unless the process has no descriptor left for it."""
+    return descriptor_refused(error) if error.errno in NO_DESCRIPTOR else otherwise
+
+
+def descriptor_refused(error: OSError) -> OndeviceError:
+    """For what the system raises (NO_DESCRIPTOR) when the process may open no more files."""
+    named = f" for {error.filename}" if error.filename else ""
+    return OndeviceError(
+        f"the system refuses a file descriptor{named}: {error.strerror}; close other models, or raise the "
+        "limit that the process runs under (ulimit -n)"
+    )
+
+
 def thread_refused(reason: RuntimeError) -> OndeviceError:
     """For what Python raises when the system has no thread to give."""
     return OndeviceError(
@@ -85,10 +103,12 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turns the system's refusal of memory, which a plan can't foresee, into an OndeviceError."""
+    """Turns the system's refusal of memory or files, which a plan can't foresee, into an OndeviceError."""
     try:
         yield
     except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            raise descriptor_refused(error) from error
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise OndeviceError(

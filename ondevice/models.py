@@ -94,8 +94,17 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
     text = os.fspath(name)
     if not text:
         raise UsageError("the model's name is empty; give a bundle's folder, or leave --model out")
+    try:
+        return _find_named(text, isinstance(name, os.PathLike))
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, or holds what none may
+        reason = error.strerror if isinstance(error, OSError) else error
+        shown = text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+        raise ModelNotFoundError(f"no model can be called {shown}: {reason}") from error
+
+
+def _find_named(text: str, is_path: bool) -> Path:
     path = Path(text).expanduser()
-    if path.is_dir() or isinstance(name, os.PathLike):
+    if path.is_dir() or is_path:
         return _checked_path(path)
     is_repository = _REPOSITORY.fullmatch(text) is not None
     if os.sep in text and not is_repository:
