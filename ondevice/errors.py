@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -76,6 +77,10 @@ class TextChangedError(OndeviceError):
     """A drafter changed a text, which none may: what was measured of it means nothing."""
 
 
+class WrongThreadError(OndeviceError):
+    """A loaded model was run off the one thread that owns it: a mistake of this package, not of its user."""
+
+
 NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
 """Errors of the system that say nothing of the file that was to be opened."""
 
@@ -92,6 +97,15 @@ def descriptor_refused(error: OSError) -> OndeviceError:
         f"the system refuses a file descriptor{named}: {error.strerror}; close other models, or raise the "
         "limit that the process runs under (ulimit -n)"
     )
+
+
+def check_thread(owner: int) -> None:
+    """Raises WrongThreadError unless this is the thread `owner`, by its `threading.get_ident`."""
+    if threading.get_ident() != owner:
+        raise WrongThreadError(
+            f"a model was run on the thread {threading.current_thread().name!r}, which doesn't own it; its "
+            "owner may be at work, so nothing was touched. This is a mistake of ondevice's: please report it"
+        )
 
 
 def thread_refused(reason: RuntimeError) -> OndeviceError:
