@@ -17,6 +17,7 @@ from ondevice.units import process_memory
 from tests.fuzz import template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases
 from tests.fuzz.mutations import NUMBERS, change_json, changed_bytes, changed_header, changed_json, json_bytes
+from tests.fuzz.outcomes import Difference
 from tests.fuzz.texts import Trial, copied
 
 CONVERT_BYTES = 128 << 20
@@ -61,7 +62,7 @@ def run(folder: Path, rng: random.Random) -> int:
         return max(allowed, Trial(made, rng).run())
     except OndeviceError as error:
         # What convert accepts must be able to say something.
-        raise AssertionError(f"converted, but refused by load: {type(error).__name__}: {error}") from error
+        raise Difference(f"converted, but refused by load: {type(error).__name__}: {error}") from error
 
 
 def _change_folder(source: Path, rng: random.Random, bases: Bases) -> None:
@@ -108,7 +109,7 @@ def _safetensors(path: Path, rng: random.Random) -> None:
         header = json.loads(data[8 : 8 + length])
         entry = header[rng.choice(sorted(name for name in header if name != "__metadata__"))]
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
         path.write_bytes(changed_bytes(data, rng))
         return
     # Numbers of the file's own type: not finite, huge, tiny, all equal.
@@ -198,5 +199,5 @@ def _change_llama2c(source: Path, rng: random.Random) -> None:
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

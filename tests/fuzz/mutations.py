@@ -88,7 +88,7 @@ def changed_json(data: bytes, rng: random.Random, times: int = 1) -> bytes:
     """A JSON file with as many places changed; sometimes not JSON any more."""
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return changed_bytes(data, rng)
     for _ in range(times):
         change_json(value, rng)

@@ -98,7 +98,7 @@ def sidecar_content(folder: Path, name: str) -> dict[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_bytes())[SIDECARS[name]]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

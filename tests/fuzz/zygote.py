@@ -61,7 +61,8 @@ def run_case(work: Work, output: Path, limit_seconds: float = LIMIT_SECONDS) -> 
     elif peak > allowed:
         kind, detail = "memory", f"peak {peak:,} of {allowed:,} bytes; {kind}: {detail}"
     elif output.exists() and PANIC in output.read_bytes():
-        kind, detail = "panic", _tail(output)
+        text = output.read_bytes()
+        kind, detail = "panic", text[text.index(PANIC) :][:300].decode("utf-8", "replace")
     return Outcome(kind, detail, seconds, peak, allowed)
 
 
