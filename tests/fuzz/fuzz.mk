@@ -25,5 +25,5 @@ stress-tsan: $(STAMPS)/test $(STAMPS)/native
 	@cp build/native/tsan-python/core/_native*.so $(TSAN)/ondevice/kernels
 	@packages="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; cd $(TSAN); \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" PYTHONPATH="$$packages" OPENBLAS_NUM_THREADS=1 \
-		TSAN_OPTIONS="suppressions=tests/fuzz/tsan_suppressions.txt:report_bugs=1:exitcode=66" \
+		TSAN_OPTIONS="suppressions=tests/fuzz/tsan_suppressions.txt:halt_on_error=1" \
 		$(abspath $(PY)) -S -m tests.thread_stress --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
