@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from ondevice.config import ModelConfig, QuantConfig
 from ondevice.errors import OndeviceError
 from tests.fuzz import signing, template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases
-from tests.fuzz.mutations import VALUES, change_json, changed_bytes, changed_header
+from tests.fuzz.mutations import VALUES, change_json, changed_bytes, changed_header, make_odd
 from tests.fuzz.texts import Trial, copied
 from tests.malformed.rules import manifest_of, seal
 
@@ -165,20 +164,7 @@ def _swap(folder: Path, rng: random.Random, bases: Bases) -> None:
 
 def _odd_file(folder: Path, rng: random.Random, bases: Bases) -> None:
     """What isn't a file, or isn't here."""
-    path = folder / rng.choice(sorted(p.name for p in folder.iterdir() if p.name != "bundle.json"))
-    path.unlink()
-    how = rng.randrange(6)
-    if how == 0:
-        path.symlink_to(rng.choice(["/dev/zero", "/etc/passwd", "bundle.json", path.name, "/proc/self/mem"]))
-    elif how == 1:
-        os.mkfifo(path)
-    elif how == 2:
-        path.mkdir()
-    elif how == 3:
-        path.touch()
-    elif how == 4:
-        with path.open("wb") as file:
-            file.truncate(rng.choice([1, 4096, 1 << 30, 1 << 40]))
+    make_odd(folder / rng.choice(sorted(p.name for p in folder.iterdir() if p.name != "bundle.json")), rng)
 
 
 _FILE_CHANGES: list[Callable[[Path, random.Random, Bases], None]] = [
@@ -279,8 +265,7 @@ def _reshape(folder: Path, config: ModelConfig, quant: QuantConfig, rng: random.
     else:
         _claim_sizes(folder, manifest, layouts)
     for name in signing.SIDECARS:
-        if (folder / name).exists():
-            (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
 
 
 def _resized(config: ModelConfig, name: str, size: int, rng: random.Random) -> ModelConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,16 @@ from ondevice.errors import OndeviceError
 from ondevice.units import process_memory
 from tests.fuzz import template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases
-from tests.fuzz.mutations import NUMBERS, change_json, changed_bytes, changed_header, changed_json, json_bytes
+from tests.fuzz.mutations import (
+    NUMBERS,
+    change_json,
+    changed_bytes,
+    changed_header,
+    changed_json,
+    is_plain,
+    json_bytes,
+    make_odd,
+)
 from tests.fuzz.outcomes import Difference
 from tests.fuzz.texts import Trial, copied
 
@@ -40,7 +48,7 @@ def make(folder: Path, rng: random.Random, bases: Bases) -> None:
     """A changed checkpoint in the new folder `folder`/source."""
     source = copied(rng.choice(bases.checkpoints), folder / "source")
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        if all(path.is_file() for path in source.iterdir()) and (source / "config.json").exists():
+        if all(map(is_plain, source.iterdir())) and (source / "config.json").exists():
             _change_folder(source, rng, bases)
         else:
             _change_llama2c(source, rng)
@@ -96,7 +104,7 @@ def _change_folder(source: Path, rng: random.Random, bases: Bases) -> None:
         else:
             (source / "chat_template.jinja").write_text(template, errors="replace")
     else:
-        _odd_file(rng.choice(sorted(source.iterdir())), rng)
+        make_odd(rng.choice(sorted(source.iterdir())), rng)
 
 
 def _safetensors(path: Path, rng: random.Random) -> None:
@@ -162,25 +170,9 @@ def _index(path: Path, rng: random.Random) -> None:
     path.write_text(json.dumps(index))
 
 
-def _odd_file(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    how = rng.randrange(6)
-    if how == 0:
-        path.symlink_to(rng.choice(["/dev/zero", "/etc/passwd", path.name, "/proc/self/mem", "config.json"]))
-    elif how == 1:
-        os.mkfifo(path)
-    elif how == 2:
-        path.mkdir()
-    elif how == 3:
-        path.touch()
-    elif how == 4:
-        with path.open("wb") as file:
-            file.truncate(rng.choice([1, 8, 4096, 1 << 30, 1 << 40]))
-
-
 def _change_llama2c(source: Path, rng: random.Random) -> None:
     path = source / "model.bin"
-    if not path.is_file():
+    if not is_plain(path):
         return
     data = bytearray(path.read_bytes())
     if rng.random() < 0.5 and len(data) >= 28:

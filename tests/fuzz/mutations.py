@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-Path = tuple[Any, ...]
+MOST_BYTES = 64 << 20
+"""Larger files are holes."""
+Place = tuple[Any, ...]
 """Keys and indices that lead to a place inside a JSON value."""
 
 NUMBERS: list[Any] = [
@@ -29,7 +33,7 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-def paths(value: Any, path: Path = ()) -> Iterator[Path]:
+def paths(value: Any, path: Place = ()) -> Iterator[Place]:
     """Every place in a JSON value, but the whole."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -61,7 +65,7 @@ def nearby(value: Any, rng: random.Random) -> Any:
     return rng.choice(VALUES)
 
 
-def change_json(value: Any, rng: random.Random, within: Path = ()) -> Path:
+def change_json(value: Any, rng: random.Random, within: Place = ()) -> Place:
     """Change one place inside `value`, below `within`, and return where."""
     for key in within:
         value = value[key]
@@ -146,6 +150,28 @@ def changed_bytes(data: bytes, rng: random.Random) -> bytes:
     else:
         content[at:at] = content[at : at + rng.randint(1, 64)]
     return bytes(content)
+
+
+def make_odd(path: Path, rng: random.Random) -> None:
+    """Another kind of file at `path`, or none; where links lead to, nothing can be written."""
+    path.unlink()
+    how = rng.randrange(6)
+    if how == 0:
+        path.symlink_to(rng.choice(["/dev/zero", "/proc/version", path.name, "/proc/self/mem", "/proc"]))
+    elif how == 1:
+        os.mkfifo(path)
+    elif how == 2:
+        path.mkdir()
+    elif how == 3:
+        path.touch()
+    elif how == 4:
+        with path.open("wb") as file:
+            file.truncate(rng.choice([1, 8, 4096, 1 << 30, 1 << 40]))
+
+
+def is_plain(path: Path) -> bool:
+    """Whether it is a file that may be read whole and written to."""
+    return not path.is_symlink() and path.is_file() and path.stat().st_size <= MOST_BYTES
 
 
 def changed_header(data: bytes, rng: random.Random, keep_length: bool = False) -> bytes:

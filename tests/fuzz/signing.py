@@ -20,6 +20,7 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import bundle_files, parse_manifest
 from ondevice.config import ModelConfig, QuantConfig
 from ondevice.kernels import _native
+from tests.fuzz.mutations import is_plain
 from tests.malformed.rules import manifest_of, seal
 
 SIDECARS = {
@@ -30,8 +31,6 @@ SIDECARS = {
 }
 """The key of each one's content."""
 CRC_BLOCK = 1 << 20
-MOST_SIGNED_BYTES = 64 << 20
-"""Larger files are holes; their hashes stay wrong."""
 
 
 def canonical(value: object) -> bytes:
@@ -65,10 +64,11 @@ def sign_files(folder: Path, config: ModelConfig, quant: QuantConfig) -> Any:
     tokenizer = parse_manifest((folder / "bundle.json").read_bytes()).tokenizer
     for name in bundle_files(config, tokenizer):
         path = folder / name
-        if name == CHECKSUMS or path.is_symlink() or not path.is_file():
+        if name == CHECKSUMS:
             continue
-        if path.stat().st_size > MOST_SIGNED_BYTES:
-            manifest["files"][name]["bytes"] = path.stat().st_size
+        if not is_plain(path):
+            if path.exists():
+                manifest["files"][name]["bytes"] = path.stat().st_size
             continue
         data = path.read_bytes()
         table = file_crcs(data, file_layout(name, config, quant))
@@ -77,7 +77,8 @@ def sign_files(folder: Path, config: ModelConfig, quant: QuantConfig) -> Any:
         manifest["files"][name] = {"bytes": len(data), "sha256": sha256(data), "crc": crc}
         offset += len(table)
     table_bytes = np.concatenate(tables).astype("<u4").tobytes()
-    (folder / CHECKSUMS).write_bytes(table_bytes)
+    if is_plain(folder / CHECKSUMS):
+        (folder / CHECKSUMS).write_bytes(table_bytes)
     entry = {"bytes": len(table_bytes), "sha256": sha256(table_bytes), "crc": None}
     manifest["files"][CHECKSUMS] = entry
     return manifest
@@ -94,7 +95,7 @@ def weights_digest(manifest: Any) -> str:
 def sidecar_content(folder: Path, name: str) -> dict[str, Any] | None:
     """What a sidecar's JSON file says; None where it is no such file any more."""
     path = folder / name
-    if path.is_symlink() or not path.is_file():
+    if not is_plain(path):
         return None
     try:
         content = json.loads(path.read_bytes())[SIDECARS[name]]
@@ -118,7 +119,7 @@ def sign_sidecars(folder: Path, manifest: Any) -> None:
             continue
         content["model"] = digest
         tensors = folder / name.replace(".json", ".safetensors")
-        if tensors.is_file() and not tensors.is_symlink() and tensors.stat().st_size < MOST_SIGNED_BYTES:
+        if is_plain(tensors):
             data = tensors.read_bytes()
             content["sha256"] = sha256(data)
             if "crcs" in content:
