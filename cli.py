@@ -182,6 +182,8 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
             print_json(response.to_dict())
         else:
             write_events(loaded.stream(tokens=tokens, sampling=sampling))
+        if loaded.stats.context_full:
+            say(f"(cut short: the context of {loaded.plan.max_context} tokens is full: --max-context)")
         _say_figures(loaded)
 
 
@@ -205,9 +207,15 @@ def chat(context: click.Context, /, model: str | None, system_prompt: str | None
     with loaded_model(prepared) as loaded:
         recommended = loaded.bundle.manifest.generation
         sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
+        sampling = sampling.seeded()
+        if sampling.is_random and "seed" not in chosen:
+            say(f"seed {sampling.seed}, drawn at random: --seed {sampling.seed} gives the same replies again")
+        if not sampling.is_random:
+            # Of what is left, nothing but the penalty of repetitions counts.
+            taken = {name: value for name, value in taken.items() if name == "repetition_penalty"}
         if taken:
             listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-            say(f"sampling as the model's authors recommend: {listed}")
+            say(f"as the model's authors recommend: {listed}")
         session = loaded.session(system_prompt)
         if loaded.chat_template.is_default:
             say("this model has no chat template: it continues a plain User and Assistant transcript")

@@ -116,9 +116,9 @@ def message(line: str) -> str:
 
 def cut_short(stats: GenerationStats, max_tokens: int) -> str:
     """What to tell of a reply that ended for its length."""
-    if stats.generated_tokens >= max_tokens:
-        return f"(cut short after {max_tokens} tokens: --max-tokens)"
-    return "(cut short: the context is full; /reset begins anew)"
+    if stats.context_full:
+        return "(cut short: the context is full; /reset begins anew)"
+    return f"(cut short after {max_tokens} tokens: --max-tokens)"
 
 
 def advice(error: OndeviceError, session: Session) -> str:

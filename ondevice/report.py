@@ -110,6 +110,7 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
         f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}{waits}"
+        f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
     )
 
 
@@ -334,7 +335,7 @@ def _factor(after: float, before: float) -> str:
 
 
 def _columns(name: str, cells: Iterable[str]) -> str:
-    return f"{name:<22}" + "".join(f"{cell:>12}" for cell in cells)
+    return f"{name:<22}" + "".join(f"  {cell:>12}" for cell in cells)
 
 
 def _percent(share: float) -> str:

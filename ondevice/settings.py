@@ -63,7 +63,7 @@ _SAMPLING_HELP = {
     "top_p": "Sample from the likeliest tokens that hold this probability; 1: off.",
     "min_p": "Drop tokens less likely than this times the likeliest; 0: off.",
     "repetition_penalty": "Divide the logits of tokens seen before; 1: off.",
-    "seed": "Of the random numbers; the same seed gives the same text.",
+    "seed": "Of the random numbers: the same one gives the same text; drawn, and said, if not given.",
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Tokens to generate at most.",
 }
@@ -96,7 +96,8 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
     if default is MISSING and field.default_factory is not MISSING:
         default = field.default_factory()
     choices = tuple(str(choice) for choice in get_args(hint)) if get_origin(hint) is Literal else ()
-    return Option(field.name, _flag(field.name), default, choices, type(default), text)
+    kind = int if default is None else type(default)
+    return Option(field.name, _flag(field.name), default, choices, kind, text)
 
 
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -22,15 +23,31 @@ from tests.command_line import Run, command
 
 
 def test_chat_honours_the_models_sampling_and_says_so(ondevice: Run, chat_bundle: Path) -> None:
-    options = ("-m", chat_bundle, "--max-tokens", 12)
+    options = ("-m", chat_bundle, "--max-tokens", 12, "--seed", 0)
     recommended = ondevice("chat", *options, stdin="Hello\n")
     assert "recommend: temperature 0.7, top_p 0.9" in recommended.err
     spelt_out = ondevice("chat", *options, "--temp", 0.7, "--top-p", 0.9, stdin="Hello\n")
     assert "recommend" not in spelt_out.err
     assert recommended.out == spelt_out.out
     greedy = ondevice("chat", *options, "--temp", 0, stdin="Hello\n")
-    assert "recommend: top_p 0.9" in greedy.err
+    assert "sampl" not in greedy.err
+    assert "recommend" not in greedy.err
+    assert "seed" not in greedy.err
     assert greedy.out != recommended.out
+
+
+def test_a_chat_says_the_seed_that_it_draws(ondevice: Run, chat_bundle: Path) -> None:
+    options = ("-m", chat_bundle, "--max-tokens", 12)
+    drawn = [ondevice("chat", *options, stdin="Hello\n") for _ in range(2)]
+    seeds = [re.search(r"^seed (\d+), drawn at random", result.err, re.MULTILINE) for result in drawn]
+    assert seeds[0] is not None
+    assert seeds[1] is not None
+    assert seeds[0][1] != seeds[1][1]
+    for seed, result in zip(seeds, drawn, strict=True):
+        assert seed is not None
+        again = ondevice("chat", *options, "--seed", seed[1], stdin="Hello\n")
+        assert again.out == result.out
+        assert "drawn at random" not in again.err
 
 
 def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
