@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,40 +32,19 @@ from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
-from ondevice.models import find_checkpoint, find_model
+from ondevice.models import ConversionProgress, find_checkpoint, find_model
 from ondevice.owner import OwnerThread, closed_error
 from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
 from ondevice.pressure_sources import system_source
 from ondevice.response import LastFigures, Response, gather
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
-from ondevice.session import Session
+from ondevice.session import Session, WhenFull
 from ondevice.settings import runtime_options, sampling_options
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
 
 Name = str | os.PathLike[str]
-
-
-class ConversionProgress(Protocol):
-    """How far a conversion is; bytes are bytes of the checkpoint."""
-
-    @property
-    def step(self) -> str:
-        """The file being made."""
-
-    @property
-    def done_bytes(self) -> int: ...
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    @property
-    def fraction(self) -> float: ...
-
-    @property
-    def remaining_seconds(self) -> float | None:
-        """None while nothing is known."""
 
 
 def load(model: Name | None = None, **options: Any) -> Model:
@@ -253,10 +232,13 @@ class Model:
         ids = self.prompt_ids(prompt, tokens)
         return self.astream_ids(None, ids, sampling_options(sampling, options))
 
-    def session(self, instructions: str | None = None) -> Session:
-        """A conversation that keeps its keys and values between turns. instructions: a system message."""
+    def session(self, instructions: str | None = None, *, when_full: WhenFull = "stop") -> Session:
+        """A conversation that keeps its keys and values between turns. instructions: a system message.
+
+        when_full: `stop` refuses a turn that the context has no room for, `drop` forgets the oldest ones.
+        """
         self._require_open()
-        return Session(self, instructions)
+        return Session(self, instructions, when_full)
 
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""

@@ -150,7 +150,8 @@ class QuantConfig:
 class RuntimeConfig:
     """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text.
 
-    A full context ends it, be it `max_context` or the shorter one that a budget has room for.
+    A full context ends it, or makes a chat forget its oldest turns, be it `max_context` or the shorter one
+    that a budget has room for.
     """
 
     dram_budget: str | int = "auto"

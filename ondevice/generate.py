@@ -142,7 +142,7 @@ class Generator:
         labels = replace(
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
-            context_full=written.reason == "length" and len(history) == self.max_context,
+            context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats)

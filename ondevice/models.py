@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from ondevice.backend_choice import check_backend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
@@ -63,6 +64,27 @@ REPOSITORY_FILES = [
 """All that a conversion reads: never code, never a pickle."""
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class ConversionProgress(Protocol):
+    """How far a conversion is; bytes are bytes of the checkpoint."""
+
+    @property
+    def step(self) -> str:
+        """The file being made."""
+
+    @property
+    def done_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def fraction(self) -> float: ...
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None while nothing is known."""
 
 
 def model_home() -> Path:

@@ -242,6 +242,7 @@ class TextParts:
     def __init__(self, source: str) -> None:
         self._where = "stdin" if source == "-" else source
         self._size = self._offset = 0
+        self._in_line = False
         try:
             self._file = sys.stdin.buffer if source == "-" else Path(source).open("rb")  # noqa: SIM115
             self._size = os.fstat(self._file.fileno()).st_size
@@ -258,8 +259,29 @@ class TextParts:
         return min(1.0, self._offset / self._size) if self._size else 0.0
 
     def __iter__(self) -> Iterator[str]:
+        return self._decoded_parts(lambda: self._file.read(PART_BYTES))
+
+    def line(self) -> Iterator[str]:
+        """Parts of the line that comes next, with its end; nothing but empty ones behind the last.
+
+        What isn't taken of it is skipped by `end_line`.
+        """
+        self._in_line = True
+        return self._decoded_parts(self._read_line)
+
+    def end_line(self) -> None:
+        """Skip what is left of the line."""
+        while data := self._read_line():
+            self._offset += len(data)
+
+    def _read_line(self) -> bytes:
+        data: bytes = self._file.readline(PART_BYTES) if self._in_line else b""
+        self._in_line = bool(data) and not data.endswith(b"\n")
+        return data
+
+    def _decoded_parts(self, read: Callable[[], bytes]) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        while data := self._file.read(PART_BYTES):
+        while data := read():
             held = len(decoder.getstate()[0])
             if b"\0" in data:
                 raise UsageError(

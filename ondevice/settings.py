@@ -106,6 +106,7 @@ _OPTIONS = RUNTIME_OPTIONS | SAMPLING_OPTIONS
 OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
+    "when_full": str,
     "prompt": str,
     "text": str,
     "output": str,
