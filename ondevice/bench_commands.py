@@ -17,6 +17,7 @@ from ondevice.errors import UsageError
 from ondevice.options import (
     Command,
     Text,
+    TextParts,
     add_options,
     complete_path,
     json_option,
@@ -236,7 +237,7 @@ def profile(model: str | None, output: Path | None, text: str | None, tokens: in
     """
     from ondevice import plots, report
 
-    content = None if text is None else read_text(text)
+    content = None if text is None else TextParts(text)
     take_interrupts()
     with progress() as show:
         found = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)

@@ -34,7 +34,7 @@ from ondevice.memory_sizes import context_tokens
 from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
-from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
+from ondevice.tokenizer import Tokenizer, import_library, load_tokenizer, loading_bytes
 from ondevice.units import MemoryRoom, memory_rooms, parse_size, process_memory, trim_heap, usable_cores
 
 log = logging.getLogger(__name__)
@@ -118,8 +118,9 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
         threads=runtime.threads or usable_cores(),
     )
     warnings = _warnings(bundle, runtime)
-    # Imports what it asks: the process is measured with it.
+    # What is imported anyway is measured with the process.
     operands = operand_bytes(runtime.backend)
+    import_library(bundle.manifest.tokenizer.kind or "")
     # What was freed before isn't held against anybody.
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)

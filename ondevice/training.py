@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +32,15 @@ TRAINED_SHARE = 0.9
 """Of the progress: the rest is measuring."""
 
 OnProgress = Callable[[float, str], None]
+Text = str | Iterable[str]
+"""Whole or in parts, as it is read; of these no more than is used."""
 Pieces = Sequence[Sequence[int]]
 Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
 
 
 def train_predictors(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
@@ -106,7 +108,7 @@ def train_predictors(
 
 def train_thresholds(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
@@ -152,7 +154,7 @@ def train_thresholds(
 
 def train_streams(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
@@ -206,12 +208,13 @@ def _stream_training() -> ModuleType:
     return train_streams
 
 
-def text_pieces(prepared: Prepared, text: str, tokens: int) -> list[list[int]]:
+def text_pieces(prepared: Prepared, text: Text, tokens: int) -> list[list[int]]:
     """Ids of the text's first `tokens` tokens, in pieces that are read from an empty context each.
 
     None of a text of fewer than two. Raises UsageError if the model has no tokenizer.
     """
-    ids = text_tokenizer(prepared).encode(text, most=tokens)[:tokens]
+    parts = [text] if isinstance(text, str) else text
+    ids = text_tokenizer(prepared).encode_within(parts, most=tokens)[:tokens]
     settings = prepared.bundle.manifest.tokenizer
     context = min(PIECE_TOKENS, prepared.plan.max_context)
     return list(windows(ids, context, settings.bos_id if settings.add_bos else None)) if len(ids) > 1 else []
@@ -229,7 +232,7 @@ def spread(pieces: Pieces, tokens: int) -> Pieces:
     return [pieces[len(pieces) // 2]]
 
 
-def _pieces(prepared: Prepared, text: str | None, pieces: Pieces | None, tokens: int) -> Pieces:
+def _pieces(prepared: Prepared, text: Text | None, pieces: Pieces | None, tokens: int) -> Pieces:
     if (text is None) == (pieces is None):
         raise UsageError("give either a text or pieces of token ids")
     return text_pieces(prepared, text or "", tokens) if pieces is None else pieces

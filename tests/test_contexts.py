@@ -146,7 +146,8 @@ def test_a_score_never_follows_the_budget(bundle: Path, ondevice: Run, tmp_path:
         with pytest.raises(BudgetError) as caught:
             model.score(said)
         assert model.generate("Once", max_tokens=2).tokens
-    enough = ondevice(*options, "--dram-budget", caught.value.required_bytes).json
+    # The commands' process is this one, which other tests may have grown.
+    enough = ondevice(*options, "--dram-budget", caught.value.required_bytes + (8 << 20)).json
     assert enough == ondevice(*options, "--dram-budget", "8GB").json
     asked = ondevice(*options, "--dram-budget", budget, "--max-context", LEAST_CONTEXT).json
     assert asked["tokens"] == enough["tokens"]

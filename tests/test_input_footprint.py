@@ -90,6 +90,13 @@ def test_a_text_of_any_length_is_scored_within_the_budget(chat_bundle: Path) -> 
     assert peak_bytes <= budget
 
 
+def test_of_a_text_to_measure_on_no_more_is_read_than_is_used(tmp_path: Path) -> None:
+    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu")
+    bundle = convert_bundle(checkpoint, tmp_path / "bundle")
+    code, _, _ = peak(["profile", "-m", bundle, "--text", "-", "--tokens", 64, "--json"], endless(WORDS))
+    assert code == 0
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [("/dev/zero", "byte 0x00 at offset 0"), ("/dev/urandom", "is not"), ("/dev/null", "too short")],
