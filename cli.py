@@ -90,7 +90,12 @@ def cli(verbose: bool) -> None:
 
 @cli.command()
 @click.argument("source", shell_complete=complete_path)
-@option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="The bundle's folder; if not given, one of the source's name among the models.",
+)
 @option(
     "--quant",
     type=click.Choice(["q4", "q8", "f16"]),
@@ -112,7 +117,7 @@ def convert(
     context: click.Context,
     /,
     source: str,
-    output: Path,
+    output: Path | None,
     quant: str,
     text: str | None,
     no_calibrate: bool,
@@ -191,12 +196,16 @@ cli.add_command(chat)
 
 @cli.command()
 @model_option
+@option("--list", "listing", is_flag=True, help="List the models that are here, and the short names.")
 @add_options(RUNTIME_OPTIONS)
 @json_option
-def inspect(model: str | None, as_json: bool, **values: Any) -> None:
+def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> None:
     """Say what a model needs and can do, before loading anything."""
     from ondevice import api, report
 
+    if listing:
+        print_result(as_json, report.model_list(), report.model_list_text())
+        return
     prepared = api.open_model(model, runtime_config(values))
     print_result(as_json, report.inspection(prepared), report.inspection_text(prepared))
 

@@ -32,7 +32,7 @@ from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
-from ondevice.models import ConversionProgress, find_checkpoint, find_model
+from ondevice.models import ConversionProgress, default_output, find_checkpoint, find_model
 from ondevice.owner import OwnerThread, closed_error
 from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
@@ -64,7 +64,7 @@ def inspect(model: Name | None = None, **options: Any) -> Plan:
 
 def convert(
     source: Name,
-    output: Name,
+    output: Name | None = None,
     quant: str = QuantConfig().name,
     *,
     on_progress: Callable[[ConversionProgress], None] | None = None,
@@ -74,14 +74,16 @@ def convert(
 ) -> Path:
     """Turn a checkpoint (a folder, a llama2.c file, a repository id or alias) into a bundle at `output`.
 
+    Without one, it is made where models are found by name, under the source's.
     resume continues what was interrupted;
     force replaces an existing output; offline forbids downloads. Returns the bundle's path.
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError and OSError.
     """
     from ondevice.converters.convert import convert as run
 
+    target = default_output(source) if output is None else Path(output)
     checkpoint = find_checkpoint(source, offline)
-    return run(checkpoint, Path(output), quant, resume=resume, force=force, on_progress=on_progress)
+    return run(checkpoint, target, quant, resume=resume, force=force, on_progress=on_progress)
 
 
 def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None] | None = None) -> Report:

@@ -138,6 +138,19 @@ def known_models() -> list[str]:
     return sorted({path.parent.name for folder in folders for path in folder.glob(f"*/{MANIFEST}")})
 
 
+def default_output(source: str | os.PathLike[str]) -> Path:
+    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
+
+    Raises UsageError for a source without a name.
+    """
+    path = Path(source).expanduser()
+    name = path.resolve().name if path.is_dir() else path.name
+    name = name if path.is_dir() or not path.is_file() else path.stem
+    if not name:
+        raise UsageError(f"{os.fspath(source)} has no name to give the bundle; name its folder with --output")
+    return model_home() / name
+
+
 def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
     """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ondevice.config import TARGET_RANGE, RuntimeConfig, SamplingConfig, is_target
 from ondevice.errors import UsageError
-from ondevice.units import parse_size
+from ondevice.units import parse_budget
 
 MAX_THREADS = 256
 """More compute threads than this are a slip, and each takes memory of its own."""
@@ -68,7 +68,7 @@ _SAMPLING_HELP = {
     "max_tokens": "Tokens to generate at most.",
 }
 _MODE_OF_TARGET = {"predictor_recall": "predicted", "threshold_sparsity": "threshold"}
-_FLAGS = {"temperature": "--temp", "as_json": "--json"}
+_FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
 
 
 def _flag(name: str) -> str:
@@ -122,6 +122,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "force": bool,
     "offline": bool,
     "as_json": bool,
+    "listing": bool,
     "verbose": bool,
 }
 """Settings that belong to the command line and not to a config dataclass."""
@@ -143,7 +144,7 @@ def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)
     check_choices(config)
-    parse_size(config.dram_budget, auto=0)
+    parse_budget(config.dram_budget, auto=0)
     return config
 
 
