@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ondevice.bench_commands import bench, profile
-from ondevice.command_model import loaded_model, prepared_model
-from ondevice.config import QuantConfig, SamplingConfig
+from ondevice.chat import chat
+from ondevice.command_model import loaded_model, prepared_model, say_figures
+from ondevice.config import QuantConfig
 from ondevice.doctor_commands import doctor
 from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
@@ -35,14 +36,12 @@ from ondevice.settings import (
     SAMPLING_OPTIONS,
     runtime_config,
     sampling_config,
-    with_model_defaults,
 )
 from ondevice.terminal import print_json, print_result, progress, say, take_interrupts, write_events
 from ondevice.train_commands import train
 
 if TYPE_CHECKING:
-    from ondevice.api import ConversionProgress, Model
-    from ondevice.session import Session
+    from ondevice.models import ConversionProgress
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
@@ -94,7 +93,12 @@ def cli(verbose: bool) -> None:
 
 @cli.command()
 @click.argument("source", shell_complete=complete_path)
-@option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="The bundle's folder; if not given, one of the source's name among the models.",
+)
 @option(
     "--quant",
     type=click.Choice(["q4", "q8", "f16"]),
@@ -116,7 +120,7 @@ def convert(
     context: click.Context,
     /,
     source: str,
-    output: Path,
+    output: Path | None,
     quant: str,
     text: str | None,
     no_calibrate: bool,
@@ -194,63 +198,26 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
             print_json(response.to_dict())
         else:
             write_events(loaded.stream(tokens=tokens, sampling=sampling))
-        _say_figures(loaded)
+        if loaded.stats.context_full:
+            say(f"(cut short: the context of {loaded.plan.max_context} tokens is full: --max-context)")
+        say_figures(loaded)
+
+
+cli.add_command(chat)
 
 
 @cli.command()
 @model_option
-@option("--system-prompt", type=Text(), help="What the model is told first.")
-@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
-@click.pass_context
-def chat(context: click.Context, /, model: str | None, system_prompt: str | None, **values: Any) -> None:
-    """Talk to a model; /help lists what else can be asked. From a pipe, every line is a turn.
-
-    Sampling follows the model's own generation_config.json where no option says otherwise.
-    """
-    from ondevice import api
-    from ondevice import chat_commands as commands
-
-    default = click.core.ParameterSource.DEFAULT
-    chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
-    prepared = prepared_model(model, values)
-    api.text_tokenizer(prepared)
-    with loaded_model(prepared) as loaded:
-        recommended = loaded.bundle.manifest.generation
-        sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
-        if taken:
-            listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-            say(f"sampling as the model's authors recommend: {listed}")
-        session = loaded.session(system_prompt)
-        if loaded.chat_template.is_default:
-            say("this model has no chat template: it continues a plain User and Assistant transcript")
-        with commands.Interrupts() as interrupts:
-            for number, line in commands.read_turns(say, interrupts):
-                try:
-                    with interrupts.heard():
-                        _take_turn(loaded, session, line, sampling)
-                except KeyboardInterrupt:
-                    if not sys.stdin.isatty():
-                        raise
-                    say("")
-                except OndeviceError as error:
-                    advice = commands.advice(error, session)
-                    if not sys.stdin.isatty():
-                        error.add_note(
-                            f"line {number} of stdin, and what follows it, wasn't answered{advice}"
-                        )
-                        raise
-                    say(f"error: {error}{advice}")
-        _say_figures(loaded)
-
-
-@cli.command()
-@model_option
+@option("--list", "listing", is_flag=True, help="List the models that are here, and the short names.")
 @add_options(RUNTIME_OPTIONS)
 @json_option
-def inspect(model: str | None, as_json: bool, **values: Any) -> None:
+def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> None:
     """Say what a model needs and can do, before loading anything."""
     from ondevice import api, report
 
+    if listing:
+        print_result(as_json, report.model_list(), report.model_list_text())
+        return
     prepared = api.open_model(model, runtime_config(values))
     print_result(as_json, report.inspection(prepared), report.inspection_text(prepared))
 
@@ -316,22 +283,3 @@ def verify(model: str | None) -> None:
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
     if found.unused:
         say(f"not used, and not checked: {', '.join(found.unused)}; nothing in the bundle refers to them")
-
-
-def _take_turn(loaded: Model, session: Session, line: str, sampling: SamplingConfig) -> None:
-    """Do what a line of a chat asks, or answer it."""
-    from ondevice import chat_commands as commands
-
-    if commands.is_command(line):
-        say(commands.chat_command(loaded, session, line))
-        return
-    events = session.stream_response(commands.message(line), sampling=sampling)
-    if write_events(events) == "length":
-        say(commands.cut_short(loaded.stats, sampling.max_tokens))
-
-
-def _say_figures(model: Model) -> None:
-    from ondevice import report
-
-    if model.stats.forward_passes:
-        say(report.figures(model.stats, model.plan))

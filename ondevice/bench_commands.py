@@ -160,8 +160,8 @@ def run_ablation(
     model: str | None, prompt_tokens: int, max_tokens: int, as_json: bool, values: dict[str, Any]
 ) -> None:
     """Measure and print the table of `bench --ablation`."""
-    from ondevice import report
     from ondevice.ablation import ablation
+    from ondevice.ablation_report import ablation_table
 
     runtime = runtime_config(values)
     take_interrupts()
@@ -174,7 +174,7 @@ def run_ablation(
             warm_up_tokens=BENCH_WARM_UP_TOKENS,
             on_progress=show,
         )
-    print_result(as_json, found.to_dict(), report.ablation_table(found))
+    print_result(as_json, found.to_dict(), ablation_table(found))
 
 
 def compare(

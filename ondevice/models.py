@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from ondevice.backend_choice import check_backend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
@@ -69,6 +70,27 @@ SHOWN_CHARS = 80
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+class ConversionProgress(Protocol):
+    """How far a conversion is; bytes are bytes of the checkpoint."""
+
+    @property
+    def step(self) -> str:
+        """The file being made."""
+
+    @property
+    def done_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def fraction(self) -> float: ...
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None while nothing is known."""
+
+
 def model_home() -> Path:
     """The folder that converted models live in: `ONDEVICE_HOME`, else the platform's data folder."""
     home = os.environ.get("ONDEVICE_HOME")
@@ -100,9 +122,27 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
         return _find_model(text, isinstance(name, os.PathLike))
 
 
+def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
+    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises UsageError as these do."""
+    return default_output(source) if output is None else output_path(output)
+
+
 def output_path(output: object) -> Path:
     """Where something is to be written. Raises UsageError for a value of another type."""
     return Path(_path_text(output, "the output is a path"))
+
+
+def default_output(source: str | os.PathLike[str]) -> Path:
+    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
+
+    Raises UsageError for a source without a name.
+    """
+    path = Path(_path_text(source, "a checkpoint is a path, a repository id or an alias")).expanduser()
+    name = path.resolve().name if path.is_dir() else path.name
+    name = name if path.is_dir() or not path.is_file() else path.stem
+    if not name:
+        raise UsageError(f"{os.fspath(source)} has no name to give the bundle; name its folder with --output")
+    return model_home() / name
 
 
 def _path_text(value: object, what: str) -> str:

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,13 @@ log = logging.getLogger(__name__)
 STDOUT = 1
 BROKEN_PIPE = 141
 """Exit code of a command whose reader went away, as the shell would give it for the signal."""
+
+MODEL_ARGUMENT = "named_model"
+OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME")
+"""Of the environment, read elsewhere than for an option."""
+TEST_VARIABLES = "ONDEVICE_TEST_"
+NEAR = 0.85
+"""Share of two names' letters that agree where one is a slip for the other; the common prefix counts."""
 
 PART_BYTES = 1 << 16
 """Of a text that are read at a time."""
@@ -102,6 +110,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         assert isinstance(ctx, SettingsContext)
         _start_logging(ctx.find_root(), ctx.read_settings())
+        _warn_of_variables(ctx.find_root().command)
+        _take_model(ctx)
         _require_meaning(ctx)
         try:
             return super().invoke(ctx)
@@ -138,6 +148,39 @@ def _start_logging(root: click.Context, settings: Settings) -> None:
     if root.get_parameter_source("verbose") is ParameterSource.DEFAULT:
         verbose = settings.values.get("verbose", verbose)
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
+
+
+def _variables(command: click.Command) -> Iterator[str]:
+    """Those that set an option of the command, or of one below it."""
+    yield from (str(it.envvar) for it in command.params if isinstance(it, SettableOption))
+    for inner in getattr(command, "commands", {}).values():
+        yield from _variables(inner)
+
+
+def _warn_of_variables(root: click.Command) -> None:
+    """Log what of the environment looks like an option's variable and sets none."""
+    known = {*_variables(root), *OTHER_VARIABLES}
+    for name in sorted(os.environ):
+        if name.startswith("ONDEVICE_") and name not in known and not name.startswith(TEST_VARIABLES):
+            near = get_close_matches(name, known, 1, NEAR)
+            log.warning("%s sets nothing%s", name, f"; did you mean {near[0]}?" if near else "")
+
+
+def _take_model(context: click.Context) -> None:
+    """The model may be named by an argument as well as by its option; the command gets one.
+
+    Raises UsageError for two different ones.
+    """
+    if MODEL_ARGUMENT not in context.params:
+        return
+    named, flagged = context.params.pop(MODEL_ARGUMENT), context.params["model"]
+    if named is None:
+        return
+    source = context.get_parameter_source("model")
+    if source is ParameterSource.COMMANDLINE and flagged != named:
+        raise UsageError(f"two models are named, {named} and --model {flagged}; give one")
+    context.params["model"] = named
+    context.set_parameter_source("model", ParameterSource.COMMANDLINE)
 
 
 def _require_meaning(context: click.Context) -> None:
@@ -190,13 +233,23 @@ def _complete_model(
 
 option = partial(click.option, cls=SettableOption)
 
-model_option = option(
+_model_flag = option(
     "--model",
     "-m",
     metavar="NAME|DIR",
     shell_complete=_complete_model,
-    help="A bundle's folder, a name under the model folders, or an alias; the shipped model if not given.",
+    help="As the argument: a bundle's folder, or a name of `inspect --list`; the shipped model if not given.",
 )
+
+
+def model_option(command: Decorated) -> Decorated:
+    """A decorator: which model a command is for, as an argument or as an option."""
+    argument = click.argument(
+        MODEL_ARGUMENT, metavar="[NAME|DIR]", required=False, shell_complete=_complete_model
+    )
+    return argument(_model_flag(command))
+
+
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
 
 
@@ -244,6 +297,7 @@ class TextParts:
     def __init__(self, source: str) -> None:
         self._where = "stdin" if source == "-" else source
         self._size = self._offset = 0
+        self._in_line = False
         try:
             self._file = sys.stdin.buffer if source == "-" else Path(source).open("rb")  # noqa: SIM115
             self._size = os.fstat(self._file.fileno()).st_size
@@ -260,8 +314,29 @@ class TextParts:
         return min(1.0, self._offset / self._size) if self._size else 0.0
 
     def __iter__(self) -> Iterator[str]:
+        return self._decoded_parts(lambda: self._file.read(PART_BYTES))
+
+    def line(self) -> Iterator[str]:
+        """Parts of the line that comes next, with its end; nothing but empty ones behind the last.
+
+        What isn't taken of it is skipped by `end_line`.
+        """
+        self._in_line = True
+        return self._decoded_parts(self._read_line)
+
+    def end_line(self) -> None:
+        """Skip what is left of the line."""
+        while data := self._read_line():
+            self._offset += len(data)
+
+    def _read_line(self) -> bytes:
+        data: bytes = self._file.readline(PART_BYTES) if self._in_line else b""
+        self._in_line = bool(data) and not data.endswith(b"\n")
+        return data
+
+    def _decoded_parts(self, read: Callable[[], bytes]) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        while data := self._file.read(PART_BYTES):
+        while data := read():
             held = len(decoder.getstate()[0])
             if b"\0" in data:
                 raise UsageError(

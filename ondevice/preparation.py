@@ -35,7 +35,7 @@ from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
 from ondevice.tokenizer import Tokenizer, import_library, load_tokenizer, loading_bytes
-from ondevice.units import MemoryRoom, memory_rooms, parse_size, process_memory, trim_heap, usable_cores
+from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class _Planner:
         """Whether the budget has room for reading the tokenizer, before anything is planned."""
         needed = self.opening_bytes + self.measured.others_bytes
         budget = self.runtime.dram_budget
-        return needed <= (self._allowance.usable_bytes if self._is_auto else parse_size(budget))
+        return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def prepared(self) -> Prepared:
         """With the context asked for; with the longest that fits where none was, down to LEAST_CONTEXT."""
@@ -274,7 +274,7 @@ class _Planner:
         )
         if self._is_auto:
             return plan.with_budget(auto_budget(plan, self._allowance))
-        return plan.with_budget(parse_size(runtime.dram_budget))
+        return plan.with_budget(parse_budget(runtime.dram_budget))
 
     @property
     def _is_auto(self) -> bool:
@@ -374,7 +374,7 @@ def budget_bytes(budget: str | int, plan: Plan) -> int:
     if is_auto(budget):
         # What a loaded model holds already is as good as free to it.
         return auto_budget(plan, allowance(process_memory().current_bytes, memory_rooms()))
-    return parse_size(budget)
+    return parse_budget(budget)
 
 
 def warn_of_budget(budget: str | int, plan: Plan, name: str) -> None:

@@ -210,6 +210,8 @@ def compare_drafters(
             f"--max-tokens {sampling.max_tokens}: a text's first token comes with its prompt's pass; ask for "
             f"{LEAST_TOKENS} or more"
         )
+    # One for all, or texts couldn't be the same.
+    sampling = sampling.seeded()
     runtime = on_kernels(runtime, "the comparison of --speculation all")
     arms, notes = _arms(model, runtime)
     plain = arms[OFF]

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.api import ConversionProgress, Name, load, open_model, text_tokenizer
+from ondevice.api import Name, load, open_model, text_tokenizer
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
-from ondevice.models import find_checkpoint, output_path
+from ondevice.models import ConversionProgress, bundle_target, find_checkpoint, output_path
 from ondevice.preparation import Prepared
 from ondevice.scoring import Tally, windows
 from ondevice.settings import require_fields
@@ -214,7 +214,7 @@ def _stream_training() -> ModuleType:
 
 def convert_and_train(
     source: Name,
-    output: Name,
+    output: Name | None,
     text: Text,
     quant: str = QuantConfig().name,
     *,
@@ -260,8 +260,8 @@ def convert_and_train(
 
         return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
 
-    checkpoint = find_checkpoint(source, offline)
-    return run(checkpoint, output_path(output), quant, on_progress, resume, force, begin)
+    target = bundle_target(source, output)
+    return run(find_checkpoint(source, offline), target, quant, on_progress, resume, force, begin)
 
 
 def text_pieces(prepared: Prepared, text: Text, tokens: int) -> list[list[int]]:

@@ -34,6 +34,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
+LEAST_BARE_BYTES = 10**6
+"""A budget of fewer bytes, which no model can run in, was meant in another unit."""
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -65,6 +67,16 @@ def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | N
     size = math.floor(number * _UNITS[match[2]])
     if size > _MAX_BYTES:
         raise UsageError(f"size {value!r} is above the limit of 2^62 bytes")
+    return size
+
+
+def parse_budget(value: str | int, *, auto: int | None = None) -> int:
+    """`parse_size` of a memory budget. Raises UsageError, too, for a number of bytes that lacks its unit."""
+    size = parse_size(value, auto=auto)
+    bare = isinstance(value, int) or value.strip().isdigit()
+    if bare and 0 < size < LEAST_BARE_BYTES:
+        unit = "GB" if size < 1000 else "MB"
+        raise UsageError(f"a DRAM budget of {size} is {size} bytes; did you mean {size}{unit}?")
     return size
 
 

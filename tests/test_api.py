@@ -71,6 +71,25 @@ def test_text_and_its_tokens_are_the_same_prompt(model: Model) -> None:
     assert model.generate(tokens=ids, max_tokens=5).tokens == model.generate(PROMPT, max_tokens=5).tokens
 
 
+def test_a_generation_says_the_seed_that_it_drew(model: Model) -> None:
+    drawn = [model.generate(PROMPT, max_tokens=12, temperature=1.0) for _ in range(2)]
+    assert drawn[0].stats.seed != drawn[1].stats.seed
+    for response in drawn:
+        again = model.generate(PROMPT, max_tokens=12, temperature=1.0, seed=response.stats.seed)
+        assert again.tokens == response.tokens
+    assert model.generate(PROMPT, max_tokens=2, temperature=1.0, seed=0).stats.seed == 0
+    assert model.generate(PROMPT, max_tokens=2, seed=5).stats.seed is None
+    reply = model.session().respond("Hello", max_tokens=2, temperature=1.0)
+    assert reply.stats.seed is not None
+
+
+def test_a_text_that_the_context_ends_says_so(model: Model) -> None:
+    cut = model.generate(tokens=[1] * (CONTEXT - 3), max_tokens=9, logit_bias={EOS: -math.inf})
+    assert (cut.finish_reason, len(cut.tokens), cut.stats.context_full) == ("length", 3, True)
+    asked = model.generate(tokens=[1] * 8, max_tokens=3, logit_bias={EOS: -math.inf})
+    assert (asked.finish_reason, asked.stats.context_full) == ("length", False)
+
+
 def test_prompts_of_a_wrong_type_never_become_work(model: Model) -> None:
     for wrong in ("ab", [1.5], [None], 5):
         for call in (model.stream, model.astream, model.logits, model.score):

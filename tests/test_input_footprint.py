@@ -7,7 +7,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,18 @@ def test_a_prompt_without_end_is_refused_within_the_budget(chat_bundle: Path, te
     code, peak_bytes, said = peak(arguments, endless(text))
     assert code == 4
     assert "shorten it" in said
+    assert peak_bytes <= budget
+
+
+@pytest.mark.parametrize("text", [WORDS, "天地玄黄宇宙洪荒".encode()])
+def test_a_chat_refuses_a_line_of_50_mb_within_the_budget(chat_bundle: Path, text: bytes) -> None:
+    budget = smallest_and_a_bit(chat_bundle)
+    lines = chain([b"Hello\n"], [text * 1000] * (50_000_000 // (1000 * len(text))), [b"\nmore\n"])
+    arguments = ["chat", "-m", chat_bundle, "--max-tokens", 2, "--dram-budget", budget]
+    code, peak_bytes, said = peak(arguments, lines)
+    assert code == 4
+    assert "shorten it; line 2 of stdin wasn't answered" in said
+    assert "line 3" not in said
     assert peak_bytes <= budget
 
 

@@ -191,7 +191,8 @@ def test_so_many_neurons_are_multiplied(bundle: Path) -> None:
     shares = []
     for sparsity in (0.25, 0.5, 0.9):
         with load(bundle, sparsity="threshold", threshold_sparsity=sparsity) as model:
-            model.generate(tokens=PASSAGE[:1], max_tokens=100, temperature=1.0, logit_bias={EOS: -math.inf})
+            ends = {EOS: -math.inf}
+            model.generate(tokens=PASSAGE[:1], max_tokens=100, temperature=1.0, seed=0, logit_bias=ends)
             neurons = model._engine._neurons
             assert isinstance(neurons, NeuronFetcher)
             shares.append(neurons.lookups / (100 * 3 * SHAPE["intermediate_size"]))
