@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,9 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_d
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file's name needn't be UTF-8, and is written as it is.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)
         sys.stdout.flush()

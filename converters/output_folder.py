@@ -43,6 +43,7 @@ class OutputFolder:
     """The folder being written, held by this process alone between `claim` and `close`."""
 
     def __init__(self, output: Path) -> None:
+        """Raises UsageError for a name that the system doesn't allow, or that leaves no room for others."""
         self.output = output.absolute()
         self.partial = self._sibling(".partial")
         self.copy = self.partial / self.output.name
@@ -51,6 +52,8 @@ class OutputFolder:
         self._force = False
         self._may_discard = False
         self._descriptor = -1
+        for path in (self.output, self.partial, self._replaced):
+            _check_name(path)
 
     def check(self, resume: bool, force: bool) -> None:
         """Raises UsageError where writing would touch what the options don't allow to be touched."""
@@ -226,6 +229,18 @@ class OutputFolder:
 
     def _sibling(self, suffix: str) -> Path:
         return self.output.with_name(self.output.name + suffix) if self.output.name else self.output
+
+
+def _check_name(path: Path) -> None:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{str(path.name)!a} can't be the name of a folder: {getattr(error, 'strerror', None) or error}; "
+            "choose another --output"
+        ) from error
 
 
 def _is_made_here(name: str) -> bool:

@@ -32,7 +32,7 @@ from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
-from ondevice.models import find_checkpoint, find_model
+from ondevice.models import find_checkpoint, find_model, output_path
 from ondevice.owner import OwnerThread, closed_error
 from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
@@ -102,7 +102,7 @@ def convert(
     from ondevice.converters.convert import convert as run
 
     checkpoint = find_checkpoint(source, offline)
-    return run(checkpoint, Path(output), quant, resume=resume, force=force, on_progress=on_progress)
+    return run(checkpoint, output_path(output), quant, resume=resume, force=force, on_progress=on_progress)
 
 
 def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None] | None = None) -> Report:

@@ -23,7 +23,7 @@ from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
-from ondevice.models import find_checkpoint
+from ondevice.models import find_checkpoint, output_path
 from ondevice.preparation import Prepared
 from ondevice.scoring import Tally, windows
 from ondevice.settings import require_fields
@@ -261,7 +261,7 @@ def convert_and_train(
         return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
 
     checkpoint = find_checkpoint(source, offline)
-    return run(checkpoint, Path(output), quant, on_progress, resume, force, begin)
+    return run(checkpoint, output_path(output), quant, on_progress, resume, force, begin)
 
 
 def text_pieces(prepared: Prepared, text: Text, tokens: int) -> list[list[int]]:
@@ -307,7 +307,7 @@ def _check_target(prepared: Prepared, output: Name | None) -> Path:
     that is too small.
     """
     prepared.require_fit()
-    folder = prepared.bundle.path if output is None else Path(output).absolute()
+    folder = prepared.bundle.path if output is None else output_path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} can't be written to; give a new folder with --output")
     if output is not None and os.path.lexists(folder):

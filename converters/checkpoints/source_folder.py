@@ -53,7 +53,7 @@ class SourceFolder:
             )
         try:
             real = (self.path / name).resolve(strict=True)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnicodeEncodeError) as error:
             raise CheckpointError(f"{self.path} has no {name}; is the download complete?") from error
         if real.parent not in self._allowed:
             raise CheckpointError(
