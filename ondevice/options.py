@@ -114,7 +114,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except OndeviceError as error:
-            message = str(error)
+            message = error.for_command_line
             for option in self.params:
                 origin = option.origin(ctx) if isinstance(option, SettableOption) else None
                 if origin and _is_mentioned(message, option, ctx.params[option.name or ""]):
@@ -207,7 +207,7 @@ class Text(click.types.StringParamType):
         try:
             return decode_text(text.encode("utf-8", "surrogateescape"), "it")
         except UsageError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(error.for_command_line, param, ctx)
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return (rv,)
@@ -282,7 +282,7 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
     try:
         check_value(parameter.name or "", value)
     except UsageError as error:
-        raise click.BadParameter(str(error), context, parameter) from error
+        raise click.BadParameter(error.for_command_line, context, parameter) from error
     return value
 
 
