@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -160,6 +159,8 @@ def _warn_of_variables(root: click.Command) -> None:
     known = {*_variables(root), *OTHER_VARIABLES}
     for name in sorted(os.environ):
         if name.startswith("ONDEVICE_") and name not in known and not name.startswith(TEST_VARIABLES):
+            from difflib import get_close_matches
+
             near = get_close_matches(name, known, 1, NEAR)
             log.warning("%s sets nothing%s", name, f"; did you mean {near[0]}?" if near else "")
 
