@@ -55,7 +55,8 @@ def run(arguments: Sequence[str]) -> int:
         code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)
         sys.stdout.flush()
     except OndeviceError as error:
-        return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
+        notes = getattr(error, "__notes__", [])
+        return _fail("\n".join([error.for_command_line, *notes]), error.exit_code)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -199,7 +200,9 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
         else:
             write_events(loaded.stream(tokens=tokens, sampling=sampling))
         if loaded.stats.context_full:
-            say(f"(cut short: the context of {loaded.plan.max_context} tokens is full: --max-context)")
+            room = loaded.plan.max_context < loaded.config.max_context
+            more = "--max-context makes room" if room else "that is the model's limit"
+            say(f"(cut short: the context of {loaded.plan.max_context} tokens is full; {more})")
         say_figures(loaded)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -53,6 +54,7 @@ def chat(
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
     from ondevice import api, chat_input
+    from ondevice.bundle.about import read_about
     from ondevice.chat_commands import is_known_command
 
     chosen = {
@@ -62,6 +64,8 @@ def chat(
     tokenizer = api.text_tokenizer(prepared)
     with loaded_model(prepared) as loaded:
         sampling = _sampling(loaded, sampling_config(values), chosen)
+        if about := read_about(loaded.bundle.path):
+            say(f"{loaded.name}, in its maker's words:\n{indent(about, '  ')}")
         session = loaded.session(system_prompt, when_full=when_full)
         if loaded.chat_template.is_default:
             say("this model has no chat template: it continues a plain User and Assistant transcript")
@@ -121,9 +125,9 @@ class _Talk:
         except OndeviceError as error:
             advice = commands.advice(error, self.session)
             if sys.stdin.isatty():
-                say(f"error: {error}{advice}")
+                say(f"error: {error.for_command_line}{advice}")
             elif turn.refusal is not None or self._is_too_long(error):
-                say(f"error: {error}{advice}; line {turn.number} of stdin wasn't answered")
+                say(f"error: {error.for_command_line}{advice}; line {turn.number} of stdin wasn't answered")
                 self.refused = True
             else:
                 error.add_note(f"line {turn.number} of stdin, and what follows it, wasn't answered{advice}")
@@ -146,4 +150,4 @@ class _Talk:
         if reason == "length":
             say(commands.cut_short(self.model.stats, self.sampling, self.session))
         if before == 0 < self.session.dropped_turns:
-            say(commands.forgets(self.session))
+            say(commands.forgets(self.model, self.session))

@@ -78,11 +78,12 @@ def cut_short(stats: GenerationStats, sampling: SamplingConfig, session: Session
     return "(cut short: the context is full)"
 
 
-def forgets(session: Session) -> str:
+def forgets(model: Model, session: Session) -> str:
     """What to tell when a conversation has outgrown its context for the first time."""
+    room = "--max-context makes room, " if model.plan.max_context < model.config.max_context else ""
     return (
-        f"(the context is full: the oldest turns are forgotten, {session.dropped_turns} now, more later; "
-        "--max-context makes room, --when-full stop ends the chat instead)"
+        f"(the context of {model.plan.max_context} tokens is full: the oldest turns are forgotten, "
+        f"{session.dropped_turns} now, more later; {room}--when-full stop ends the chat instead)"
     )
 
 

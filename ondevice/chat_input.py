@@ -157,7 +157,7 @@ def _typed(
             tell("\n(Ctrl-D quits)")
             continue
         except UsageError as error:
-            tell(f"error: {error}")
+            tell(f"error: {error.for_command_line}")
             continue
         except EOFError:
             if not lines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,46 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C, which is no error of ours."""
 
 
+_COMMAND_LINE = r"ondevice (?:convert|generate|inspect|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
+_CHOICES = (
+    "auto|off|all|dense|exact|predicted|threshold|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
+    "recycling|lookup|model|lossless|shared"
+)
+_FLAG = re.compile(
+    rf"(?P<command>{_COMMAND_LINE})|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
+    rf"(?: (?:(?P<number>\d[\d.]*\b)|(?P<choice>(?:{_CHOICES})\b)))?"
+)
+_SWITCHES = ("force", "resume", "offline", "replace")
+
+
 class OndeviceError(Exception):
-    """Base of every error this package raises on purpose. The message names value, limit and remedy."""
+    """Base of every error this package raises on purpose. The message names value, limit and remedy.
+
+    Messages are written with the command line's flags, as `for_command_line` has them; `str` of an error says
+    Python's parameters instead: `max_context=512` for `--max-context 512`.
+    """
 
     exit_code = 1
+
+    @property
+    def for_command_line(self) -> str:
+        """The message with flags; lines to run are the same in both."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return _FLAG.sub(_parameter, self.for_command_line)
+
+
+def _parameter(match: re.Match[str]) -> str:
+    """What Python calls a flag, and how its value is given there."""
+    if match["command"]:
+        return match[0]
+    name = "temperature" if match["name"] == "temp" else match["name"].replace("-", "_")
+    if name in _SWITCHES:
+        return f"{name}=True"
+    if match["number"]:
+        return f"{name}={match['number']}"
+    return f'{name}="{match["choice"]}"' if match["choice"] else name
 
 
 class UsageError(OndeviceError, ValueError):

@@ -296,7 +296,7 @@ def sparsity_modes(
         "only neurons that predictors select; not the same text as dense; --predictor-recall "
         + listed_targets(predictors.points, "recall")
         if predictors is not None
-        else str(damaged["predictors"])
+        else damaged["predictors"].for_command_line
         if "predictors" in damaged
         else "its bundle holds no predictors; `ondevice train predictors` makes them"
         if relu
@@ -306,7 +306,7 @@ def sparsity_modes(
         "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
         + listed_targets(thresholds.points, "sparsity")
         if thresholds is not None
-        else str(damaged["thresholds"])
+        else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
         else f"{config.hidden_act} gates have a threshold of their own, zero: `exact` loses nothing"
         if relu
@@ -359,7 +359,7 @@ def check_runtime(
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
     ):
         if asked and key in damaged:
-            raise BundleError(f"{mode} isn't possible with this model: {damaged[key]}")
+            raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
     modes = {mode.name: mode for mode in sparsity_modes(config, predictors, thresholds)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)

@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -116,7 +115,7 @@ class Command(click.Command):
         try:
             return super().invoke(ctx)
         except OndeviceError as error:
-            message = str(error)
+            message = error.for_command_line
             for option in self.params:
                 origin = option.origin(ctx) if isinstance(option, SettableOption) else None
                 if origin and _is_mentioned(message, option, ctx.params[option.name or ""]):
@@ -162,6 +161,8 @@ def _warn_of_variables(root: click.Command) -> None:
     known = {*_variables(root), *OTHER_VARIABLES}
     for name in sorted(os.environ):
         if name.startswith("ONDEVICE_") and name not in known and not name.startswith(TEST_VARIABLES):
+            from difflib import get_close_matches
+
             near = get_close_matches(name, known, 1, NEAR)
             log.warning("%s sets nothing%s", name, f"; did you mean {near[0]}?" if near else "")
 
@@ -209,7 +210,7 @@ class Text(click.types.StringParamType):
         try:
             return decode_text(text.encode("utf-8", "surrogateescape"), "it")
         except UsageError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(error.for_command_line, param, ctx)
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return (rv,)
@@ -284,7 +285,7 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
     try:
         check_value(parameter.name or "", value)
     except UsageError as error:
-        raise click.BadParameter(str(error), context, parameter) from error
+        raise click.BadParameter(error.for_command_line, context, parameter) from error
     return value
 
 

@@ -313,7 +313,7 @@ def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
     }
-    return tuple(str(error) for key, error in bundle.damaged.items() if may_use[key])
+    return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
 def _speculation(runtime: RuntimeConfig) -> Speculation:

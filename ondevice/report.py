@@ -147,7 +147,7 @@ def inspection(prepared: Prepared) -> dict[str, Any]:
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
         "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
-        "damaged": {key: str(error) for key, error in bundle.damaged.items()},
+        "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": prepared.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
         "minimum_budget_sparsity": frugal.plan.sparsity,
@@ -168,7 +168,7 @@ def inspection_text(prepared: Prepared) -> str:
         "sparsity modes:",
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
         f"streams: {_streams_line(bundle)}",
-        *(f"{key}: {bundle.damaged[key]}" for key in ("hotness",) if key in bundle.damaged),
+        *(f"{key}: {bundle.damaged[key].for_command_line}" for key in ("hotness",) if key in bundle.damaged),
         f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
         f"with {_modes_taken(prepared)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*_parts(plan), ("total", plan.total_bytes)]),
@@ -337,7 +337,8 @@ def _mode_line(mode: SparsityMode) -> str:
 def _streams_line(bundle: Bundle) -> str:
     found = bundle.streams
     if found is None:
-        return str(bundle.damaged.get("streams", "none"))
+        damage = bundle.damaged.get("streams")
+        return "none" if damage is None else damage.for_command_line
     accepted = ", ".join(map(percent, found.acceptance))
     added = found.adapter_parameters(bundle.config) + found.embedding_parameters(bundle.config)
     return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"

@@ -256,7 +256,7 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
             require_fit(plan, plain.bundle.name)
         except (UnsupportedModelError, UsageError, BudgetError, BundleError) as error:
             # What is damaged here is the drafter's own: plain decoding has opened all that the model needs.
-            notes.append(f"without {name}: {error}")
+            notes.append(f"without {name}: {error.for_command_line}")
             continue
         if arm.runtime.speculation != name:
             notes.append(f"without {name}: its memory is what plain decoding would lack under this budget")

@@ -73,7 +73,7 @@ def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | N
 def parse_budget(value: str | int, *, auto: int | None = None) -> int:
     """`parse_size` of a memory budget. Raises UsageError, too, for a number of bytes that lacks its unit."""
     size = parse_size(value, auto=auto)
-    bare = isinstance(value, int) or value.strip().isdigit()
+    bare = str(value).strip().replace(".", "", 1).isdigit()
     if bare and 0 < size < LEAST_BARE_BYTES:
         unit = "GB" if size < 1000 else "MB"
         raise UsageError(f"a DRAM budget of {size} is {size} bytes; did you mean {size}{unit}?")

@@ -120,7 +120,8 @@ def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
     dropping = ondevice("chat", *options, stdin=f"{long}\n\n{long}\n{long}\n")
     assert dropping.code == 0
     assert dropping.out.count("\n") == 3
-    assert dropping.err.count("the oldest turns are forgotten, 1 now") == 1
+    assert dropping.err.count(f"{CONTEXT} tokens is full: the oldest turns are forgotten, 1 now") == 1
+    assert "--max-context" not in dropping.err  # The model has no more.
     advised = ondevice("chat", *options, stdin=f"{long}\n/reset\n{long}\n/reset\nmore\n")
     assert advised.code == 0
     assert advised.out.count("\n") == 3

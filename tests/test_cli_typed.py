@@ -71,6 +71,9 @@ def test_budgets_in_bytes_and_units_stay() -> None:
         4_000_000, 4000, 70_000_000, 0, 0,
     ]  # fmt: skip
     assert parse_budget("auto", auto=5) == 5
+    for value in ("4.0", 4.0):
+        with pytest.raises(UsageError, match="did you mean 4GB"):
+            parse_budget(value)  # type: ignore[arg-type]
 
 
 def test_a_variable_that_sets_nothing_is_named(
@@ -133,3 +136,13 @@ def test_the_version_is_the_installed_ones(ondevice: Run) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout == f"{package.__version__}\n"
+
+
+def test_a_text_that_the_context_ends_says_so(ondevice: Run, chat_bundle: Path) -> None:
+    options = ("generate", chat_bundle, "--max-context", 32, "-p", "a" * 28, "--temp", 1, "--seed", 3)
+    shown = ondevice(*options, "--json")
+    assert (shown.json["finish_reason"], shown.json["stats"]["context_full"]) == ("length", True)
+    full = "(cut short: the context of 32 tokens is full; --max-context makes room)"
+    for extra in ((), ("--json",)):
+        assert full in ondevice(*options, *extra).err
+    assert "cut short" not in ondevice(*options, "--max-tokens", 2).err

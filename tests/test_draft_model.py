@@ -165,7 +165,7 @@ def test_the_plan_counts_the_second_model(target: Path, draft: Path) -> None:
     assert both.draft_bytes == pytest.approx(everything, rel=0.05)
     needed = both.minimum_budget_bytes
     assert needed - both.process_bytes >= alone.minimum_budget_bytes - alone.process_bytes + everything
-    with pytest.raises(BudgetError, match=r"drafting .*speculation off") as caught:
+    with pytest.raises(BudgetError, match=r'drafting .*speculation="off"') as caught:
         load(target, draft_model=draft, sparsity="dense", dram_budget=needed - both.draft_bytes // 2)
     assert caught.value.required_bytes == pytest.approx(needed, rel=0.02)
     with load(target, draft_model=draft, sparsity="dense") as model:
@@ -173,16 +173,16 @@ def test_the_plan_counts_the_second_model(target: Path, draft: Path) -> None:
 
 
 def test_what_cannot_draft_is_refused(target: Path, draft: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--draft-model"):
+    with pytest.raises(UsageError, match="draft_model"):
         ondevice.inspect(target, speculation="model")
-    with pytest.raises(ModelNotFoundError, match="--draft-model nowhere: no model called nowhere"):
+    with pytest.raises(ModelNotFoundError, match="draft_model nowhere: no model called nowhere"):
         ondevice.inspect(target, speculation="model", draft_model="nowhere")
     damaged = copy_files(draft, tmp_path / "damaged")
     (damaged / "resident.safetensors").write_bytes(b"short")
-    with pytest.raises(BundleError, match=r"--draft-model .*damaged: resident\.safetensors has 5 bytes"):
+    with pytest.raises(BundleError, match=r"draft_model .*damaged: resident\.safetensors has 5 bytes"):
         ondevice.inspect(target, speculation="model", draft_model=damaged)
     for speculation in ("model", "auto"):
-        with pytest.raises(BackendUnavailableError, match="--backend cpu"):
+        with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
             ondevice.inspect(target, speculation=speculation, draft_model=draft, backend="reference")
     checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", num_hidden_layers=1)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -249,7 +249,7 @@ def test_auto_never_picks_it_and_what_is_not_there_is_refused(
         load(bundle, sparsity="threshold", threshold_sparsity=0.42)
     with pytest.raises(UsageError, match="threshold_sparsity"):
         load(bundle, sparsity="threshold", threshold_sparsity=0.0)
-    with pytest.raises(BackendUnavailableError, match="--sparsity dense"):
+    with pytest.raises(BackendUnavailableError, match='sparsity="dense"'):
         load(bundle, sparsity="threshold", backend="reference")
     relu = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu")
     relu_bundle = convert_bundle(relu, tmp_path / "relu")
@@ -276,7 +276,7 @@ def test_damage_is_found(copied: Path) -> None:
         load(copied, sparsity="threshold")
     flip_byte(copied / THRESHOLDS, 100)
     os.truncate(copied / THRESHOLDS, 5000)
-    with pytest.raises(BundleError, match="every --sparsity but `threshold` runs without"):
+    with pytest.raises(BundleError, match="every sparsity but `threshold` runs without"):
         load(copied, sparsity="threshold")
     (copied / THRESHOLDS).unlink()
     with pytest.raises(BundleError, match="missing"):

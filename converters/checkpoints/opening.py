@@ -55,7 +55,7 @@ def _open_file(path: Path) -> Checkpoint:
             "safetensors files, or save it again with safetensors"
         )
     if magic[:4] == b"24ka":
-        raise UnsupportedModelError(f"{path} is in llama2.c's newer format; export it with --version 0")
+        raise UnsupportedModelError(f"{path} is in llama2.c's newer format; export it in version 0")
     if path.suffix in (".safetensors", ".json"):
         raise CheckpointError(f"{path} is one file of a checkpoint; give the folder it is in")
     return open_llama2c(path)
