@@ -52,7 +52,7 @@ def test_nor_is_a_checkpoint(tmp_path: Path, name: Any) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 250, "x/" * 3000, "x\0y", "x\ud800"])
 def test_an_output_that_cannot_be_made_is_refused(source: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=r"can't be the name of a folder.* choose another --output"):
+    with pytest.raises(UsageError, match=r"can't be the name of a folder.* choose another output"):
         ondevice.convert(source, tmp_path / name)
     assert not any(tmp_path.iterdir())
 
