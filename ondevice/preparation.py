@@ -120,17 +120,19 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     warnings = _warnings(bundle, runtime)
     # Imports what it asks: the process is measured with it.
     operands = operand_bytes(runtime.backend)
+    reading = tokenizer_bytes(bundle)
     # What was freed before isn't held against anybody.
     trim_heap()
-    before, reading = _measured(), tokenizer_bytes(bundle)
+    before = _measured()
     opening = before.process_bytes + reading
     unread = _Planner(bundle, None, runtime, None, operands, before, opening, reading, warnings)
     if reading and not unread.may_open:
         return unread.prepared()
     planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
     if runtime.speculation == "model":
-        drafting, before = open_draft(runtime), _measured()
-        opening = max(opening, before.process_bytes + tokenizer_bytes(drafting))
+        drafting = open_draft(runtime)
+        reading, before = tokenizer_bytes(drafting), _measured()
+        opening = max(opening, before.process_bytes + reading)
         planner = replace(planner, opening_bytes=opening, measured=before)
         if not planner.may_open:
             return replace(planner, tokenizer=None).prepared()
