@@ -255,6 +255,8 @@ def _reshape(folder: Path, config: ModelConfig, quant: QuantConfig, rng: random.
                 file.write(content.tobytes())
             else:
                 file.truncate(layout.nbytes or 0)
+    if whole and config.zeros_gates:
+        _agree(folder, "neurons")
     manifest = manifest_of(folder)
     manifest |= model_json(config, quant)
     manifest["tokenizer"] |= {"eos_ids": [], "bos_id": None, "add_bos": False}

@@ -25,6 +25,8 @@ EXACT: dict[str, list[Any]] = {
     "kernel_target": ["auto", "scalar"],
 }
 """What changes no token, by option."""
+FILE_WORDS = ".safetensors"
+"""What errors have that name a damaged file."""
 DAMAGE = (BundleError, FlashReadError)
 
 
@@ -62,10 +64,12 @@ class Trial:
             try:
                 outcome: Any = self._text(prompt, options)
             except DAMAGE as error:
-                # Streams are read by those alone who draft by them; hotness and others likewise.
-                if lossy or options.get("speculation") == "streams":
+                refusal = refusal or error
+                # Damage of a file is found by whoever reads that part of it: gate rows beside neurons in
+                # dense mode, records of neurons that fire, streams where they draft.
+                if lossy or options.get("speculation") == "streams" or FILE_WORDS in str(error):
                     continue
-                refusal, outcome = error, type(error).__name__
+                outcome = type(error).__name__
             except OndeviceError as error:
                 refusal = refusal or error
                 continue
