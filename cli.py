@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ from ondevice.options import (
     json_option,
     model_option,
     option,
-    read_text,
 )
 from ondevice.settings import (
     RUNTIME_OPTIONS,
@@ -48,6 +48,9 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_d
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file's name needn't be UTF-8, and is written as it is.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)
         sys.stdout.flush()
@@ -131,28 +134,37 @@ def convert(
     SOURCE is a Hugging Face folder, a llama2.c .bin file, a repository id or an alias.
     """
     from ondevice import api, report, training
+    from ondevice.bundle.reader import Bundle
 
     # Set elsewhere than in the command line, it is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
-    content = None if text is None or no_calibrate or not given else read_text(text)
+    content = None if text is None or no_calibrate or not given else TextParts(text)
     take_interrupts()
-    with progress() as show:
+    options: dict[str, Any] = {"resume": resume, "force": force, "offline": offline}
+    with progress() as show, progress() as show_training:
 
         def on_progress(done: ConversionProgress) -> None:
             show(done.fraction, f"{done.step}, {report.duration(done.remaining_seconds)} left")
 
-        path = api.convert(
-            source, output, quant, on_progress=on_progress, resume=resume, force=force, offline=offline
-        )
-    if content is not None:
-        config = api.open_model(path, runtime_config({})).bundle.config
-        if config.zeros_gates:
-            with progress() as show:
-                found = training.train_predictors(path, content, order=True, on_progress=show)
-            say(report.predictor_table(found))
+        if content is None:
+            path = api.convert(source, output, quant, on_progress=on_progress, **options)
         else:
+            path = training.convert_and_train(
+                source,
+                output,
+                content,
+                quant,
+                on_progress=on_progress,
+                on_training=show_training,
+                **options,
+            )
+    if content is not None:
+        bundle = Bundle.open(path)
+        if bundle.predictors is not None:
+            say(report.predictor_table(bundle.predictors))
+        elif not bundle.config.zeros_gates:
             say(
-                f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero; "
+                f"--text trains nothing: {bundle.config.hidden_act} gates are hardly ever exactly zero; "
                 "`ondevice train thresholds` finds out which count for little"
             )
     click.echo(str(path))
@@ -272,3 +284,5 @@ def verify(model: str | None) -> None:
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
+    if found.unused:
+        say(f"not used, and not checked: {', '.join(found.unused)}; nothing in the bundle refers to them")

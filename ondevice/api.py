@@ -32,8 +32,8 @@ from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
-from ondevice.models import ConversionProgress, default_output, find_checkpoint, find_model
-from ondevice.owner import OwnerThread, closed_error
+from ondevice.models import ConversionProgress, bundle_target, find_checkpoint, find_model
+from ondevice.owner import OwnerThread
 from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
 from ondevice.pressure_sources import system_source
@@ -74,16 +74,16 @@ def convert(
 ) -> Path:
     """Turn a checkpoint (a folder, a llama2.c file, a repository id or alias) into a bundle at `output`.
 
-    Without one, it is made where models are found by name, under the source's.
-    resume continues what was interrupted;
-    force replaces an existing output; offline forbids downloads. Returns the bundle's path.
+    Without one, it is made where models are found by name, under the source's. resume continues what was
+    interrupted; force replaces an existing output; offline forbids downloads. Returns the bundle's path.
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError and OSError.
     """
     from ondevice.converters.convert import convert as run
 
-    target = default_output(source) if output is None else Path(output)
-    checkpoint = find_checkpoint(source, offline)
-    return run(checkpoint, target, quant, resume=resume, force=force, on_progress=on_progress)
+    target = bundle_target(source, output)
+    return run(
+        find_checkpoint(source, offline), target, quant, resume=resume, force=force, on_progress=on_progress
+    )
 
 
 def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None] | None = None) -> Report:
@@ -162,6 +162,7 @@ class Model:
     @property
     def stats(self) -> GenerationStats:
         """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
+        self._owner.require_own_process()
         return self._figures.get()
 
     @property
@@ -311,9 +312,8 @@ class Model:
         return self
 
     def _require_open(self) -> None:
-        """Raises OndeviceError once the model is closed."""
-        if not self._finalizer.alive:
-            raise closed_error()
+        """Raises OndeviceError once the model is closed, and in a child of fork()."""
+        self._owner.require_open()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
@@ -63,6 +64,9 @@ REPOSITORY_FILES = [
 ]
 """All that a conversion reads: never code, never a pickle."""
 
+SHOWN_CHARS = 80
+"""Of a name that can't be one, in the error about it."""
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -111,13 +115,58 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
     """
     if name is None:
         return _shipped_model()
-    if not isinstance(name, str | os.PathLike):
-        raise UsageError(f"a model is a path, a name or an alias, not {name!r}")
-    text = os.fspath(name)
+    text = _path_text(name, "a model is a path, a name or an alias")
     if not text:
         raise UsageError("the model's name is empty; give a bundle's folder, or leave --model out")
+    with _lookups(text):
+        return _find_model(text, isinstance(name, os.PathLike))
+
+
+def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
+    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises UsageError as these do."""
+    return default_output(source) if output is None else output_path(output)
+
+
+def output_path(output: object) -> Path:
+    """Where something is to be written. Raises UsageError for a value of another type."""
+    return Path(_path_text(output, "the output is a path"))
+
+
+def default_output(source: str | os.PathLike[str]) -> Path:
+    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
+
+    Raises UsageError for a source without a name.
+    """
+    path = Path(_path_text(source, "a checkpoint is a path, a repository id or an alias")).expanduser()
+    name = path.resolve().name if path.is_dir() else path.name
+    name = name if path.is_dir() or not path.is_file() else path.stem
+    if not name:
+        raise UsageError(f"{os.fspath(source)} has no name to give the bundle; name its folder with --output")
+    return model_home() / name
+
+
+def _path_text(value: object, what: str) -> str:
+    """A path, as text. Raises UsageError, which says `what` it has to be, for a value of another type."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UsageError(f"{what}, not {value!r}")
+    return text
+
+
+@contextmanager
+def _lookups(name: str) -> Iterator[None]:
+    """For looking for what `name` may mean: what the system refuses to look for isn't there."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        shown = name if len(name) <= SHOWN_CHARS else f"{name[:SHOWN_CHARS]}..."
+        raise ModelNotFoundError(f"nothing can be found by the name {shown!a}: {reason}") from error
+
+
+def _find_model(text: str, is_path: bool) -> Path:
     path = Path(text).expanduser()
-    if path.is_dir() or isinstance(name, os.PathLike):
+    if path.is_dir() or is_path:
         return _checked_path(path)
     is_repository = _REPOSITORY.fullmatch(text) is not None
     if os.sep in text and not is_repository:
@@ -138,29 +187,19 @@ def known_models() -> list[str]:
     return sorted({path.parent.name for folder in folders for path in folder.glob(f"*/{MANIFEST}")})
 
 
-def default_output(source: str | os.PathLike[str]) -> Path:
-    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
-
-    Raises UsageError for a source without a name.
-    """
-    path = Path(source).expanduser()
-    name = path.resolve().name if path.is_dir() else path.name
-    name = name if path.is_dir() or not path.is_file() else path.stem
-    if not name:
-        raise UsageError(f"{os.fspath(source)} has no name to give the bundle; name its folder with --output")
-    return model_home() / name
-
-
 def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
     """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
 
     Raises ModelNotFoundError if there is no such path, or the repository can't be had (`offline`, no
-    `huggingface_hub`, no network, no permission).
+    `huggingface_hub`, no network, no permission); UsageError for no name.
     """
-    text = os.fspath(source)
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
+    text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
+    if not text:
+        raise UsageError("the checkpoint's name is empty; give its folder, file, repository id or alias")
+    with _lookups(text):
+        path = Path(text).expanduser()
+        if path.exists():
+            return path
     repository = ALIASES.get(text, text)
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(

@@ -44,6 +44,8 @@ NEAR = 0.85
 
 PART_BYTES = 1 << 16
 """Of a text that are read at a time."""
+MAX_TEXT_CHARS = 1 << 30
+"""Of a text that is held whole. Nothing learns from so much; it may well be endless."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -356,8 +358,15 @@ class TextParts:
 
 
 def read_text(source: str) -> str:
-    """The whole of `TextParts(source)`."""
-    return "".join(TextParts(source))
+    """The whole of `TextParts(source)`. Raises UsageError where that has more than MAX_TEXT_CHARS."""
+    parts: list[str] = []
+    chars = 0
+    for part in TextParts(source):
+        parts.append(part)
+        chars += len(part)
+        if chars > MAX_TEXT_CHARS:
+            raise UsageError(f"{source} has more than {MAX_TEXT_CHARS} characters; give a part of it")
+    return "".join(parts)
 
 
 def decode_text(data: bytes, where: str, offset: int = 0) -> str:

@@ -28,7 +28,8 @@ from ondevice.settings import sampling_options
 
 FORMAT = "ondevice-session"
 VERSION = 1
-MAX_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 2 << 20
+"""Of a saved session: some 500,000 tokens of text, and 25 MB in memory however it is made up."""
 ROLES = ("system", "user", "assistant")
 
 Message = dict[str, str]
@@ -140,11 +141,16 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the transcript to a file. Keys and values aren't saved: `load` computes them again.
 
-        Raises OndeviceError if it can't be written; an older file of that name then is as it was.
+        Raises OndeviceError if it can't be written, or is more than `load` reads; an older file of that name
+        then is as it was.
         """
         target = Path(path)
         content = {"format": FORMAT, "version": VERSION, "messages": self._messages}
         data = (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "replace")
+        if len(data) > MAX_FILE_BYTES:
+            raise OndeviceError(
+                f"the conversation has {len(data)} bytes; a saved one has at most {MAX_FILE_BYTES}"
+            )
         with _file_errors("saved to", target):
             partial = target.with_name(f"{target.name}.partial")
             try:
@@ -165,7 +171,7 @@ class Session:
             with source.open("rb") as stream:
                 data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"{source} is too large for a saved session")
+            raise UsageError(f"{source} is no saved session: it has more than {MAX_FILE_BYTES} bytes")
         try:
             content = json.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:

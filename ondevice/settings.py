@@ -269,7 +269,7 @@ def read_settings(path: Path) -> Settings:
         raise UsageError(f"the settings file {path} can't be read: {error}") from error
     try:
         parsed = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # A huge integer and deep nesting are no TOMLDecodeError.
         raise UsageError(f"the settings file {path} isn't TOML: {error}") from error
     names = {_key(_flag(name)): name for name in (*_OPTIONS, *OTHER_SETTINGS)} | {
         name: name for name in _OPTIONS

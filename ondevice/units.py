@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.errors import NO_DESCRIPTOR, BackendUnavailableError, UsageError, descriptor_refused
 
 PAGE_BYTES = 4096
 """What direct reads come in, and memory of its own is rounded up to."""
@@ -272,10 +272,15 @@ def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """What a file of the system's says; None if it can't be read."""
+    """What a file of the system's says; None if it can't be read.
+
+    Raises OndeviceError if the process has no descriptor left for it: it may be there, and say a limit.
+    """
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise descriptor_refused(error) from error
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from contextlib import ExitStack, closing
 from math import prod
 from pathlib import Path
 
@@ -51,7 +52,14 @@ def open_llama2c(path: Path) -> Checkpoint:
 
     Raises CheckpointError if the header or size is wrong, or the tokenizer is another model's.
     """
-    file = SourceFile(path)
+    with ExitStack() as refused:
+        file = refused.enter_context(closing(SourceFile(path)))
+        checkpoint = _opened(path, file)
+        refused.pop_all()
+    return checkpoint
+
+
+def _opened(path: Path, file: SourceFile) -> Checkpoint:
     config, tied = _config(path.name, file.read(0, HEADER.size))
     expected = HEADER.size + 4 * _floats(config, tied)
     if file.nbytes != expected:

@@ -198,7 +198,7 @@ class Runner:
             model = self._shared[variant.drafter]
         engine = model._engine
         if variant.all_neurons:
-            read_for_streams(engine)
+            model._owner.call(lambda: read_for_streams(engine))
         assert engine._drafting is not None
         drafter = engine._drafting._drafter
         if variant.drafter == "streams":
