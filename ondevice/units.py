@@ -36,6 +36,10 @@ _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
 LEAST_BARE_BYTES = 10**6
 """A budget of fewer bytes, which no model can run in, was meant in another unit."""
+MAPPED_BYTES = 256 << 10
+"""Blocks that `map_large_arrays` keeps out of heaps: what a prompt's chunk takes, not a single token."""
+_M_MMAP_THRESHOLD = -3
+"""glibc's malloc.h."""
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -334,3 +338,14 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def map_large_arrays() -> None:
+    """From here on glibc gives every block of MAPPED_BYTES or more a mapping of its own, for this process.
+
+    Where nothing is said it stops doing so for blocks as large as any that was freed, up to 32 MiB, and
+    keeps what is freed: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)

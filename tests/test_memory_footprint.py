@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -94,6 +95,31 @@ for thread in threads:
 print(json.dumps((max(peaks), budget, len(loaded), len(refused), max(loaded))))
 """
 
+HEAPS = """
+import ctypes, json, re, sys, tempfile, ondevice
+library = ctypes.CDLL(None)
+library.fopen.restype = ctypes.c_void_p
+
+def heaps():
+    with tempfile.NamedTemporaryFile() as file:
+        stream = ctypes.c_void_p(library.fopen(file.name.encode(), b"w"))
+        library.malloc_info(0, stream)
+        library.fclose(stream)
+        said = file.read().decode()
+    unused = re.findall(r'<total type="rest" count="\\d+" size="(\\d+)"/>', said)
+    most = re.findall(r'<system type="max" size="(\\d+)"/>', said)
+    return int(unused[-1]), int(most[-1])
+
+before = heaps()[0]
+options = json.loads(sys.argv[2])
+budget = ondevice.inspect(sys.argv[1], **options).minimum_budget_bytes
+with ondevice.load(sys.argv[1], dram_budget=budget, **options) as model:
+    loaded = heaps()[0] - before
+    model.measure(options["max_context"] - 20, 4)
+    ended, most = heaps()
+    print(json.dumps((loaded, ended - before, most)))
+"""
+
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -166,6 +192,34 @@ def run(
     )
     peak, allowed, total, hit_rate = json.loads(done.stdout)
     return peak, allowed, total, hit_rate
+
+
+def heaps(bundle: Path, **options: int | str) -> tuple[int, int, int]:
+    """What the C library's heaps hold and nothing uses, after loading and after a prompt, more than before;
+    and the most that they ever held."""
+    if not sys.platform.startswith("linux") or not hasattr(ctypes.CDLL(None), "malloc_info"):
+        pytest.skip("asks glibc")
+    done = subprocess.run(
+        [sys.executable, "-c", HEAPS, str(bundle), json.dumps(options)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    loaded, ended, most = json.loads(done.stdout)
+    return loaded, ended, most
+
+
+def test_no_heap_keeps_what_loading_and_wide_passes_held(bundle: Path) -> None:
+    """Every thread has a heap: of pieces of 4 MiB and of a pass's arrays, nothing may stay in one."""
+    loaded, ended, _ = heaps(bundle, max_context=1024, speculation="off")
+    assert loaded < 3 << 20
+    assert ended < 4 << 20
+
+
+def test_no_heap_keeps_what_mlx_computed_with(bundle: Path) -> None:
+    pytest.importorskip("mlx.core", exc_type=ImportError)
+    *_, most = heaps(bundle, max_context=300, speculation="off", backend="mlx")
+    assert most < 24 << 20
 
 
 def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:

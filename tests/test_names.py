@@ -100,7 +100,7 @@ def test_a_shard_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", num_hidden_layers=3, shards=2)
     index = source / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("model-00001", "model-\\ud800"))
-    with pytest.raises(CheckpointError, match=r"has no 'model-\\ud800-of-00002\.safetensors'"):
+    with pytest.raises(CheckpointError, match="has no model-"):
         ondevice.convert(source, tmp_path / "b")
 
 

@@ -55,7 +55,7 @@ class SourceFolder:
         try:
             real = (self.path / name).resolve(strict=True)
         except (OSError, RuntimeError, UnicodeEncodeError) as error:
-            raise CheckpointError(f"{self.path} has no {name!a}; is the download complete?") from error
+            raise CheckpointError(f"{self.path} has no {name}; is the download complete?") from error
         if real.parent not in self._allowed:
             raise CheckpointError(
                 f"{name} is a link that leads out of {self.path}; put the file itself there, or convert the "

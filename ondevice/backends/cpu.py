@@ -30,7 +30,7 @@ from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder, Embeddin
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ACTIVATIONS, Activation
 from ondevice.errors import BackendUnavailableError
-from ondevice.kernels import _native
+from ondevice.kernels import _native, memory
 
 NO_NORM = Norm(None, 0.0)
 SCORES = ("scores", "more scores")
@@ -130,7 +130,7 @@ class CpuBackend(EmbeddingHolder):
         self.engine.trim()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
-        out = np.empty((len(tokens), table.padded_cols), dtype=np.float32)
+        out: Float32 = memory.empty((len(tokens), table.padded_cols), np.float32)
         _native.dequantize_rows(self.engine, table.bits, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])
 
@@ -333,8 +333,10 @@ class CpuBackend(EmbeddingHolder):
         if view is None:
             size = shape[0] * shape[1]
             if op not in self._buffers or self._buffers[op].size < size:
-                self._buffers[op] = np.empty(size, dtype=np.float32)
+                # Before the new one exists: the plan counts one of them.
+                self._buffers.pop(op, None)
                 self._views.clear()
+                self._buffers[op] = memory.empty((size,), np.float32)
             if len(self._views) >= VIEWS:
                 self._views.clear()
             view = self._views[op, shape] = self._buffers[op][:size].reshape(shape)

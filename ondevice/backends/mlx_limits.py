@@ -1,7 +1,7 @@
 """MLX's limits on memory, which belong to the plans of the models that are loaded: one set for the process.
 
 Every budget bounds the whole process, so with several models the largest counts. What was there before the
-first comes back with the last to close.
+first comes back with the last to close; but that malloc maps large blocks stays, as it can't be unsaid.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 
 import mlx.core as mx
+
+from ondevice.units import map_large_arrays
 
 _lock = threading.Lock()
 _open: dict[object, tuple[int, int]] = {}
@@ -29,6 +31,7 @@ class MlxLimits:
         global _before
         with _lock:
             if _before is None:
+                map_large_arrays()  # MLX's CPU device takes its memory from malloc
                 _before = _set(self._cache_bytes, budget_bytes)
             _open[self] = self._cache_bytes, budget_bytes
             _apply()

@@ -22,6 +22,7 @@ from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.config import Activation, ModelConfig, Sparsity
 from ondevice.flash.reader import FlashReader
+from ondevice.kernels import memory
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
@@ -343,7 +344,7 @@ class EmbeddingRecords:
         self.layout: RecordLayout = bundle.embedding_layout
 
     def read(self, tokens: Int32) -> Bytes:
-        records = np.empty((len(tokens), self.layout.stride), dtype=np.uint8)
+        records = memory.empty((len(tokens), self.layout.stride), np.uint8)
         self._reader.read_records(self.file, tokens.astype(np.int64), records)
         return records
 

@@ -16,6 +16,7 @@ from ondevice.bundle.layout import CRC_BLOCK_BYTES
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.errors import BundleError, thread_refused
 from ondevice.flash.reader import FlashReader
+from ondevice.kernels import memory
 
 READ_AHEAD = 4
 """Pieces being read, or read and waiting, while the engine packs one."""
@@ -87,7 +88,7 @@ class TensorFile:
 
     def read(self, offset: int, nbytes: int) -> Bytes:
         """(nbytes,) bytes of the file from `offset`."""
-        out = np.empty(nbytes, dtype=np.uint8)
+        out = memory.empty((nbytes,), np.uint8)
         at, end = offset, offset + nbytes
         while at < end:
             whole_end = end - end % CRC_BLOCK_BYTES

@@ -9,8 +9,8 @@ from pathlib import Path
 ONDEVICE = str(Path(sys.executable).with_name("ondevice"))
 
 
-def convert_command(source: Path, output: Path, *options: str) -> list[str]:
-    """The command line that converts `source` to a q4 bundle without calibration."""
+def convert_command(source: Path, output: Path, *options: str, quant: str = "q4") -> list[str]:
+    """The command line that converts `source` to a bundle without calibration."""
     return [
         ONDEVICE,
         "convert",
@@ -18,15 +18,16 @@ def convert_command(source: Path, output: Path, *options: str) -> list[str]:
         "--output",
         str(output),
         "--quant",
-        "q4",
+        quant,
         "--no-calibrate",
         *options,
     ]
 
 
-def bundle_folder(source: Path, workdir: Path) -> Path:
-    """q4 bundle of a checkpoint folder, converted on the first call."""
-    output = workdir / source.name.replace("-hf", "-q4")
+def bundle_folder(source: Path, workdir: Path, quant: str = "q4") -> Path:
+    """Bundle of a checkpoint folder, converted on the first call."""
+    output = workdir / source.name.replace("-hf", f"-{quant}")
     if not (output / "bundle.json").is_file():
-        subprocess.run(convert_command(source, output, "--resume"), check=True, stdout=sys.stderr)
+        command = convert_command(source, output, "--resume", quant=quant)
+        subprocess.run(command, check=True, stdout=sys.stderr)
     return output

@@ -1,4 +1,4 @@
-"""Random-weight Llama shapes on disk: Hugging Face float16 shards, and GGUF in pure Q4_0.
+"""Random-weight Llama and Qwen3 shapes on disk: Hugging Face float16 shards, and Llama's GGUF in pure Q4_0.
 
 Speed doesn't depend on the values, so one block of gaussian values (std 0.02) is drawn once and every
 tensor is a stretch of it from another offset: 13.5 GB are written about as fast as the disk takes them.
@@ -31,7 +31,7 @@ MatrixPieces = Callable[[int, str, tuple[int, ...]], Iterator[npt.NDArray[Any]]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a Llama model without grouped heads."""
+    """Sizes of a Llama model, or of a Qwen3 model where `family` says so."""
 
     name: str
     hidden_size: int
@@ -40,11 +40,24 @@ class Shape:
     num_heads: int
     vocab_size: int = 32_000
     max_context: int = 4096
+    num_kv_heads: int = 0
+    """0: as many as `num_heads`."""
+    head_dim: int = 0
+    """0: the width divided by the heads."""
+    family: str = "llama"
+
+    @property
+    def projected(self) -> tuple[int, int]:
+        """What all queries take of a token, and all keys."""
+        head = self.head_dim or self.hidden_size // self.num_heads
+        return self.num_heads * head, (self.num_kv_heads or self.num_heads) * head
 
 
 LLAMA_7B = Shape("llama-7b", 4096, 32, 11008, 32)
 SMALL = Shape("small", 1024, 16, 2816, 16)
 TINY = Shape("tiny", 256, 6, 704, 4)
+QWEN3 = Shape("qwen3", 1024, 28, 3072, 16, max_context=8192, num_kv_heads=8, head_dim=128, family="qwen3")
+"""Of 0.47 billion parameters."""
 
 
 def random_tokens(count: int, vocab_size: int, seed: int = 7) -> list[int]:
@@ -189,16 +202,18 @@ def _stretches(block: npt.NDArray[np.generic], count: int, offset: int) -> Itera
 
 
 def _huggingface_config(shape: Shape) -> dict[str, object]:
+    names = {"llama": "Llama", "qwen3": "Qwen3"}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [f"{names[shape.family]}ForCausalLM"],
+        "model_type": shape.family,
         "torch_dtype": "float16",
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads or shape.num_heads,
+        "head_dim": shape.head_dim or shape.hidden_size // shape.num_heads,
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_context,
         "rms_norm_eps": 1e-5,
@@ -211,10 +226,15 @@ def _huggingface_config(shape: Shape) -> dict[str, object]:
 
 def _huggingface_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     d, f = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.projected
     tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, d)}
     for i in range(shape.num_layers):
         layer = f"model.layers.{i}."
-        tensors |= {f"{layer}self_attn.{p}_proj.weight": (d, d) for p in "qkvo"}
+        rows = {"q": queries, "k": keys, "v": keys}
+        tensors |= {f"{layer}self_attn.{p}_proj.weight": (size, d) for p, size in rows.items()}
+        tensors[f"{layer}self_attn.o_proj.weight"] = (d, queries)
+        if shape.family == "qwen3":
+            tensors |= {f"{layer}self_attn.{p}_norm.weight": (queries // shape.num_heads,) for p in "qk"}
         tensors |= {f"{layer}mlp.{p}_proj.weight": (f, d) for p in ("gate", "up")}
         tensors[f"{layer}mlp.down_proj.weight"] = (d, f)
         tensors |= {f"{layer}{p}_layernorm.weight": (d,) for p in ("input", "post_attention")}
