@@ -1,6 +1,6 @@
 """Checkpoint to bundle, streaming and resumable: `convert` is the entry.
 
-    open the checkpoint -> check the disk -> neurons, embedding, resident, tokenizer -> manifest -> trial -> rename
+    checkpoint -> disk space -> neurons, embedding, resident, tokenizer -> manifest -> trial -> rename
 
 Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Three stages
 overlap: one thread reads, one quantises (on every core), the calling one checksums and writes. Training, if
