@@ -8,6 +8,9 @@
 #   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
 #   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
+#   make fuzz         hostile files of all kinds; FUZZ_SECONDS, FUZZ_SEED
+#   make fuzz-guided  parsers by atheris, flash reads under sanitizers, guided by coverage or at random
+#   make stress       twelve threads on one model; stress-tsan under ThreadSanitizer
 #   make bench        comparisons with llama.cpp, the memory ceiling, conversion (Linux, root, 45 GB of disk)
 #   make prove-mlx    on a Mac, or beside another GPU of MLX's: doctor, every fast test, and the comparisons of MLX
 #   make app          the example app of examples/macos_app, from its sources; app-screenshot makes its picture
@@ -170,6 +173,7 @@ format: $(STAMPS)/check
 	@$(VENV)/bin/clang-format -i $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
 
 include tests/native/native.mk
+include tests/fuzz/fuzz.mk
 
 # --- comparisons ----------------------------------------------------------------------------------------
 

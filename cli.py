@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ondevice.bench_commands import bench, profile
-from ondevice.command_model import loaded_model, prepared_model
-from ondevice.config import QuantConfig, SamplingConfig
+from ondevice.chat import chat
+from ondevice.command_model import loaded_model, prepared_model, say_figures
+from ondevice.config import QuantConfig
 from ondevice.doctor_commands import doctor
 from ondevice.errors import INTERRUPTED, OndeviceError
 from ondevice.options import (
@@ -28,32 +30,33 @@ from ondevice.options import (
     json_option,
     model_option,
     option,
-    read_text,
 )
 from ondevice.settings import (
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
     runtime_config,
     sampling_config,
-    with_model_defaults,
 )
 from ondevice.terminal import print_json, print_result, progress, say, take_interrupts, write_events
 from ondevice.train_commands import train
 
 if TYPE_CHECKING:
-    from ondevice.api import ConversionProgress, Model
-    from ondevice.session import Session
+    from ondevice.models import ConversionProgress
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A file's name needn't be UTF-8, and is written as it is.
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)
         sys.stdout.flush()
     except OndeviceError as error:
-        return _fail("\n".join([str(error), *getattr(error, "__notes__", [])]), error.exit_code)
+        notes = getattr(error, "__notes__", [])
+        return _fail("\n".join([error.for_command_line, *notes]), error.exit_code)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -91,7 +94,12 @@ def cli(verbose: bool) -> None:
 
 @cli.command()
 @click.argument("source", shell_complete=complete_path)
-@option("--output", "-o", required=True, type=click.Path(path_type=Path), help="The bundle's folder.")
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="The bundle's folder; if not given, one of the source's name among the models.",
+)
 @option(
     "--quant",
     type=click.Choice(["q4", "q8", "f16"]),
@@ -113,7 +121,7 @@ def convert(
     context: click.Context,
     /,
     source: str,
-    output: Path,
+    output: Path | None,
     quant: str,
     text: str | None,
     no_calibrate: bool,
@@ -126,28 +134,37 @@ def convert(
     SOURCE is a Hugging Face folder, a llama2.c .bin file, a repository id or an alias.
     """
     from ondevice import api, report, training
+    from ondevice.bundle.reader import Bundle
 
     # Set elsewhere than in the command line, it is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
-    content = None if text is None or no_calibrate or not given else read_text(text)
+    content = None if text is None or no_calibrate or not given else TextParts(text)
     take_interrupts()
-    with progress() as show:
+    options: dict[str, Any] = {"resume": resume, "force": force, "offline": offline}
+    with progress() as show, progress() as show_training:
 
         def on_progress(done: ConversionProgress) -> None:
             show(done.fraction, f"{done.step}, {report.duration(done.remaining_seconds)} left")
 
-        path = api.convert(
-            source, output, quant, on_progress=on_progress, resume=resume, force=force, offline=offline
-        )
-    if content is not None:
-        config = api.open_model(path, runtime_config({})).bundle.config
-        if config.zeros_gates:
-            with progress() as show:
-                found = training.train_predictors(path, content, order=True, on_progress=show)
-            say(report.predictor_table(found))
+        if content is None:
+            path = api.convert(source, output, quant, on_progress=on_progress, **options)
         else:
+            path = training.convert_and_train(
+                source,
+                output,
+                content,
+                quant,
+                on_progress=on_progress,
+                on_training=show_training,
+                **options,
+            )
+    if content is not None:
+        bundle = Bundle.open(path)
+        if bundle.predictors is not None:
+            say(report.predictor_table(bundle.predictors))
+        elif not bundle.config.zeros_gates:
             say(
-                f"--text trains nothing: {config.hidden_act} gates are hardly ever exactly zero; "
+                f"--text trains nothing: {bundle.config.hidden_act} gates are hardly ever exactly zero; "
                 "`ondevice train thresholds` finds out which count for little"
             )
     click.echo(str(path))
@@ -182,63 +199,28 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
             print_json(response.to_dict())
         else:
             write_events(loaded.stream(tokens=tokens, sampling=sampling))
-        _say_figures(loaded)
+        if loaded.stats.context_full:
+            room = loaded.plan.max_context < loaded.config.max_context
+            more = "--max-context makes room" if room else "that is the model's limit"
+            say(f"(cut short: the context of {loaded.plan.max_context} tokens is full; {more})")
+        say_figures(loaded)
+
+
+cli.add_command(chat)
 
 
 @cli.command()
 @model_option
-@option("--system-prompt", type=Text(), help="What the model is told first.")
-@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
-@click.pass_context
-def chat(context: click.Context, /, model: str | None, system_prompt: str | None, **values: Any) -> None:
-    """Talk to a model; /help lists what else can be asked. From a pipe, every line is a turn.
-
-    Sampling follows the model's own generation_config.json where no option says otherwise.
-    """
-    from ondevice import api
-    from ondevice import chat_commands as commands
-
-    default = click.core.ParameterSource.DEFAULT
-    chosen = {name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not default}
-    prepared = prepared_model(model, values)
-    api.text_tokenizer(prepared)
-    with loaded_model(prepared) as loaded:
-        recommended = loaded.bundle.manifest.generation
-        sampling, taken = with_model_defaults(sampling_config(values), recommended, chosen)
-        if taken:
-            listed = ", ".join(f"{name} {value}" for name, value in taken.items())
-            say(f"sampling as the model's authors recommend: {listed}")
-        session = loaded.session(system_prompt)
-        if loaded.chat_template.is_default:
-            say("this model has no chat template: it continues a plain User and Assistant transcript")
-        with commands.Interrupts() as interrupts:
-            for number, line in commands.read_turns(say, interrupts):
-                try:
-                    with interrupts.heard():
-                        _take_turn(loaded, session, line, sampling)
-                except KeyboardInterrupt:
-                    if not sys.stdin.isatty():
-                        raise
-                    say("")
-                except OndeviceError as error:
-                    advice = commands.advice(error, session)
-                    if not sys.stdin.isatty():
-                        error.add_note(
-                            f"line {number} of stdin, and what follows it, wasn't answered{advice}"
-                        )
-                        raise
-                    say(f"error: {error}{advice}")
-        _say_figures(loaded)
-
-
-@cli.command()
-@model_option
+@option("--list", "listing", is_flag=True, help="List the models that are here, and the short names.")
 @add_options(RUNTIME_OPTIONS)
 @json_option
-def inspect(model: str | None, as_json: bool, **values: Any) -> None:
+def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> None:
     """Say what a model needs and can do, before loading anything."""
     from ondevice import api, report
 
+    if listing:
+        print_result(as_json, report.model_list(), report.model_list_text())
+        return
     prepared = api.open_model(model, runtime_config(values))
     print_result(as_json, report.inspection(prepared), report.inspection_text(prepared))
 
@@ -302,22 +284,5 @@ def verify(model: str | None) -> None:
             model, on_progress=lambda done, total: show(done / max(1, total), format_bytes(done))
         )
     click.echo(f"ok: {len(found.files)} files, {found.nbytes} bytes, {found.checksums} checksums")
-
-
-def _take_turn(loaded: Model, session: Session, line: str, sampling: SamplingConfig) -> None:
-    """Do what a line of a chat asks, or answer it."""
-    from ondevice import chat_commands as commands
-
-    if commands.is_command(line):
-        say(commands.chat_command(loaded, session, line))
-        return
-    events = session.stream_response(commands.message(line), sampling=sampling)
-    if write_events(events) == "length":
-        say(commands.cut_short(loaded.stats, sampling.max_tokens))
-
-
-def _say_figures(model: Model) -> None:
-    from ondevice import report
-
-    if model.stats.forward_passes:
-        say(report.figures(model.stats, model.plan))
+    if found.unused:
+        say(f"not used, and not checked: {', '.join(found.unused)}; nothing in the bundle refers to them")

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.digest import FileDigest
 from ondevice.bundle.files import disk_errors, link_or_copy, publish, temporary_path, write_durably
-from ondevice.bundle.layout import MANIFEST, TensorSpec
+from ondevice.bundle.layout import MANIFEST, TensorSpec, tensors_layout
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.sidecar import Sidecar, tensors_layout
+from ondevice.bundle.sidecar import Sidecar
 from ondevice.errors import UsageError
 from ondevice.kernels import _native
 

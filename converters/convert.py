@@ -1,9 +1,10 @@
 """Checkpoint to bundle, streaming and resumable: `convert` is the entry.
 
-    open the checkpoint -> check the disk -> neurons, embedding, resident, tokenizer -> manifest -> rename
+    checkpoint -> disk space -> neurons, embedding, resident, tokenizer -> manifest -> trial -> rename
 
 Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Three stages
-overlap: one thread reads, one quantises (on every core), the calling one checksums and writes.
+overlap: one thread reads, one quantises (on every core), the calling one checksums and writes. Training, if
+any, comes before the last renaming and works on a copy: interrupted, it begins with the same bytes again.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from ondevice.bundle.files import disk_errors, write_durably
 from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
@@ -38,6 +41,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.resume import SourceStamp
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
+from ondevice.converters.additions import copy_bundle
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.bundling import Chunk, pack
 from ondevice.converters.checkpoints.base import Checkpoint
@@ -49,6 +53,7 @@ from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
+from ondevice.converters.trial import check_computes
 from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
@@ -57,8 +62,26 @@ CONVERTER_VERSION = "4"
 """Changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20
+_NAMED_CHARS = 24
+"""Of a checkpoint's name, in what identifies a conversion: that has 128 characters."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a whole bundle gets before it takes its name.
+
+    identity: of what it learns from, a word; with the checkpoint and the options it decides the bytes.
+    run: trains the bundle in a folder, and adds to it.
+    """
+
+    identity: str
+    run: Callable[[Path], object]
+
+
+BeginTraining = Callable[[Checkpoint], Training | None]
+"""Refuses a checkpoint before anything is written; None where there is nothing to train."""
 
 
 def convert(
@@ -68,15 +91,18 @@ def convert(
     on_progress: OnProgress | None = None,
     resume: bool = False,
     force: bool = False,
+    begin_training: BeginTraining = lambda checkpoint: None,
 ) -> Path:
     """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that.
 
     quant: q4, q8, f16, or a QuantConfig.
     resume: go on with what an interrupted run left; the result has the bytes of an uninterrupted one. That
-    needs the source files as they were: one with another size or time of change is a UsageError.
+    needs the source files as they were: one with another size or time of change is a UsageError. A finished
+    bundle stays as it is. Training that was interrupted begins anew.
     force: replace an existing bundle, or start again over an unfinished one.
     on_progress: called from this thread, several times a second; what it raises stops the conversion, which
     can then be resumed.
+    begin_training: gives what is trained before the bundle takes its name, if anything.
 
     Raises UsageError where `output` may not be written, ModelNotFoundError, UnsupportedModelError or
     CheckpointError for the source, OndeviceError where the disk is full or refuses.
@@ -85,15 +111,21 @@ def convert(
     folder = OutputFolder(Path(output))
     checkpoint = open_checkpoint(Path(source))
     with closing(checkpoint), closing(folder):
-        origin = f"{CONVERTER_VERSION} {checkpoint.name} {fingerprint(checkpoint)}"
-        if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
+        training = begin_training(checkpoint)
+        origin = f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
+        trained = origin if training is None else f"{origin} {training.identity}"
+        if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
-        _check_manifest(checkpoint, quant_config, origin)
+        _check_manifest(checkpoint, quant_config, trained)
         folder.check(resume, force)
         folder.claim(resume)
-        folder.check_space(_bundle_bytes(checkpoint, quant_config))
+        folder.check_space(_bundle_bytes(checkpoint, quant_config, twice=training is not None))
         _Conversion(checkpoint, quant_config, folder, origin).run(on_progress)
+        _try_out(folder)
+        if training is not None:
+            _copy_as(Bundle.open(folder.partial), folder.copy, trained)
+            training.run(folder.copy)
         folder.publish()
     return folder.output
 
@@ -209,14 +241,36 @@ class _Conversion:
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
 
 
+def _try_out(folder: OutputFolder) -> None:
+    """Raises CheckpointError for a bundle that can say nothing; then nothing of it is kept."""
+    try:
+        check_computes(Bundle.open(folder.partial))
+    except CheckpointError:
+        folder.discard()
+        raise
+
+
+def _copy_as(bundle: Bundle, folder: Path, origin: str) -> None:
+    """Make the new `folder` with the bundle's files, of which another origin is said."""
+    copy_bundle(bundle, folder)
+    provenance = replace(bundle.manifest.provenance, fingerprint=origin)
+    with disk_errors(folder, "make room, then run again with --resume"):
+        write_durably(folder / MANIFEST, manifest_text(replace(bundle.manifest, provenance=provenance)))
+
+
 def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> bool:
-    """Whether `folder` is a whole bundle of this very checkpoint."""
+    """Whether `folder` is a whole bundle of this very checkpoint: trained as `origin` says, if it does."""
     try:
         bundle = Bundle.open(folder)
     except (BundleError, ModelNotFoundError, UnsupportedModelError):
         return False
-    same_model = (bundle.config, bundle.quant) == (checkpoint.config, quant)
-    return same_model and bundle.manifest.provenance.fingerprint == origin
+    provenance = bundle.manifest.provenance
+    same_model = (bundle.config, bundle.quant, provenance.source) == (
+        checkpoint.config,
+        quant,
+        checkpoint.name,
+    )
+    return same_model and f"{provenance.fingerprint} ".startswith(f"{origin} ")
 
 
 def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> None:
@@ -231,13 +285,14 @@ def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> 
         raise CheckpointError(f"{checkpoint.name} can't be described in a bundle: {error}") from error
 
 
-def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig) -> int:
-    """Size of the bundle to be made, to within the manifest's."""
+def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
+    """Size of the bundle to be made, to within the manifest's. twice: its neurons get another order."""
     total = _MANIFEST_BYTES
     for name in bundle_files(checkpoint.config, checkpoint.tokenizer.info)[:-1]:
         layout = file_layout(name, checkpoint.config, quant)
         nbytes = len(checkpoint.tokenizer.blobs[name]) if layout.nbytes is None else layout.nbytes
-        total += nbytes + 4 * layout.crc_count(nbytes)
+        copies = 2 if twice and layout.record is not None and name != EMBEDDING else 1
+        total += copies * (nbytes + 4 * layout.crc_count(nbytes))
     return total
 
 

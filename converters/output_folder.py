@@ -2,6 +2,9 @@
 
 What this refuses to do: replace or delete anything that isn't a bundle or an unfinished one. Files are
 deleted one by one, by the names that conversions make, never as a whole tree.
+
+A bundle that is trained is a copy inside the partial folder, beside what its own ordering needs; the copy is
+then what takes the name.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
-from ondevice.bundle.files import sync_folder
+from ondevice.bundle.files import disk_errors, sync_folder
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
 from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
@@ -40,12 +43,17 @@ class OutputFolder:
     """The folder being written, held by this process alone between `claim` and `close`."""
 
     def __init__(self, output: Path) -> None:
+        """Raises UsageError for a name that the system doesn't allow, or that leaves no room for others."""
         self.output = output.absolute()
         self.partial = self._sibling(".partial")
+        self.copy = self.partial / self.output.name
+        """Where a copy of the whole bundle is trained; gone after `clear`."""
         self._replaced = self._sibling(".replaced")
         self._force = False
         self._may_discard = False
         self._descriptor = -1
+        for path in (self.output, self.partial, self._replaced):
+            _check_name(path)
 
     def check(self, resume: bool, force: bool) -> None:
         """Raises UsageError where writing would touch what the options don't allow to be touched."""
@@ -54,7 +62,7 @@ class OutputFolder:
         self._force = force
         self._check_output()
         if self.partial.is_dir():
-            _check_contents(self.partial, "conversions work there")
+            self._check_partial()
             if not (resume or force) and any(self.partial.iterdir()):
                 self._require_unlocked()
                 raise UsageError(
@@ -79,6 +87,9 @@ class OutputFolder:
     def clear(self, keep: Container[str] = ()) -> None:
         """Delete the conversion's files in the partial folder but those to `keep`. Raises OndeviceError."""
         try:
+            for folder in self._inner_folders():
+                _delete_files(folder)
+                folder.rmdir()
             _delete_files(self.partial, keep)
         except OSError as error:
             raise OndeviceError(
@@ -87,7 +98,7 @@ class OutputFolder:
 
     def check_space(self, bundle_bytes: int) -> None:
         """Raises OndeviceError unless the disk has room for what is still missing of `bundle_bytes`."""
-        present = sum(entry.stat().st_size for entry in self.partial.iterdir())
+        present = sum(entry.stat().st_size for entry in self.partial.iterdir() if entry.is_file())
         needed = max(0, bundle_bytes - present)
         free = shutil.disk_usage(self.partial).free
         if needed > free:
@@ -99,7 +110,7 @@ class OutputFolder:
             )
 
     def publish(self) -> None:
-        """Give the whole bundle its name; an older one under that name goes.
+        """Give the whole bundle, or its copy where there is one, its name; an older one under that name goes.
 
         Raises UsageError if something else took that name meanwhile, OndeviceError if the disk refuses.
         """
@@ -109,7 +120,7 @@ class OutputFolder:
                 self._discard_replaced()
                 self.output.rename(self._replaced)
                 self._may_discard = True
-            self.partial.rename(self.output)
+            (self.copy if self.copy.is_dir() else self.partial).rename(self.output)
             sync_folder(self.output.parent)
         except OSError as error:
             raise OndeviceError(
@@ -117,12 +128,17 @@ class OutputFolder:
                 f"{error.strerror}; mend that, then run again with --resume"
             ) from error
         self._discard_replaced()
+        self.discard()
 
     def discard_leftover(self) -> None:
-        """Delete the bundle that an interrupted run had put aside when `output` took its place, if any.
+        """Delete what an interrupted run had put aside when `output` got its name, if anything.
 
         Raises UsageError if something of the user's is in it.
         """
+        if self.partial.is_dir():
+            self._check_partial()
+            self.claim(resume=False)
+            self.discard()
         if (self._replaced / MANIFEST).is_file():
             self._check_leftover(allowed=True)
             self._discard_replaced()
@@ -174,6 +190,25 @@ class OutputFolder:
             _check_contents(self._replaced, "this conversion needs that name")
         self._may_discard = True
 
+    def _check_partial(self) -> None:
+        """Raises UsageError if the partial folder holds anything that no conversion put there."""
+        why = "conversions work there"
+        inner = self._inner_folders()
+        for folder in (self.partial, *inner):
+            _check_contents(folder, why, besides=inner)
+
+    def _inner_folders(self) -> list[Path]:
+        """The copy, and what its ordering leaves beside it when it is interrupted."""
+        found = [self.partial / (self.output.name + suffix) for suffix in ("", ".partial", ".replaced")]
+        return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
+
+    def discard(self) -> None:
+        """Delete the partial folder and what conversions put there. Raises OndeviceError."""
+        if self.partial.is_dir():
+            self.clear()
+            with disk_errors(self.partial, "delete it yourself"):
+                self.partial.rmdir()
+
     def _discard_replaced(self) -> None:
         """Delete the bundle that was put aside, its manifest last: until then it can be told for one."""
         if not self._may_discard:
@@ -196,15 +231,29 @@ class OutputFolder:
         return self.output.with_name(self.output.name + suffix) if self.output.name else self.output
 
 
+def _check_name(path: Path) -> None:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{str(path.name)!a} can't be the name of a folder: {getattr(error, 'strerror', None) or error}; "
+            "choose another --output"
+        ) from error
+
+
 def _is_made_here(name: str) -> bool:
     """Whether a conversion makes files of that name, finished or not."""
     name = name.removesuffix(".tmp")
     return name in _NAMES or _LAYERS.fullmatch(name) is not None
 
 
-def _check_contents(folder: Path, why: str) -> None:
-    """Raises UsageError if `folder` holds anything that no conversion put there."""
+def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> None:
+    """Raises UsageError if `folder` holds anything, but `besides`, that no conversion put there."""
     for entry in sorted(folder.iterdir()):
+        if entry in besides:
+            continue
         if not _is_made_here(entry.name) or (entry.is_dir() and not entry.is_symlink()):
             raise UsageError(
                 f"{entry} isn't part of a bundle, and {why}; move it elsewhere, or choose another --output"

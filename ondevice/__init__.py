@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+    """The installed release."""
+
     from ondevice.api import Model as Model
     from ondevice.api import convert as convert
     from ondevice.api import inspect as inspect
@@ -65,13 +68,16 @@ _MODULES = {
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted((*_HOMES, "__version__"))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "__version__":
+        value = import_module("importlib.metadata").version(__name__)
+    elif name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -302,6 +302,7 @@ def _measured(
     ends = prepared.bundle.manifest.tokenizer.eos_ids
     sampling = SamplingConfig(
         temperature=TEMPERATURE,
+        seed=0,
         logit_bias=tuple((token, -math.inf) for token in ends),
         max_tokens=warm_up_tokens + max_tokens,
     )

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +26,14 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.chat_template import ChatTemplate
-from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
+from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig, WhenFull
 from ondevice.engine import Engine, IsCancelled
 from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
 from ondevice.memory_plan import Plan
-from ondevice.models import find_checkpoint, find_model
-from ondevice.owner import OwnerThread, closed_error
+from ondevice.models import ConversionProgress, bundle_target, find_checkpoint, find_model
+from ondevice.owner import OwnerThread
 from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.pressure import DEFAULT_PRESSURE
 from ondevice.pressure_sources import system_source
@@ -45,27 +45,6 @@ from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer
 
 Name = str | os.PathLike[str]
-
-
-class ConversionProgress(Protocol):
-    """How far a conversion is; bytes are bytes of the checkpoint."""
-
-    @property
-    def step(self) -> str:
-        """The file being made."""
-
-    @property
-    def done_bytes(self) -> int: ...
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    @property
-    def fraction(self) -> float: ...
-
-    @property
-    def remaining_seconds(self) -> float | None:
-        """None while nothing is known."""
 
 
 def load(model: Name | None = None, **options: Any) -> Model:
@@ -85,7 +64,7 @@ def inspect(model: Name | None = None, **options: Any) -> Plan:
 
 def convert(
     source: Name,
-    output: Name,
+    output: Name | None = None,
     quant: str = QuantConfig().name,
     *,
     on_progress: Callable[[ConversionProgress], None] | None = None,
@@ -95,14 +74,16 @@ def convert(
 ) -> Path:
     """Turn a checkpoint (a folder, a llama2.c file, a repository id or alias) into a bundle at `output`.
 
-    resume continues what was interrupted;
-    force replaces an existing output; offline forbids downloads. Returns the bundle's path.
+    Without one, it is made where models are found by name, under the source's. resume continues what was
+    interrupted; force replaces an existing output; offline forbids downloads. Returns the bundle's path.
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError and OSError.
     """
     from ondevice.converters.convert import convert as run
 
-    checkpoint = find_checkpoint(source, offline)
-    return run(checkpoint, Path(output), quant, resume=resume, force=force, on_progress=on_progress)
+    target = bundle_target(source, output)
+    return run(
+        find_checkpoint(source, offline), target, quant, resume=resume, force=force, on_progress=on_progress
+    )
 
 
 def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None] | None = None) -> Report:
@@ -181,6 +162,7 @@ class Model:
     @property
     def stats(self) -> GenerationStats:
         """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
+        self._owner.require_own_process()
         return self._figures.get()
 
     @property
@@ -253,10 +235,13 @@ class Model:
         ids = self.prompt_ids(prompt, tokens)
         return self.astream_ids(None, ids, sampling_options(sampling, options))
 
-    def session(self, instructions: str | None = None) -> Session:
-        """A conversation that keeps its keys and values between turns. instructions: a system message."""
+    def session(self, instructions: str | None = None, *, when_full: WhenFull = "stop") -> Session:
+        """A conversation that keeps its keys and values between turns. instructions: a system message.
+
+        when_full: `stop` refuses a turn that the context has no room for, `drop` forgets the oldest ones.
+        """
         self._require_open()
-        return Session(self, instructions)
+        return Session(self, instructions, when_full)
 
     def logits(self, tokens: Sequence[int]) -> Float32:
         """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
@@ -327,9 +312,8 @@ class Model:
         return self
 
     def _require_open(self) -> None:
-        """Raises OndeviceError once the model is closed."""
-        if not self._finalizer.alive:
-            raise closed_error()
+        """Raises OndeviceError once the model is closed, and in a child of fork()."""
+        self._owner.require_open()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

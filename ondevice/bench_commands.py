@@ -17,6 +17,7 @@ from ondevice.errors import UsageError
 from ondevice.options import (
     Command,
     Text,
+    TextParts,
     add_options,
     complete_path,
     json_option,
@@ -159,8 +160,8 @@ def run_ablation(
     model: str | None, prompt_tokens: int, max_tokens: int, as_json: bool, values: dict[str, Any]
 ) -> None:
     """Measure and print the table of `bench --ablation`."""
-    from ondevice import report
     from ondevice.ablation import ablation
+    from ondevice.ablation_report import ablation_table
 
     runtime = runtime_config(values)
     take_interrupts()
@@ -173,7 +174,7 @@ def run_ablation(
             warm_up_tokens=BENCH_WARM_UP_TOKENS,
             on_progress=show,
         )
-    print_result(as_json, found.to_dict(), report.ablation_table(found))
+    print_result(as_json, found.to_dict(), ablation_table(found))
 
 
 def compare(
@@ -236,7 +237,7 @@ def profile(model: str | None, output: Path | None, text: str | None, tokens: in
     """
     from ondevice import plots, report
 
-    content = None if text is None else read_text(text)
+    content = None if text is None else TextParts(text)
     take_interrupts()
     with progress() as show:
         found = plots.draw_profile(output, model, content, tokens=tokens, on_progress=show)

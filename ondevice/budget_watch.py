@@ -109,9 +109,10 @@ class BudgetWatch:
         self._thread = thread
 
     def stop(self) -> None:
-        """Have the thread end; it changes nothing more. Idempotent."""
+        """Have the thread end; it changes nothing more. Idempotent. A child of fork() hasn't got it."""
         self._stopped = True
-        self._wake.set()
+        if not self._owner.is_inherited:
+            self._wake.set()
 
     def join(self) -> None:
         """Wait for the thread's end, once it was told to and the owner refuses its calls."""

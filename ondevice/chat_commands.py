@@ -1,17 +1,12 @@
-"""What a person types into a chat, and asks of it besides answers: `/help` and its like. Prints nothing."""
+"""What can be asked of a chat besides answers: `/help` and its like. Prints nothing."""
 
 from __future__ import annotations
 
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from types import FrameType, TracebackType
+import os.path
 
 from ondevice.api import Model
+from ondevice.config import SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
-from ondevice.options import decode_text
 from ondevice.report import figures, plan_summary, pressure_summary
 from ondevice.session import Session
 from ondevice.stats import GenerationStats
@@ -26,6 +21,7 @@ CHAT_HELP = """\
 //...           a message that begins with one /
 Ctrl-C stops a reply; Ctrl-D, /quit and /exit end the chat."""
 QUIT = ("/quit", "/exit")
+COMMANDS = ("/help", "/reset", "/save", "/load", "/stats", "/budget", *QUIT)
 
 
 def chat_command(model: Model, session: Session, line: str) -> str:
@@ -35,6 +31,7 @@ def chat_command(model: Model, session: Session, line: str) -> str:
     """
     command, _, argument = line.partition(" ")
     argument = argument.strip()
+    path = os.path.expanduser(argument)
     match command:
         case "/help":
             return CHAT_HELP
@@ -45,10 +42,10 @@ def chat_command(model: Model, session: Session, line: str) -> str:
             budget = f"{plan_summary(model.plan)}\n{pressure_summary(model.memory_pressure)}"
             return f"{figures(model.stats, model.plan)}\n{budget}"
         case "/save" if argument:
-            session.save(argument)
-            return f"saved to {argument}"
+            session.save(path)
+            return f"saved to {path}"
         case "/load" if argument:
-            session.load(argument)
+            session.load(path)
             return f"{len(session.transcript)} messages loaded"
         case "/budget" if argument:
             return plan_summary(model.set_dram_budget(argument))
@@ -58,55 +55,13 @@ def chat_command(model: Model, session: Session, line: str) -> str:
     )
 
 
-class Interrupts:
-    """Inside its `with`, a person's Ctrl-C raises KeyboardInterrupt only while it is `heard`, and once.
-
-    People press it twice: the second must not hit what handles the first. From a pipe nothing changes.
-    """
-
-    def __init__(self) -> None:
-        self._heard = False
-
-    def __enter__(self) -> Interrupts:
-        self._before = signal.getsignal(signal.SIGINT)
-        if sys.stdin.isatty() and self._before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._interrupt)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(signal.SIGINT, self._before)
-
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        """While this lasts; to be left by the exception, too."""
-        self._heard = True
-        try:
-            yield
-        finally:
-            self._heard = False
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._heard:
-            self._heard = False
-            raise KeyboardInterrupt
-
-
-def read_turns(tell: Callable[[str], None], interrupts: Interrupts) -> Iterator[tuple[int, str]]:
-    """What a person types, or the lines of a pipe, with their numbers; empty ones are skipped.
-
-    Raises UsageError for a line of a pipe that isn't UTF-8; a person is told, and asked again.
-    """
-    for number, line in enumerate(_typed(tell, interrupts) if sys.stdin.isatty() else _piped(), 1):
-        if line in QUIT:
-            return
-        if line:
-            yield number, line
-
-
 def is_command(line: str) -> bool:
     return line.startswith("/") and not line.startswith("//")
+
+
+def is_known_command(line: str) -> bool:
+    """Whether a line does something by itself, as no line of a text would by chance."""
+    return line.partition(" ")[0] in COMMANDS
 
 
 def message(line: str) -> str:
@@ -114,55 +69,29 @@ def message(line: str) -> str:
     return line.removeprefix("/")
 
 
-def cut_short(stats: GenerationStats, max_tokens: int) -> str:
+def cut_short(stats: GenerationStats, sampling: SamplingConfig, session: Session) -> str:
     """What to tell of a reply that ended for its length."""
-    if stats.generated_tokens >= max_tokens:
-        return f"(cut short after {max_tokens} tokens: --max-tokens)"
-    return "(cut short: the context is full; /reset begins anew)"
+    if not stats.context_full:
+        return f"(cut short after {sampling.max_tokens} tokens: --max-tokens)"
+    if session.when_full == "stop":
+        return "(cut short: the context is full; /reset begins anew)"
+    return "(cut short: the context is full)"
+
+
+def forgets(model: Model, session: Session) -> str:
+    """What to tell when a conversation has outgrown its context for the first time."""
+    room = "--max-context makes room, " if model.plan.max_context < model.config.max_context else ""
+    return (
+        f"(the context of {model.plan.max_context} tokens is full: the oldest turns are forgotten, "
+        f"{session.dropped_turns} now, more later; {room}--when-full stop ends the chat instead)"
+    )
 
 
 def advice(error: OndeviceError, session: Session) -> str:
     """What to add to an error in a conversation; empty if there is nothing."""
     if not isinstance(error, ContextOverflowError):
         return ""
-    if any(said["role"] == "user" for said in session.transcript):
+    roles = [said["role"] for said in session.transcript]
+    if "user" in roles and session.when_full == "stop":
         return "; /reset begins anew"
-    return "; the system prompt counts too" if session.transcript else ""
-
-
-def _piped() -> Iterator[str]:
-    offset = 0
-    for data in sys.stdin.buffer:
-        yield decode_text(data, "stdin", offset).strip()
-        offset += len(data)
-
-
-def _typed(tell: Callable[[str], None], interrupts: Interrupts) -> Iterator[str]:
-    with suppress(ImportError):
-        import_module("readline")  # input() then has editing and a history.
-    while True:
-        try:
-            with interrupts.heard():
-                typed = decode_text(_input_bytes(), "the line").strip()
-        except KeyboardInterrupt:
-            tell("\n(Ctrl-D quits)")
-        except UsageError as error:
-            tell(f"error: {error}")
-        except EOFError:
-            tell("")
-            return
-        else:
-            yield typed
-
-
-def _input_bytes() -> bytes:
-    """What was typed, whether or not Python could decode it."""
-    try:
-        return input("> ").encode("utf-8", "surrogateescape")
-    except UnicodeDecodeError as error:
-        return error.object
-    except SystemError as error:
-        # What Python makes of a second interrupt while input() raises for the first.
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            raise error.__cause__ from None
-        raise
+    return "; the system prompt counts too" if "system" in roles else ""

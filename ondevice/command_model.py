@@ -32,3 +32,11 @@ def loaded_model(prepared: Prepared) -> Iterator[Model]:
     say(f"{prepared.bundle.name}: {report.plan_summary(prepared.plan)}")
     with api.Model(prepared) as loaded:
         yield loaded
+
+
+def say_figures(model: Model) -> None:
+    """The closing line, where there is something to close."""
+    from ondevice import report
+
+    if model.stats.forward_passes:
+        say(report.figures(model.stats, model.plan))

@@ -5,8 +5,9 @@ Each option has its one default here; the CLI and the API read them from these c
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ondevice.errors import UnsupportedModelError, UsageError
@@ -14,6 +15,8 @@ from ondevice.errors import UnsupportedModelError, UsageError
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
+WhenFull = Literal["drop", "stop"]
+"""What a conversation does that fills the context: forget its oldest turns, or refuse the next one."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
@@ -149,7 +152,8 @@ class QuantConfig:
 class RuntimeConfig:
     """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text.
 
-    A full context ends it, be it `max_context` or the shorter one that a budget has room for.
+    A full context ends it, or makes a chat forget its oldest turns, be it `max_context` or the shorter one
+    that a budget has room for.
     """
 
     dram_budget: str | int = "auto"
@@ -178,6 +182,8 @@ class RuntimeConfig:
 
 LEAST_TEMPERATURE = 1e-6
 """Above 0, no finite logit divided by this overflows."""
+MOST_BIAS = 1e9
+"""Of a logit, added or taken away: above what any model's logits differ by, and nothing overflows."""
 
 
 @dataclass(frozen=True)
@@ -189,8 +195,10 @@ class SamplingConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int | None = None
+    """Of the random numbers; None: `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Added to tokens' logits; -inf bans a token."""
     stop: tuple[str, ...] = field(default=())
     max_tokens: int = 256
 
@@ -208,13 +216,31 @@ class SamplingConfig:
             ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
-            ("seed", 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
+            ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
             # An empty one would stop every text before it begins.
             ("stop", all(self.stop), "strings that aren't empty"),
         )
         for name, valid, range_text in checks:
             if not valid:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {range_text}")
+        for token, bias in self.logit_bias:
+            if not (bias == -math.inf or abs(bias) <= MOST_BIAS):
+                shown = bias if isinstance(bias, float) else f"an integer of {bias.bit_length()} bits"
+                raise UsageError(
+                    f"the logit_bias of token {token} is {shown}; it must be a number from -{MOST_BIAS:g} to "
+                    f"{MOST_BIAS:g}, or -inf, which bans the token"
+                )
+
+    @property
+    def is_random(self) -> bool:
+        """Whether tokens are drawn by chance, so that a seed counts."""
+        return self.temperature > 0.0
+
+    def seeded(self) -> SamplingConfig:
+        """The same with a seed: where one counts and none was given, it is drawn at random, below 2^32."""
+        if self.seed is not None or not self.is_random:
+            return self
+        return replace(self, seed=int.from_bytes(os.urandom(4)))
 
     def _check_types(self) -> None:
         pairs = isinstance(self.logit_bias, tuple) and all(
@@ -224,6 +250,7 @@ class SamplingConfig:
         strings = isinstance(self.stop, tuple) and all(isinstance(text, str) for text in self.stop)
         checks = (
             *((name, _is_int(getattr(self, name)), "an integer") for name in _SAMPLING_INTEGERS),
+            ("seed", self.seed is None or _is_int(self.seed), "an integer, or None to have one drawn"),
             *((name, _is_number(getattr(self, name)), "a number") for name in _SAMPLING_NUMBERS),
             ("logit_bias", pairs, "a tuple of pairs of a token id and a number"),
             ("stop", strings, "a tuple of strings"),
@@ -233,7 +260,7 @@ class SamplingConfig:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {type_text}")
 
 
-_SAMPLING_INTEGERS = ("top_k", "seed", "max_tokens")
+_SAMPLING_INTEGERS = ("top_k", "max_tokens")
 _SAMPLING_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 

@@ -70,7 +70,7 @@ def open_draft(runtime: RuntimeConfig) -> Bundle:
     try:
         return Bundle.open(find_model(runtime.draft_model))
     except (ModelNotFoundError, BundleError) as error:
-        raise type(error)(f"--draft-model {runtime.draft_model}: {error}") from error
+        raise type(error)(f"--draft-model {runtime.draft_model}: {error.for_command_line}") from error
 
 
 def plan_draft(

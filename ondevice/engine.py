@@ -1,12 +1,14 @@
 """One loaded model under its budget: weights, key/value blocks, feed-forward residency, the decode loop.
 
-An engine belongs to one thread and is used there only (`owner.py`). It allocates by the plan of the model
-that was prepared for it (`preparation.py`).
+An engine belongs to the thread that made it and is used there only (`owner.py`): anywhere else, what touches
+its caches raises WrongThreadError. It allocates by the plan of the model that was prepared for it
+(`preparation.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +21,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.claims import Claim, replanned
 from ondevice.config import SamplingConfig
 from ondevice.draft_model import load_draft
-from ondevice.errors import OndeviceError, system_refusals
+from ondevice.errors import OndeviceError, check_thread, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, device_costs
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.generate import Event, Generator
@@ -70,6 +72,7 @@ class Engine:
 
         Cancelled when `cancelled()` holds between two pieces of the weights. between_passes may set budgets.
         """
+        self._thread = threading.get_ident()
         self._between_passes = between_passes
         self._fetch = fetch
         prepared.require_fit()
@@ -152,6 +155,7 @@ class Engine:
         self, key: int | None, prompt: Sequence[int], sampling: SamplingConfig, cancelled: IsCancelled
     ) -> Iterator[Event]:
         """Continue `prompt` with the cache of `key`, or with a cache of its own that ends with it."""
+        check_thread(self._thread)
         self.kv.drop_retired()
         kv = self.kv.new_cache() if key is None else self.kv.cache(key)
         with self.kv.work_on(kv):
@@ -166,6 +170,7 @@ class Engine:
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled) -> Iterator[Float32]:
         """Logits (at most `logits_rows`, V) of all tokens, piece by piece, from an empty cache."""
+        check_thread(self._thread)
         kv = self.kv.new_cache()
         with self.kv.work_on(kv):
             try:
@@ -179,6 +184,7 @@ class Engine:
 
     def fork(self, source: int, target: int) -> None:
         """Give `target` a copy of the cache of `source`, if there is room for two."""
+        check_thread(self._thread)
         with system_refusals():
             self.kv.fork(source, target)
 
@@ -189,10 +195,12 @@ class Engine:
 
     def set_budget(self, budget_bytes: int) -> None:
         """Keep to the user's new budget. Raises BudgetError, and changes nothing, if it is too small."""
+        check_thread(self._thread)
         self._keep_to(self._claim.promise(self.plan.with_budget(budget_bytes), self._bundle.name))
 
     def shift_budget(self, budget_bytes: int) -> bool:
         """Keep to one up to the user's, for memory pressure; False where other models have taken the rest."""
+        check_thread(self._thread)
         plan = self.plan.with_budget(budget_bytes)
         if not self._claim.follow(plan):
             return False
@@ -206,6 +214,7 @@ class Engine:
         the next time, and which neurons fire. This engine must have been made with streams if they are to
         draft. What those that rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
         """
+        check_thread(self._thread)
         plan = self._claim.promise(prepared.plan, self._bundle.name)
         name, transformer = prepared.runtime.speculation, self._generator.transformer
         if name not in self._draftings:
@@ -235,6 +244,7 @@ class Engine:
 
     def fill_ahead(self) -> bool:
         """While nothing is asked: read a little of what is known to fire often. False: nothing more to do."""
+        check_thread(self._thread)
         if self._bundle.hotness is None or not isinstance(self._neurons, NeuronFetcher):
             return False
         return self._neurons.fill()

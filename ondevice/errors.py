@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,10 +12,46 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C, which is no error of ours."""
 
 
+_COMMAND_LINE = r"ondevice (?:convert|generate|inspect|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
+_CHOICES = (
+    "auto|off|all|dense|exact|predicted|threshold|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
+    "recycling|lookup|model|lossless|shared"
+)
+_FLAG = re.compile(
+    rf"(?P<command>{_COMMAND_LINE})|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
+    rf"(?: (?:(?P<number>\d[\d.]*\b)|(?P<choice>(?:{_CHOICES})\b)))?"
+)
+_SWITCHES = ("force", "resume", "offline", "replace")
+
+
 class OndeviceError(Exception):
-    """Base of every error this package raises on purpose. The message names value, limit and remedy."""
+    """Base of every error this package raises on purpose. The message names value, limit and remedy.
+
+    Messages are written with the command line's flags, as `for_command_line` has them; `str` of an error says
+    Python's parameters instead: `max_context=512` for `--max-context 512`.
+    """
 
     exit_code = 1
+
+    @property
+    def for_command_line(self) -> str:
+        """The message with flags; lines to run are the same in both."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return _FLAG.sub(_parameter, self.for_command_line)
+
+
+def _parameter(match: re.Match[str]) -> str:
+    """What Python calls a flag, and how its value is given there."""
+    if match["command"]:
+        return match[0]
+    name = "temperature" if match["name"] == "temp" else match["name"].replace("-", "_")
+    if name in _SWITCHES:
+        return f"{name}=True"
+    if match["number"]:
+        return f"{name}={match['number']}"
+    return f'{name}="{match["choice"]}"' if match["choice"] else name
 
 
 class UsageError(OndeviceError, ValueError):
@@ -76,6 +114,37 @@ class TextChangedError(OndeviceError):
     """A drafter changed a text, which none may: what was measured of it means nothing."""
 
 
+class WrongThreadError(OndeviceError):
+    """A loaded model was run off the one thread that owns it: a mistake of this package, not of its user."""
+
+
+NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
+"""Errors of the system that say nothing of the file that was to be opened."""
+
+
+def reading_failed(error: OSError, otherwise: OndeviceError) -> OndeviceError:
+    """What a file that can't be read means: `otherwise`, unless the process has no descriptor left for it."""
+    return descriptor_refused(error) if error.errno in NO_DESCRIPTOR else otherwise
+
+
+def descriptor_refused(error: OSError) -> OndeviceError:
+    """For what the system raises (NO_DESCRIPTOR) when the process may open no more files."""
+    named = f" for {error.filename}" if error.filename else ""
+    return OndeviceError(
+        f"the system refuses a file descriptor{named}: {error.strerror}; close other models, or raise the "
+        "limit that the process runs under (ulimit -n)"
+    )
+
+
+def check_thread(owner: int) -> None:
+    """Raises WrongThreadError unless this is the thread `owner`, by its `threading.get_ident`."""
+    if threading.get_ident() != owner:
+        raise WrongThreadError(
+            f"a model was run on the thread {threading.current_thread().name!r}, which doesn't own it; its "
+            "owner may be at work, so nothing was touched. This is a mistake of ondevice's: please report it"
+        )
+
+
 def thread_refused(reason: RuntimeError) -> OndeviceError:
     """For what Python raises when the system has no thread to give."""
     return OndeviceError(
@@ -85,10 +154,12 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turns the system's refusal of memory, which a plan can't foresee, into an OndeviceError."""
+    """Turns the system's refusal of memory or files, which a plan can't foresee, into an OndeviceError."""
     try:
         yield
     except (MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            raise descriptor_refused(error) from error
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise OndeviceError(

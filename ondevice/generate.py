@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -82,6 +82,7 @@ class Generator:
         context and UsageError for an empty one, both before anything is computed, and what a pass raises.
         """
         check_prompt(prompt, self.max_context, self.transformer.config.max_context)
+        sampling = sampling.seeded()
         if sampling.stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer, and this model was converted without one")
         return self._run(list(prompt), kv, sampling, cancelled)
@@ -138,7 +139,12 @@ class Generator:
             raise
         if self.drafting is not None:
             meter.drafts.decision = self.drafting.decision
-        stats = meter.stats(self.labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
+        labels = replace(
+            self.labels,
+            seed=sampling.seed if sampling.is_random else None,
+            context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
+        )
+        stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats)
 
     def _decode(

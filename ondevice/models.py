@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from ondevice.backend_choice import check_backend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
@@ -62,7 +64,31 @@ REPOSITORY_FILES = [
 ]
 """All that a conversion reads: never code, never a pickle."""
 
+SHOWN_CHARS = 80
+"""Of a name that can't be one, in the error about it."""
+
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class ConversionProgress(Protocol):
+    """How far a conversion is; bytes are bytes of the checkpoint."""
+
+    @property
+    def step(self) -> str:
+        """The file being made."""
+
+    @property
+    def done_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def fraction(self) -> float: ...
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None while nothing is known."""
 
 
 def model_home() -> Path:
@@ -89,13 +115,58 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
     """
     if name is None:
         return _shipped_model()
-    if not isinstance(name, str | os.PathLike):
-        raise UsageError(f"a model is a path, a name or an alias, not {name!r}")
-    text = os.fspath(name)
+    text = _path_text(name, "a model is a path, a name or an alias")
     if not text:
         raise UsageError("the model's name is empty; give a bundle's folder, or leave --model out")
+    with _lookups(text):
+        return _find_model(text, isinstance(name, os.PathLike))
+
+
+def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
+    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises UsageError as these do."""
+    return default_output(source) if output is None else output_path(output)
+
+
+def output_path(output: object) -> Path:
+    """Where something is to be written. Raises UsageError for a value of another type."""
+    return Path(_path_text(output, "the output is a path"))
+
+
+def default_output(source: str | os.PathLike[str]) -> Path:
+    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
+
+    Raises UsageError for a source without a name.
+    """
+    path = Path(_path_text(source, "a checkpoint is a path, a repository id or an alias")).expanduser()
+    name = path.resolve().name if path.is_dir() else path.name
+    name = name if path.is_dir() or not path.is_file() else path.stem
+    if not name:
+        raise UsageError(f"{os.fspath(source)} has no name to give the bundle; name its folder with --output")
+    return model_home() / name
+
+
+def _path_text(value: object, what: str) -> str:
+    """A path, as text. Raises UsageError, which says `what` it has to be, for a value of another type."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UsageError(f"{what}, not {value!r}")
+    return text
+
+
+@contextmanager
+def _lookups(name: str) -> Iterator[None]:
+    """For looking for what `name` may mean: what the system refuses to look for isn't there."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        shown = name if len(name) <= SHOWN_CHARS else f"{name[:SHOWN_CHARS]}..."
+        raise ModelNotFoundError(f"nothing can be found by the name {shown!a}: {reason}") from error
+
+
+def _find_model(text: str, is_path: bool) -> Path:
     path = Path(text).expanduser()
-    if path.is_dir() or isinstance(name, os.PathLike):
+    if path.is_dir() or is_path:
         return _checked_path(path)
     is_repository = _REPOSITORY.fullmatch(text) is not None
     if os.sep in text and not is_repository:
@@ -120,12 +191,15 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
     """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
 
     Raises ModelNotFoundError if there is no such path, or the repository can't be had (`offline`, no
-    `huggingface_hub`, no network, no permission).
+    `huggingface_hub`, no network, no permission); UsageError for no name.
     """
-    text = os.fspath(source)
-    path = Path(text).expanduser()
-    if path.exists():
-        return path
+    text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
+    if not text:
+        raise UsageError("the checkpoint's name is empty; give its folder, file, repository id or alias")
+    with _lookups(text):
+        path = Path(text).expanduser()
+        if path.exists():
+            return path
     repository = ALIASES.get(text, text)
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(
@@ -222,7 +296,7 @@ def sparsity_modes(
         "only neurons that predictors select; not the same text as dense; --predictor-recall "
         + listed_targets(predictors.points, "recall")
         if predictors is not None
-        else str(damaged["predictors"])
+        else damaged["predictors"].for_command_line
         if "predictors" in damaged
         else "its bundle holds no predictors; `ondevice train predictors` makes them"
         if relu
@@ -232,7 +306,7 @@ def sparsity_modes(
         "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
         + listed_targets(thresholds.points, "sparsity")
         if thresholds is not None
-        else str(damaged["thresholds"])
+        else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
         else f"{config.hidden_act} gates have a threshold of their own, zero: `exact` loses nothing"
         if relu
@@ -285,7 +359,7 @@ def check_runtime(
         (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
     ):
         if asked and key in damaged:
-            raise BundleError(f"{mode} isn't possible with this model: {damaged[key]}")
+            raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
     modes = {mode.name: mode for mode in sparsity_modes(config, predictors, thresholds)}
     if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
         have = ", ".join(mode.name for mode in modes.values() if mode.available)

@@ -35,8 +35,17 @@ STDOUT = 1
 BROKEN_PIPE = 141
 """Exit code of a command whose reader went away, as the shell would give it for the signal."""
 
+MODEL_ARGUMENT = "named_model"
+OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME")
+"""Of the environment, read elsewhere than for an option."""
+TEST_VARIABLES = "ONDEVICE_TEST_"
+NEAR = 0.85
+"""Share of two names' letters that agree where one is a slip for the other; the common prefix counts."""
+
 PART_BYTES = 1 << 16
 """Of a text that are read at a time."""
+MAX_TEXT_CHARS = 1 << 30
+"""Of a text that is held whole. Nothing learns from so much; it may well be endless."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -100,11 +109,13 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         assert isinstance(ctx, SettingsContext)
         _start_logging(ctx.find_root(), ctx.read_settings())
+        _warn_of_variables(ctx.find_root().command)
+        _take_model(ctx)
         _require_meaning(ctx)
         try:
             return super().invoke(ctx)
         except OndeviceError as error:
-            message = str(error)
+            message = error.for_command_line
             for option in self.params:
                 origin = option.origin(ctx) if isinstance(option, SettableOption) else None
                 if origin and _is_mentioned(message, option, ctx.params[option.name or ""]):
@@ -138,6 +149,41 @@ def _start_logging(root: click.Context, settings: Settings) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(name)s: %(message)s")
 
 
+def _variables(command: click.Command) -> Iterator[str]:
+    """Those that set an option of the command, or of one below it."""
+    yield from (str(it.envvar) for it in command.params if isinstance(it, SettableOption))
+    for inner in getattr(command, "commands", {}).values():
+        yield from _variables(inner)
+
+
+def _warn_of_variables(root: click.Command) -> None:
+    """Log what of the environment looks like an option's variable and sets none."""
+    known = {*_variables(root), *OTHER_VARIABLES}
+    for name in sorted(os.environ):
+        if name.startswith("ONDEVICE_") and name not in known and not name.startswith(TEST_VARIABLES):
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, known, 1, NEAR)
+            log.warning("%s sets nothing%s", name, f"; did you mean {near[0]}?" if near else "")
+
+
+def _take_model(context: click.Context) -> None:
+    """The model may be named by an argument as well as by its option; the command gets one.
+
+    Raises UsageError for two different ones.
+    """
+    if MODEL_ARGUMENT not in context.params:
+        return
+    named, flagged = context.params.pop(MODEL_ARGUMENT), context.params["model"]
+    if named is None:
+        return
+    source = context.get_parameter_source("model")
+    if source is ParameterSource.COMMANDLINE and flagged != named:
+        raise UsageError(f"two models are named, {named} and --model {flagged}; give one")
+    context.params["model"] = named
+    context.set_parameter_source("model", ParameterSource.COMMANDLINE)
+
+
 def _require_meaning(context: click.Context) -> None:
     """Refuse what the command line asks for and the modes it chooses have no use for.
 
@@ -164,7 +210,7 @@ class Text(click.types.StringParamType):
         try:
             return decode_text(text.encode("utf-8", "surrogateescape"), "it")
         except UsageError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(error.for_command_line, param, ctx)
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         return (rv,)
@@ -188,13 +234,23 @@ def _complete_model(
 
 option = partial(click.option, cls=SettableOption)
 
-model_option = option(
+_model_flag = option(
     "--model",
     "-m",
     metavar="NAME|DIR",
     shell_complete=_complete_model,
-    help="A bundle's folder, a name under the model folders, or an alias; the shipped model if not given.",
+    help="As the argument: a bundle's folder, or a name of `inspect --list`; the shipped model if not given.",
 )
+
+
+def model_option(command: Decorated) -> Decorated:
+    """A decorator: which model a command is for, as an argument or as an option."""
+    argument = click.argument(
+        MODEL_ARGUMENT, metavar="[NAME|DIR]", required=False, shell_complete=_complete_model
+    )
+    return argument(_model_flag(command))
+
+
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
 
 
@@ -229,7 +285,7 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
     try:
         check_value(parameter.name or "", value)
     except UsageError as error:
-        raise click.BadParameter(str(error), context, parameter) from error
+        raise click.BadParameter(error.for_command_line, context, parameter) from error
     return value
 
 
@@ -242,6 +298,7 @@ class TextParts:
     def __init__(self, source: str) -> None:
         self._where = "stdin" if source == "-" else source
         self._size = self._offset = 0
+        self._in_line = False
         try:
             self._file = sys.stdin.buffer if source == "-" else Path(source).open("rb")  # noqa: SIM115
             self._size = os.fstat(self._file.fileno()).st_size
@@ -258,8 +315,29 @@ class TextParts:
         return min(1.0, self._offset / self._size) if self._size else 0.0
 
     def __iter__(self) -> Iterator[str]:
+        return self._decoded_parts(lambda: self._file.read(PART_BYTES))
+
+    def line(self) -> Iterator[str]:
+        """Parts of the line that comes next, with its end; nothing but empty ones behind the last.
+
+        What isn't taken of it is skipped by `end_line`.
+        """
+        self._in_line = True
+        return self._decoded_parts(self._read_line)
+
+    def end_line(self) -> None:
+        """Skip what is left of the line."""
+        while data := self._read_line():
+            self._offset += len(data)
+
+    def _read_line(self) -> bytes:
+        data: bytes = self._file.readline(PART_BYTES) if self._in_line else b""
+        self._in_line = bool(data) and not data.endswith(b"\n")
+        return data
+
+    def _decoded_parts(self, read: Callable[[], bytes]) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        while data := self._file.read(PART_BYTES):
+        while data := read():
             held = len(decoder.getstate()[0])
             if b"\0" in data:
                 raise UsageError(
@@ -280,8 +358,15 @@ class TextParts:
 
 
 def read_text(source: str) -> str:
-    """The whole of `TextParts(source)`."""
-    return "".join(TextParts(source))
+    """The whole of `TextParts(source)`. Raises UsageError where that has more than MAX_TEXT_CHARS."""
+    parts: list[str] = []
+    chars = 0
+    for part in TextParts(source):
+        parts.append(part)
+        chars += len(part)
+        if chars > MAX_TEXT_CHARS:
+            raise UsageError(f"{source} has more than {MAX_TEXT_CHARS} characters; give a part of it")
+    return "".join(parts)
 
 
 def decode_text(data: bytes, where: str, offset: int = 0) -> str:

@@ -7,6 +7,7 @@ nothing of models.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -64,6 +65,8 @@ class _Job:
 class OwnerThread(Generic[T]):
     """Starts at the first job and ends with `close()`, at the latest when this object is collected.
 
+    A child of fork() has the object and not the thread: there, whatever asks for work raises OndeviceError.
+
     kept: the thread then waits for the next owner that asks for one, instead of ending: for work that leaves
     something behind for every thread that it ever ran on.
     """
@@ -71,15 +74,35 @@ class OwnerThread(Generic[T]):
     def __init__(self, name: str, kept: bool = False) -> None:
         self._jobs = _Jobs()
         self._runner = _Runner(self._jobs, name, kept)
+        self._process = os.getpid()
         self._started = False
         self._lock = threading.Lock()
         # The finaliser also runs at exit, before the interpreter takes the thread's ground away.
-        self._finalizer = weakref.finalize(self, _finish, self._jobs, self._runner)
+        self._finalizer = weakref.finalize(self, _finish, self._process, self._jobs, self._runner)
 
     @property
     def is_current(self) -> bool:
         """Whether this is asked on the owner thread."""
         return self._runner.is_current
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a child of fork(): its parent has the thread, and locks may be held for ever."""
+        return os.getpid() != self._process
+
+    def require_own_process(self) -> None:
+        """Raises OndeviceError in a child of fork()."""
+        if self.is_inherited:
+            raise OndeviceError(
+                f"the model was loaded by process {self._process}, and this is a fork of it, without the "
+                "threads that do its work; load the model here, or start processes by spawning them"
+            )
+
+    def require_open(self) -> None:
+        """Raises OndeviceError once this is closed, and in a child of fork()."""
+        self.require_own_process()
+        if self._jobs.closed:
+            raise closed_error()
 
     @property
     def run_urgent(self) -> Callable[[], None]:
@@ -92,6 +115,7 @@ class OwnerThread(Generic[T]):
         urgent: run it between two items of the job that is running, or where that runs urgent calls itself,
         before the jobs that wait.
         """
+        self.require_own_process()
         if self.is_current:
             return work()
 
@@ -115,6 +139,7 @@ class OwnerThread(Generic[T]):
         try:
             while not isinstance(item := items.get(), _End):
                 yield item
+                self.require_own_process()
             if item.error is not None:
                 raise item.error
         finally:
@@ -138,6 +163,7 @@ class OwnerThread(Generic[T]):
         try:
             while not isinstance(item := await items.get(), _End):
                 yield item
+                self.require_own_process()
             if item.error is not None:
                 raise item.error
         finally:
@@ -152,13 +178,19 @@ class OwnerThread(Generic[T]):
         self._submit(_Job(_nothing, _drop))
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Cancel the running job, refuse the waiting ones, run `last` there, end the thread. Idempotent."""
+        """Cancel the running job, refuse the waiting ones, run `last` there, end the thread. Idempotent.
+
+        In a child of fork() there is nothing to end.
+        """
+        if self.is_inherited:
+            return
         if last is not None and self._started and not self._jobs.closed:
             self._jobs.close(last)
             self._runner.join()
         self._finalizer()
 
     def _submit(self, job: _Job, urgent: bool = False) -> None:
+        self.require_own_process()
         with self._lock:
             if not self._started:
                 try:
@@ -332,9 +364,10 @@ def _serve(runner: _Runner) -> None:
     runner.end()
 
 
-def _finish(jobs: _Jobs, runner: _Runner) -> None:
-    jobs.close()
-    runner.join()
+def _finish(process: int, jobs: _Jobs, runner: _Runner) -> None:
+    if os.getpid() == process:
+        jobs.close()
+        runner.join()
 
 
 def closed_error() -> OndeviceError:

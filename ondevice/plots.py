@@ -21,7 +21,7 @@ from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.profiling import Profile, profile
 from ondevice.sparsity.policies import DEFAULT_POLICY
 from ondevice.speculation_bench import ALL_TASKS, OFF, Comparison
-from ondevice.training import OnProgress
+from ondevice.training import OnProgress, Text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +41,7 @@ TICKED_LAYERS = 40
 def draw_profile(
     output: Path | None,
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     tokens: int = PROFILE_TOKENS,
     on_progress: OnProgress = lambda fraction, what: None,

@@ -34,8 +34,8 @@ from ondevice.memory_sizes import context_tokens
 from ondevice.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
-from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
-from ondevice.units import MemoryRoom, memory_rooms, parse_size, process_memory, trim_heap, usable_cores
+from ondevice.tokenizer import Tokenizer, import_library, load_tokenizer, loading_bytes
+from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,9 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
         threads=runtime.threads or usable_cores(),
     )
     warnings = _warnings(bundle, runtime)
-    # Imports what it asks: the process is measured with it.
+    # What is imported anyway is measured with the process.
     operands = operand_bytes(runtime.backend)
+    import_library(bundle.manifest.tokenizer.kind or "")
     # What was freed before isn't held against anybody.
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)
@@ -185,7 +186,7 @@ class _Planner:
         """Whether the budget has room for reading the tokenizer, before anything is planned."""
         needed = self.opening_bytes + self.measured.others_bytes
         budget = self.runtime.dram_budget
-        return needed <= (self._allowance.usable_bytes if self._is_auto else parse_size(budget))
+        return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def prepared(self) -> Prepared:
         """With the context asked for; with the longest that fits where none was, down to LEAST_CONTEXT."""
@@ -273,7 +274,7 @@ class _Planner:
         )
         if self._is_auto:
             return plan.with_budget(auto_budget(plan, self._allowance))
-        return plan.with_budget(parse_size(runtime.dram_budget))
+        return plan.with_budget(parse_budget(runtime.dram_budget))
 
     @property
     def _is_auto(self) -> bool:
@@ -312,7 +313,7 @@ def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
     }
-    return tuple(str(error) for key, error in bundle.damaged.items() if may_use[key])
+    return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
 def _speculation(runtime: RuntimeConfig) -> Speculation:
@@ -373,7 +374,7 @@ def budget_bytes(budget: str | int, plan: Plan) -> int:
     if is_auto(budget):
         # What a loaded model holds already is as good as free to it.
         return auto_budget(plan, allowance(process_memory().current_bytes, memory_rooms()))
-    return parse_size(budget)
+    return parse_budget(budget)
 
 
 def warn_of_budget(budget: str | int, plan: Plan, name: str) -> None:

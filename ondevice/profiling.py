@@ -29,7 +29,7 @@ from ondevice.preparation import Prepared
 from ondevice.scoring import benchmark_prompt
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
 from ondevice.sparsity.replay import Optimum, hit_rate
-from ondevice.training import OnProgress, text_pieces
+from ondevice.training import OnProgress, Text, text_pieces
 from ondevice.units import format_bytes
 
 SPANS = 32
@@ -109,7 +109,7 @@ class Profile:
 
 def profile(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Sequence[Sequence[int]] | None = None,
     tokens: int = PROFILE_TOKENS,
@@ -234,7 +234,7 @@ def _distinct_shares(fired: NDArray[np.bool_], starts: NDArray[np.intp], spans: 
 
 def _pieces(
     prepared: Prepared,
-    text: str | None,
+    text: Text | None,
     pieces: Sequence[Sequence[int]] | None,
     tokens: int,
     on_progress: OnProgress,

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
-from ondevice.ablation import BEFORE, Ablation
 from ondevice.budget_limits import context_words, verdict
 from ondevice.budget_watch import MemoryPressure
 from ondevice.bundle.predictors import OperatingPoint, Predictors
@@ -18,7 +17,7 @@ from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import NARROW_TOKENS
-from ondevice.models import SparsityMode, sparsity_modes
+from ondevice.models import ALIASES, SparsityMode, find_model, known_models, model_home, sparsity_modes
 from ondevice.preparation import Prepared
 from ondevice.profiling import Profile
 from ondevice.stats import GenerationStats
@@ -26,10 +25,6 @@ from ondevice.units import format_bytes
 
 PROFILE_SPANS = (8, 32)
 """Neighbouring tokens whose distinct neurons the table has; the plot has all."""
-ABLATION_COLUMNS = (
-    *("neurons", "rest", "MB", "reads", "GB/s"),
-    *("I/O", "waited", "managed", "compute", "total", "tokens/s"),
-)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -110,6 +105,30 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
         f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}{waits}"
+        f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
+    )
+
+
+def model_list() -> dict[str, Any]:
+    """`inspect --list --json`: the bundles by name, where they lie, and the short names of checkpoints."""
+    return {
+        "models": {name: str(find_model(name)) for name in known_models()},
+        "folder": str(model_home()),
+        "aliases": dict(ALIASES),
+    }
+
+
+def model_list_text() -> str:
+    """`inspect --list` for people."""
+    found = model_list()
+    models = found["models"].items()
+    return "\n".join(
+        [
+            f"models, by name ({found['folder']} and what ships):",
+            *([f"  {name:<24}{path}" for name, path in models] or ["  none"]),
+            "short names, which `ondevice convert NAME` downloads and converts:",
+            *(f"  {name:<24}{source}" for name, source in found["aliases"].items()),
+        ]
     )
 
 
@@ -128,7 +147,7 @@ def inspection(prepared: Prepared) -> dict[str, Any]:
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
         "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
-        "damaged": {key: str(error) for key, error in bundle.damaged.items()},
+        "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": prepared.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
         "minimum_budget_sparsity": frugal.plan.sparsity,
@@ -149,7 +168,7 @@ def inspection_text(prepared: Prepared) -> str:
         "sparsity modes:",
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
         f"streams: {_streams_line(bundle)}",
-        *(f"{key}: {bundle.damaged[key]}" for key in ("hotness",) if key in bundle.damaged),
+        *(f"{key}: {bundle.damaged[key].for_command_line}" for key in ("hotness",) if key in bundle.damaged),
         f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
         f"with {_modes_taken(prepared)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*_parts(plan), ("total", plan.total_bytes)]),
@@ -193,8 +212,8 @@ def threshold_table(found: Thresholds) -> str:
         "sparsity  left out  least and most of a layer  perplexity  agrees with dense",
     ]
     for point in found.points:
-        least, most = (_percent(share) for share in (min(point.skipped), max(point.skipped)))
-        shares = f"{_percent(mean(point.skipped)):<10}{f'{least} to {most}':<27}"
+        least, most = (percent(share) for share in (min(point.skipped), max(point.skipped)))
+        shares = f"{percent(mean(point.skipped)):<10}{f'{least} to {most}':<27}"
         lines.append(f"{point.sparsity:<10g}{shares}{_quality(point)}")
     dense = "" if found.perplexity is None else f"{found.perplexity:.3f}"
     lines.append(f"{'dense':<10}{'0 %':<37}{dense}")
@@ -222,11 +241,11 @@ def stream_table(found: Streams, config: ModelConfig) -> str:
         _counted("adapters", found.adapter_parameters(config)),
         _counted("embeddings, pruning", found.embedding_parameters(config)),
         _counted(f"{found.streams} streams", added),
-        f"{_counted(f'{found.streams} heads of Medusa', medusa)}, {_short(medusa / added)} times as many",
+        f"{_counted(f'{found.streams} heads of Medusa', medusa)}, {short(medusa / added)} times as many",
         "guessed right where all streams before had:",
     ]
     for stream, share in enumerate(found.acceptance, 1):
-        lines.append(f"{f'stream {stream}':<22}{_percent(share):>12}")
+        lines.append(f"{f'stream {stream}':<22}{percent(share):>12}")
     return "\n".join(lines)
 
 
@@ -257,11 +276,11 @@ def profile_table(found: Profile) -> str:
             f"{found.tokens} tokens: {found.text}",
             "",
             _columns("neurons", ["fire", "before too", *(f"in {span} tokens" for span in spans)]),
-            *(_columns(name, map(_percent, shares)) for name, shares in [*rows, ("mean", means)]),
+            *(_columns(name, map(percent, shares)) for name, shares in [*rows, ("mean", means)]),
             "",
-            _columns("misses of a cache of", map(_percent, misses.shares)),
-            *(_columns(name, map(_percent, rates)) for name, rates in misses.policies.items()),
-            _columns("at best (Belady)", map(_percent, misses.optimum)),
+            _columns("misses of a cache of", map(percent, misses.shares)),
+            *(_columns(name, map(percent, rates)) for name, rates in misses.policies.items()),
+            _columns("at best (Belady)", map(percent, misses.optimum)),
         ]
     threads = sorted({rate.threads for rate in found.reads.rates})
     sizes = sorted({rate.read_bytes for rate in found.reads.rates})
@@ -272,72 +291,16 @@ def profile_table(found: Profile) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
-def ablation_table(found: Ablation) -> str:
-    """What every row holds, reads and takes per token, and what each step changes."""
-    lines = [
-        f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, {found.rows[0].io} reads; means of "
-        f"{found.max_tokens} tokens, behind {found.prompt_tokens} of prompt and {found.warm_up_tokens} that "
-        "warm up",
-        "",
-        f"{'':<10}{'in memory, MB':>18}{'read per token':>18}{'reading':>9}{'ms per token':>45}{'':>9}",
-        _cells("", ABLATION_COLUMNS),
-    ]
-    for row in found.rows:
-        held = (row.feed_forward_bytes / 1e6, row.resident_bytes / 1e6)
-        read = (row.flash_bytes / 1e6, row.flash_reads, row.bytes_per_second / 1e9)
-        reading = (row.io_seconds, row.waited_seconds)
-        seconds = (*reading, row.managed_seconds, row.compute_seconds, row.total_seconds)
-        times = (1e3 * value for value in seconds)
-        lines.append(_cells(row.name, map(_short, (*held, *read, *times, 1 / row.total_seconds))))
-    lines += ["", "what changes: bytes / rate = I/O, and the total"]
-    for row in found.rows[1:]:
-        before = found.row(BEFORE[row.name])
-        change = (
-            _factor(row.flash_bytes, before.flash_bytes),
-            _factor(row.bytes_per_second, before.bytes_per_second),
-            _factor(row.io_seconds, before.io_seconds),
-        )
-        lines.append(
-            f"{row.name:<10} after {before.name:<10}{' / '.join(change[:2])} = {change[2]}; total "
-            f"{_factor(row.total_seconds, before.total_seconds)}"
-        )
-    return "\n".join([*lines, *_overlap_lines(found), *(f"note: {note}" for note in found.notes)])
-
-
-def _overlap_lines(found: Ablation) -> list[str]:
-    if found.overlap_ratio is None:
-        return []
-    apart, row = found.row("all"), found.row("overlap")
-    longer, own = (max(it.io_seconds, it.compute_seconds) for it in (apart, row))
-    return [
-        "",
-        f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
-        f"compute in `all` ({1e3 * longer:.1f} ms), {found.own_overlap_ratio:.2f} x that of its own "
-        f"({1e3 * own:.1f} ms)",
-        f"guesses found {_percent(row.guess_recall)} of what was missing and read "
-        f"{row.guess_wasted_bytes / 1e6:.2f} MB per token in vain",
-    ]
-
-
-def _cells(name: str, cells: Iterable[str]) -> str:
-    return f"{name:<10}" + "".join(f"{cell:>9}" for cell in cells)
-
-
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Three digits, or all that stand before the point."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def _factor(after: float, before: float) -> str:
-    """`x 0.12`; a dash where there is nothing to compare."""
-    return f"x {_short(after / before)}" if before > 0 else "-"
-
-
 def _columns(name: str, cells: Iterable[str]) -> str:
-    return f"{name:<22}" + "".join(f"{cell:>12}" for cell in cells)
+    return f"{name:<22}" + "".join(f"  {cell:>12}" for cell in cells)
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
@@ -374,8 +337,9 @@ def _mode_line(mode: SparsityMode) -> str:
 def _streams_line(bundle: Bundle) -> str:
     found = bundle.streams
     if found is None:
-        return str(bundle.damaged.get("streams", "none"))
-    accepted = ", ".join(map(_percent, found.acceptance))
+        damage = bundle.damaged.get("streams")
+        return "none" if damage is None else damage.for_command_line
+    accepted = ", ".join(map(percent, found.acceptance))
     added = found.adapter_parameters(bundle.config) + found.embedding_parameters(bundle.config)
     return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"
 

@@ -68,7 +68,14 @@ def sample(
         if not -np.inf < adjusted[best] < np.inf:
             raise _unusable(adjusted)
         return best
-    return draw(process_logits(logits, config, history), config.seed, position)
+    return draw(process_logits(logits, config, history), seed_of(config), position)
+
+
+def seed_of(config: SamplingConfig) -> int:
+    """The seed of one that has it: a generation gives it one before it begins. Raises UsageError."""
+    if config.seed is None:
+        raise UsageError("there is no seed to draw by; SamplingConfig.seeded() gives one")
+    return config.seed
 
 
 def draw(candidates: Candidates, seed: int, position: int) -> int:
@@ -207,8 +214,6 @@ def _adjust(
             )
         ids = np.fromiter(pairs, np.int64, len(pairs))
         biases = np.fromiter(pairs.values(), np.float32, len(pairs))
-        if np.isnan(biases).any() or biases.max() == np.inf:
-            raise UsageError("a logit_bias is NaN or infinite; use a finite number, or -inf to ban a token")
         adjusted[ids] += biases
     return adjusted
 

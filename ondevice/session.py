@@ -1,7 +1,8 @@
 """A conversation: its transcript, and the key/value cache that follows it from turn to turn.
 
 Every turn renders the whole transcript into token ids, so the text depends on nothing else; what the cache
-already holds of those tokens isn't computed again.
+already holds of those tokens isn't computed again. Where the context is full, a conversation ends, or forgets
+its oldest turns: then the transcript is what is left.
 """
 
 from __future__ import annotations
@@ -10,22 +11,25 @@ import json
 import os
 import threading
 import weakref
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from ondevice.chat_template import ChatTemplate
-from ondevice.config import SamplingConfig
+from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
+from ondevice.memory_plan import Plan
 from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
 
 FORMAT = "ondevice-session"
 VERSION = 1
-MAX_FILE_BYTES = 64 << 20
+MAX_FILE_BYTES = 2 << 20
+"""Of a saved session: some 500,000 tokens of text, and 25 MB in memory however it is made up."""
 ROLES = ("system", "user", "assistant")
 
 Message = dict[str, str]
@@ -38,6 +42,10 @@ class Host(Protocol):
     @property
     def chat_template(self) -> ChatTemplate:
         """Its `stop` strings end a reply."""
+
+    @property
+    def plan(self) -> Plan:
+        """Its `max_context` is how much a conversation may hold."""
 
     def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a transcript, up to where the model's next turn begins."""
@@ -60,7 +68,12 @@ class Host(Protocol):
 class Session:
     """A conversation with one model; one reply at a time. Made by `Model.session`."""
 
-    def __init__(self, host: Host, instructions: str | None = None) -> None:
+    def __init__(self, host: Host, instructions: str | None = None, when_full: WhenFull = "stop") -> None:
+        if when_full not in get_args(WhenFull):
+            raise UsageError(f"when_full is {when_full!r}; it must be one of {', '.join(get_args(WhenFull))}")
+        self.when_full: WhenFull = when_full
+        self.dropped_turns = 0
+        """How many of the oldest turns have been forgotten so far."""
         self._host = host
         self._key = host.new_key()
         self._answering = threading.Lock()
@@ -71,14 +84,14 @@ class Session:
 
     @property
     def transcript(self) -> list[Message]:
-        """The turns so far, instructions first: a copy."""
+        """What the model is told of the turns so far, instructions first: a copy."""
         return [dict(message) for message in self._messages]
 
     def respond(self, text: str, *, sampling: SamplingConfig | None = None, **options: Any) -> Response:
         """Answer `text`. options: fields of SamplingConfig; greedy by default.
 
-        Raises ContextOverflowError when the conversation has outgrown the context; the transcript then is
-        as it was.
+        Raises ContextOverflowError when the conversation has outgrown the context, or `text` alone where the
+        oldest turns are dropped; the transcript then is as it was.
         """
         return gather(self.stream_response(text, sampling=sampling, **options))
 
@@ -87,7 +100,7 @@ class Session:
     ) -> Iterator[Event]:
         """`respond`, event by event. Closing the iterator cancels; what was said by then is remembered."""
         config = self._sampling(sampling, options)
-        with self._turn(text) as (ids, said):
+        with self._turn(text, config.max_tokens) as (ids, said):
             for event in self._host.stream_ids(self._key, ids, config):
                 yield _say(event, said)
 
@@ -103,15 +116,15 @@ class Session:
     ) -> AsyncGenerator[Event, None]:
         """`stream_response` for asyncio."""
         config = self._sampling(sampling, options)
-        with self._turn(text) as (ids, said):
+        with self._turn(text, config.max_tokens) as (ids, said):
             async with aclosing(self._host.astream_ids(self._key, ids, config)) as events:
                 async for event in events:
                     yield _say(event, said)
 
     def fork(self) -> Session:
         """An independent conversation that continues from here."""
-        other = Session(self._host, self._instructions)
-        other._messages = self.transcript
+        other = Session(self._host, self._instructions, self.when_full)
+        other._messages, other.dropped_turns = self.transcript, self.dropped_turns
         self._host.copy_cache(self._key, other._key)
         return other
 
@@ -120,15 +133,21 @@ class Session:
         first = {"role": "system", "content": self._instructions or ""}
         with self._silent():
             self._messages = [] if self._instructions is None else [first]
+            self.dropped_turns = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the transcript to a file. Keys and values aren't saved: `load` computes them again.
 
-        Raises OndeviceError if it can't be written; an older file of that name then is as it was.
+        Raises OndeviceError if it can't be written, or is more than `load` reads; an older file of that name
+        then is as it was.
         """
         target = Path(path)
         content = {"format": FORMAT, "version": VERSION, "messages": self._messages}
         data = (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "replace")
+        if len(data) > MAX_FILE_BYTES:
+            raise OndeviceError(
+                f"the conversation has {len(data)} bytes; a saved one has at most {MAX_FILE_BYTES}"
+            )
         with _file_errors("saved to", target):
             partial = target.with_name(f"{target.name}.partial")
             try:
@@ -149,7 +168,7 @@ class Session:
             with source.open("rb") as stream:
                 data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"{source} is too large for a saved session")
+            raise UsageError(f"{source} is no saved session: it has more than {MAX_FILE_BYTES} bytes")
         try:
             content = json.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -157,7 +176,7 @@ class Session:
         messages = _messages(content, source)
         first = messages[0] if messages else {}
         with self._silent():
-            self._messages = messages
+            self._messages, self.dropped_turns = messages, 0
             self._instructions = first["content"] if first.get("role") == "system" else None
 
     def _sampling(self, sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
@@ -165,16 +184,39 @@ class Session:
         return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
 
     @contextmanager
-    def _turn(self, text: str) -> Iterator[tuple[list[int], list[str]]]:
+    def _turn(self, text: str, max_tokens: int) -> Iterator[tuple[list[int], list[str]]]:
         """The ids to continue, and a list that takes what is said; both are remembered at the end."""
         with self._silent():
-            messages = [*self._messages, {"role": "user", "content": text}]
+            asked = [*self._messages, {"role": "user", "content": text}]
+            messages, ids, dropped = self._within_context(asked, max_tokens)
             said: list[str] = []
             try:
-                yield self._host.chat_ids(messages), said
+                yield ids, said
             finally:
                 if said:
                     self._messages = [*messages, {"role": "assistant", "content": "".join(said)}]
+                    self.dropped_turns += dropped
+
+    def _within_context(
+        self, messages: list[Message], max_tokens: int
+    ) -> tuple[list[Message], list[int], int]:
+        """What of these messages is told to the model, its ids, and how many turns are dropped for it.
+
+        Turns are dropped where less than a quarter of the context is left for the reply, and then until half
+        is: so what is computed serves several turns. Instructions and the newest message always stay.
+        """
+        context, ids = self._host.plan.max_context, self._host.chat_ids(messages)
+        if self.when_full == "stop" or len(ids) + min(max_tokens, context // 4) <= context:
+            return messages, ids, 0
+        head = messages[: messages[0]["role"] == "system"]
+        begins = [at for at in range(len(head), len(messages)) if messages[at]["role"] == "user"]
+
+        def ids_from(turn: int) -> list[int]:
+            return self._host.chat_ids([*head, *messages[begins[turn] :]])
+
+        older = range(len(begins) - 1)
+        first = bisect_left(older, True, key=lambda turn: len(ids_from(turn)) <= context // 2)
+        return [*head, *messages[begins[first] :]], ids_from(first), first
 
     @contextmanager
     def _silent(self) -> Iterator[None]:

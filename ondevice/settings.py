@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ondevice.config import TARGET_RANGE, RuntimeConfig, SamplingConfig, is_target
 from ondevice.errors import UsageError
-from ondevice.units import parse_size
+from ondevice.units import parse_budget
 
 MAX_THREADS = 256
 """More compute threads than this are a slip, and each takes memory of its own."""
@@ -63,12 +63,12 @@ _SAMPLING_HELP = {
     "top_p": "Sample from the likeliest tokens that hold this probability; 1: off.",
     "min_p": "Drop tokens less likely than this times the likeliest; 0: off.",
     "repetition_penalty": "Divide the logits of tokens seen before; 1: off.",
-    "seed": "Of the random numbers; the same seed gives the same text.",
+    "seed": "Of the random numbers: the same one gives the same text; drawn, and said, if not given.",
     "stop": "End the text before this string; may be given several times.",
     "max_tokens": "Tokens to generate at most.",
 }
 _MODE_OF_TARGET = {"predictor_recall": "predicted", "threshold_sparsity": "threshold"}
-_FLAGS = {"temperature": "--temp", "as_json": "--json"}
+_FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
 
 
 def _flag(name: str) -> str:
@@ -96,7 +96,8 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
     if default is MISSING and field.default_factory is not MISSING:
         default = field.default_factory()
     choices = tuple(str(choice) for choice in get_args(hint)) if get_origin(hint) is Literal else ()
-    return Option(field.name, _flag(field.name), default, choices, type(default), text)
+    kind = int if default is None else type(default)
+    return Option(field.name, _flag(field.name), default, choices, kind, text)
 
 
 RUNTIME_OPTIONS = _options(RuntimeConfig, _RUNTIME_HELP)
@@ -105,6 +106,7 @@ _OPTIONS = RUNTIME_OPTIONS | SAMPLING_OPTIONS
 OTHER_SETTINGS: dict[str, type] = {
     "model": str,
     "system_prompt": str,
+    "when_full": str,
     "prompt": str,
     "text": str,
     "output": str,
@@ -120,6 +122,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "force": bool,
     "offline": bool,
     "as_json": bool,
+    "listing": bool,
     "verbose": bool,
 }
 """Settings that belong to the command line and not to a config dataclass."""
@@ -141,7 +144,7 @@ def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)
     check_choices(config)
-    parse_size(config.dram_budget, auto=0)
+    parse_budget(config.dram_budget, auto=0)
     return config
 
 
@@ -266,7 +269,7 @@ def read_settings(path: Path) -> Settings:
         raise UsageError(f"the settings file {path} can't be read: {error}") from error
     try:
         parsed = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # A huge integer and deep nesting are no TOMLDecodeError.
         raise UsageError(f"the settings file {path} isn't TOML: {error}") from error
     names = {_key(_flag(name)): name for name in (*_OPTIONS, *OTHER_SETTINGS)} | {
         name: name for name in _OPTIONS

@@ -210,6 +210,8 @@ def compare_drafters(
             f"--max-tokens {sampling.max_tokens}: a text's first token comes with its prompt's pass; ask for "
             f"{LEAST_TOKENS} or more"
         )
+    # One for all, or texts couldn't be the same.
+    sampling = sampling.seeded()
     runtime = on_kernels(runtime, "the comparison of --speculation all")
     arms, notes = _arms(model, runtime)
     plain = arms[OFF]
@@ -254,7 +256,7 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
             require_fit(plan, plain.bundle.name)
         except (UnsupportedModelError, UsageError, BudgetError, BundleError) as error:
             # What is damaged here is the drafter's own: plain decoding has opened all that the model needs.
-            notes.append(f"without {name}: {error}")
+            notes.append(f"without {name}: {error.for_command_line}")
             continue
         if arm.runtime.speculation != name:
             notes.append(f"without {name}: its memory is what plain decoding would lack under this budget")

@@ -71,7 +71,9 @@ class GenerationStats:
     `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
     `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
     the prompt's, and took `decode_seconds`. `synchronisations` are those with a device that computes by
-    itself (`mlx`), logits' included; they took `synchronised_seconds` of waiting.
+    itself (`mlx`), logits' included; they took `synchronised_seconds` of waiting. `seed` is what random
+    numbers came from, None where nothing was drawn by chance; `context_full` whether the text ended for want
+    of room.
     """
 
     prompt_tokens: int = 0
@@ -92,6 +94,8 @@ class GenerationStats:
     sparsity: str = ""
     speculation: str = ""
     io: str = ""
+    seed: int | None = None
+    context_full: bool = False
     decode_passes: int = 0
     decode_seconds: float = 0.0
     synchronisations: int = 0
@@ -117,7 +121,7 @@ def per_second(count: float, seconds: float) -> float:
 
 
 def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
-    """Field-wise median of repeated runs; counts are rounded to whole ones, words come from the first.
+    """Field-wise median of repeated runs; counts are rounded, what isn't a figure is the first's.
 
     `drafting` is that of all runs together: its parts belong to each other.
 
@@ -128,6 +132,8 @@ def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
     medians: dict[str, int | float] = {}
     for field in dataclasses.fields(GenerationStats):
         values = [getattr(run, field.name) for run in runs]
+        if field.name in ("seed", "context_full"):
+            continue
         if isinstance(values[0], int):
             medians[field.name] = round(statistics.median(values))
         elif isinstance(values[0], float):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def say(message: str, newline: bool = True) -> None:
-    click.echo(message, err=True, nl=newline)
+    # A file's name may hold what no encoding has.
+    click.echo(message.encode("utf-8", "backslashreplace").decode("utf-8"), err=True, nl=newline)
 
 
 def take_interrupts() -> None:

@@ -11,12 +11,12 @@ import click
 from ondevice.config import TRAIN_TOKENS, BackendName
 from ondevice.options import (
     CommandGroup,
+    TextParts,
     add_options,
     complete_path,
     json_option,
     model_option,
     option,
-    read_text,
 )
 from ondevice.settings import RUNTIME_OPTIONS
 from ondevice.terminal import print_result, progress, take_interrupts
@@ -87,7 +87,7 @@ def predictors(
     """
     from ondevice import report, training
 
-    content = read_text(text)
+    content = TextParts(text)
     take_interrupts()
     with progress() as show:
         found = training.train_predictors(
@@ -115,7 +115,7 @@ def thresholds(
     """
     from ondevice import report, training
 
-    content = read_text(text)
+    content = TextParts(text)
     take_interrupts()
     with progress() as show:
         found = training.train_thresholds(
@@ -153,7 +153,7 @@ def streams(
     from ondevice.bundle.reader import Bundle
     from ondevice.models import find_model
 
-    content = read_text(text)
+    content = TextParts(text)
     take_interrupts()
     chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
     with progress() as show:

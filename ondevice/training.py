@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.api import Name, load, open_model, text_tokenizer
+from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
-from ondevice.config import BackendName, RuntimeConfig
+from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.models import ConversionProgress, bundle_target, find_checkpoint, output_path
 from ondevice.preparation import Prepared
 from ondevice.scoring import Tally, windows
 from ondevice.settings import require_fields
+from ondevice.tokenizer import Tokenizer, load_tokenizer
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
@@ -32,13 +36,15 @@ TRAINED_SHARE = 0.9
 """Of the progress: the rest is measuring."""
 
 OnProgress = Callable[[float, str], None]
+Text = str | Iterable[str]
+"""Whole or in parts, as it is read; of these no more than is used."""
 Pieces = Sequence[Sequence[int]]
 Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
 
 
 def train_predictors(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
@@ -106,7 +112,7 @@ def train_predictors(
 
 def train_thresholds(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
@@ -152,7 +158,7 @@ def train_thresholds(
 
 def train_streams(
     model: Name | None = None,
-    text: str | None = None,
+    text: Text | None = None,
     *,
     pieces: Pieces | None = None,
     output: Name | None = None,
@@ -206,15 +212,74 @@ def _stream_training() -> ModuleType:
     return train_streams
 
 
-def text_pieces(prepared: Prepared, text: str, tokens: int) -> list[list[int]]:
+def convert_and_train(
+    source: Name,
+    output: Name | None,
+    text: Text,
+    quant: str = QuantConfig().name,
+    *,
+    on_progress: Callable[[ConversionProgress], None] | None = None,
+    on_training: OnProgress = lambda fraction, what: None,
+    resume: bool = False,
+    force: bool = False,
+    offline: bool = False,
+) -> Path:
+    """Convert as `convert` does; order neurons by `text` and train predictors on it, then name the bundle.
+
+    A model whose gates are hardly ever zero is converted and no more. What is interrupted leaves no bundle
+    under that name; resumed, it comes to the bytes of one that ran through. on_training gets the share of
+    the training that is done, and what is being done.
+
+    Raises what `convert` and `train_predictors` raise; before anything is written, UsageError for a model
+    without a tokenizer and for too little text.
+    """
+    from ondevice.converters import predictors as training
+    from ondevice.converters.additions import held_out
+    from ondevice.converters.checkpoints.base import Checkpoint
+    from ondevice.converters.convert import Training
+    from ondevice.converters.convert import convert as run
+
+    options = training.PredictorOptions()
+
+    def begin(checkpoint: Checkpoint) -> Training | None:
+        config, info = checkpoint.config, checkpoint.tokenizer.info
+        if info.kind is None or info.file is None:
+            raise UsageError(
+                f"{checkpoint.name} has no tokenizer, so it can learn nothing from a text: convert it "
+                "without --text, or put its tokenizer's files beside it"
+            )
+        if not config.zeros_gates:
+            return None
+        data = checkpoint.tokenizer.blobs[info.file]
+        tokenizer = load_tokenizer(info.kind, data, info.bos_id, info.eos_ids, info.add_bos)
+        pieces = _text_pieces(tokenizer, info, text, options.tokens, config.max_context)
+        held_out(pieces, options.measured_share)
+
+        def train(folder: Path) -> None:
+            train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
+
+        return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
+
+    target = bundle_target(source, output)
+    return run(find_checkpoint(source, offline), target, quant, on_progress, resume, force, begin)
+
+
+def text_pieces(prepared: Prepared, text: Text, tokens: int) -> list[list[int]]:
     """Ids of the text's first `tokens` tokens, in pieces that are read from an empty context each.
 
     None of a text of fewer than two. Raises UsageError if the model has no tokenizer.
     """
-    ids = text_tokenizer(prepared).encode(text, most=tokens)[:tokens]
-    settings = prepared.bundle.manifest.tokenizer
-    context = min(PIECE_TOKENS, prepared.plan.max_context)
-    return list(windows(ids, context, settings.bos_id if settings.add_bos else None)) if len(ids) > 1 else []
+    info = prepared.bundle.manifest.tokenizer
+    return _text_pieces(text_tokenizer(prepared), info, text, tokens, prepared.plan.max_context)
+
+
+def _text_pieces(
+    tokenizer: Tokenizer, info: TokenizerInfo, text: Text, tokens: int, max_context: int
+) -> list[list[int]]:
+    parts = [text] if isinstance(text, str) else text
+    ids = tokenizer.encode_within(parts, most=tokens)[:tokens]
+    context = min(PIECE_TOKENS, max_context)
+    return list(windows(ids, context, info.bos_id if info.add_bos else None)) if len(ids) > 1 else []
 
 
 def spread(pieces: Pieces, tokens: int) -> Pieces:
@@ -229,7 +294,7 @@ def spread(pieces: Pieces, tokens: int) -> Pieces:
     return [pieces[len(pieces) // 2]]
 
 
-def _pieces(prepared: Prepared, text: str | None, pieces: Pieces | None, tokens: int) -> Pieces:
+def _pieces(prepared: Prepared, text: Text | None, pieces: Pieces | None, tokens: int) -> Pieces:
     if (text is None) == (pieces is None):
         raise UsageError("give either a text or pieces of token ids")
     return text_pieces(prepared, text or "", tokens) if pieces is None else pieces
@@ -242,7 +307,7 @@ def _check_target(prepared: Prepared, output: Name | None) -> Path:
     that is too small.
     """
     prepared.require_fit()
-    folder = prepared.bundle.path if output is None else Path(output).absolute()
+    folder = prepared.bundle.path if output is None else output_path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} can't be written to; give a new folder with --output")
     if output is not None and os.path.lexists(folder):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.errors import NO_DESCRIPTOR, BackendUnavailableError, UsageError, descriptor_refused
 
 PAGE_BYTES = 4096
 """What direct reads come in, and memory of its own is rounded up to."""
@@ -34,6 +34,8 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
+LEAST_BARE_BYTES = 10**6
+"""A budget of fewer bytes, which no model can run in, was meant in another unit."""
 MAPPED_BYTES = 256 << 10
 """Blocks that `map_large_arrays` keeps out of heaps: what a prompt's chunk takes, not a single token."""
 _M_MMAP_THRESHOLD = -3
@@ -69,6 +71,16 @@ def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | N
     size = math.floor(number * _UNITS[match[2]])
     if size > _MAX_BYTES:
         raise UsageError(f"size {value!r} is above the limit of 2^62 bytes")
+    return size
+
+
+def parse_budget(value: str | int, *, auto: int | None = None) -> int:
+    """`parse_size` of a memory budget. Raises UsageError, too, for a number of bytes that lacks its unit."""
+    size = parse_size(value, auto=auto)
+    bare = str(value).strip().replace(".", "", 1).isdigit()
+    if bare and 0 < size < LEAST_BARE_BYTES:
+        unit = "GB" if size < 1000 else "MB"
+        raise UsageError(f"a DRAM budget of {size} is {size} bytes; did you mean {size}{unit}?")
     return size
 
 
@@ -264,10 +276,15 @@ def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """What a file of the system's says; None if it can't be read."""
+    """What a file of the system's says; None if it can't be read.
+
+    Raises OndeviceError if the process has no descriptor left for it: it may be there, and say a limit.
+    """
     try:
         return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise descriptor_refused(error) from error
         return None
 
 

@@ -53,6 +53,14 @@ def chat_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def relu_chat_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chat bundle with ReLU gates, of 900 neurons a layer."""
+    folder = tmp_path_factory.mktemp("relu-chat")
+    shape = {"hidden_act": "relu", "intermediate_size": 900}
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "relu-chat")
+
+
+@pytest.fixture(scope="session")
 def token_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An f16 bundle of random weights without a tokenizer."""
     folder = tmp_path_factory.mktemp("tokens")

@@ -52,16 +52,25 @@ def count_down(calls: int, before: bool) -> None:
 
 def child(source: Path, output: Path, quant: str, prepare: Callable[[], None]) -> bool:
     """Convert in a fork, resuming what is there. Whether it was killed; other failures end this process."""
-    process = os.fork()
-    if process == 0:
+
+    def work() -> None:
         prepare()
         convert(source, output, quant, resume=True)
+
+    return killed(work)
+
+
+def killed(work: Callable[[], object]) -> bool:
+    """Whether a fork that does the work was killed; other failures end this process."""
+    process = os.fork()
+    if process == 0:
+        work()
         os._exit(0)
     status = os.waitpid(process, 0)[1]
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return True
     if status:
-        sys.exit(f"a conversion ended with status {status}")
+        sys.exit(f"a child ended with status {status}")
     return False
 
 
@@ -96,11 +105,11 @@ def main() -> None:
         for _ in range(moments.randint(1, 3)):
             if moments.random() < 0.7:
                 calls = moments.randint(1, 40)
-                killed = child(source, output, quant, lambda calls=calls: count_down(calls, calls % 2 == 1))  # type: ignore[misc]
+                died = child(source, output, quant, lambda calls=calls: count_down(calls, calls % 2 == 1))  # type: ignore[misc]
             else:
-                killed = child(source, output, quant, die_after(moments.uniform(0.0, whole_seconds)))
-            report["killed"] += killed
-            if killed and output.exists():
+                died = child(source, output, quant, die_after(moments.uniform(0.0, whole_seconds)))
+            report["killed"] += died
+            if died and output.exists():
                 report["different"] += digest(output) != expected
         child(source, output, quant, lambda: None)
         report["resumed"] += 1

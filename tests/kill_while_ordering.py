@@ -8,16 +8,14 @@ Children die before every STEP-th durable step, until one lives to the end.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
 
-from kill_and_resume import count_down, digest
+from kill_and_resume import count_down, digest, killed
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.activations import record_activations
@@ -28,7 +26,7 @@ PIECE = [token * 7 % 250 for token in range(120)]
 
 
 def order(source: Path, output: Path, prepare: Callable[[], None]) -> None:
-    """As `convert --resume` with a text does it, but for predictors."""
+    """As `train_predictors` with `order` does it, of a conversion that is resumed."""
     bundle = Bundle.open(convert(source, output, resume=True))
     if bundle.manifest.provenance.ordered_tokens is None:
         scratch = output.parent.with_name("scratch")
@@ -36,20 +34,6 @@ def order(source: Path, output: Path, prepare: Callable[[], None]) -> None:
         activations = record_activations(bundle, [PIECE], scratch)
         prepare()
         order_neurons(bundle, activations, len(PIECE))
-
-
-def killed(work: Callable[[], object]) -> bool:
-    """Whether a fork that does the work was killed; other failures end this process."""
-    process = os.fork()
-    if process == 0:
-        work()
-        os._exit(0)
-    status = os.waitpid(process, 0)[1]
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return True
-    if status:
-        sys.exit(f"a child ended with status {status}")
-    return False
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from flash_files import flip_byte
 from safetensors.numpy import load_file, save_file
 
 from ondevice.ablation import SPARSE_ROWS, Ablation, ablation, row_checksums
+from ondevice.ablation_report import ablation_table
 from ondevice.api import inspect
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle
@@ -27,7 +28,6 @@ from ondevice.errors import (
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.models import find_model
-from ondevice.report import ablation_table
 from tests.bundles import CONTEXT, convert_bundle, write_chat_checkpoint
 from tests.command_line import Run
 
@@ -203,7 +203,7 @@ def test_what_is_refused(ondevice: Run, sparse_bundle: Path) -> None:
         ablation(sparse_bundle, RuntimeConfig(), **{**COUNTS, "warm_up_tokens": 0})
     with pytest.raises(ContextOverflowError):
         ablation(sparse_bundle, RuntimeConfig(), **{**COUNTS, "prompt_tokens": CONTEXT - 9})
-    with pytest.raises(BackendUnavailableError, match="--backend cpu"):
+    with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
         run(sparse_bundle, backend="reference")
     with pytest.raises(BudgetError):
         run(sparse_bundle, dram_budget=1 << 20)

@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ import pytest
 import ondevice
 from ondevice import memory_sizes
 from ondevice.api import Model, load
+from ondevice.config import SamplingConfig
 from ondevice.errors import (
     BackendUnavailableError,
     ContextOverflowError,
     ModelNotFoundError,
     UnsupportedModelError,
     UsageError,
+    WrongThreadError,
 )
 from tests.bundles import CONTEXT, EOS, VOCAB_SIZE
 from tests.chat import PROMPT, squeeze
@@ -66,6 +69,25 @@ def test_generate_and_stream_say_the_same(model: Model) -> None:
 def test_text_and_its_tokens_are_the_same_prompt(model: Model) -> None:
     ids = model.tokenizer.encode(PROMPT)
     assert model.generate(tokens=ids, max_tokens=5).tokens == model.generate(PROMPT, max_tokens=5).tokens
+
+
+def test_a_generation_says_the_seed_that_it_drew(model: Model) -> None:
+    drawn = [model.generate(PROMPT, max_tokens=12, temperature=1.0) for _ in range(2)]
+    assert drawn[0].stats.seed != drawn[1].stats.seed
+    for response in drawn:
+        again = model.generate(PROMPT, max_tokens=12, temperature=1.0, seed=response.stats.seed)
+        assert again.tokens == response.tokens
+    assert model.generate(PROMPT, max_tokens=2, temperature=1.0, seed=0).stats.seed == 0
+    assert model.generate(PROMPT, max_tokens=2, seed=5).stats.seed is None
+    reply = model.session().respond("Hello", max_tokens=2, temperature=1.0)
+    assert reply.stats.seed is not None
+
+
+def test_a_text_that_the_context_ends_says_so(model: Model) -> None:
+    cut = model.generate(tokens=[1] * (CONTEXT - 3), max_tokens=9, logit_bias={EOS: -math.inf})
+    assert (cut.finish_reason, len(cut.tokens), cut.stats.context_full) == ("length", 3, True)
+    asked = model.generate(tokens=[1] * 8, max_tokens=3, logit_bias={EOS: -math.inf})
+    assert (asked.finish_reason, asked.stats.context_full) == ("length", False)
 
 
 def test_prompts_of_a_wrong_type_never_become_work(model: Model) -> None:
@@ -242,3 +264,27 @@ def test_loading_logs_and_does_not_configure_logging(
 def test_loading_keeps_no_buffers(chat_bundle: Path) -> None:
     with load(chat_bundle) as model:
         assert model._engine._reader.staging_bytes == 0
+
+
+def test_an_engine_runs_on_its_owners_thread_only(model: Model) -> None:
+    """Elsewhere it refuses before it touches anything: the owner may be filling the cache ahead."""
+    expected = model.generate(PROMPT, max_tokens=8).tokens
+    engine, tokens = model._engine, model.tokenizer.encode(PROMPT)
+    kv = engine.kv.new_cache()
+    uses: list[Callable[[], Any]] = [
+        lambda: engine._generator.transformer.forward(tokens, kv),
+        lambda: engine._generator.transformer.run(tokens, kv, last=True),
+        lambda: next(engine.generate(None, tokens, SamplingConfig(), lambda: False)),
+        lambda: next(engine.logits(tokens, lambda: False)),
+        lambda: engine.fork(0, 1),
+        lambda: engine.set_budget(1 << 40),
+        lambda: engine.shift_budget(1 << 40),
+        engine.fill_ahead,
+    ]
+    for use in uses:
+        with pytest.raises(WrongThreadError, match="MainThread"):
+            use()
+    assert (kv.length, engine.kv.nbytes) == (0, 0)
+    assert model._owner.call(lambda: engine._generator.transformer.forward(tokens, kv)) is not None
+    model._owner.call(lambda: kv.truncate(0))
+    assert model.generate(PROMPT, max_tokens=8).tokens == expected

@@ -50,8 +50,17 @@ LAYERS = (
         "training",
     ),
     ("profiling", "ablation", "bench_prompts", "speculation_bench"),
-    ("report", "speculation_report", "plots", "options", "chat_commands", "terminal"),
-    ("command_model", "train_commands", "bench_commands", "doctor_commands", "cli", "__main__"),
+    (
+        "report",
+        "ablation_report",
+        "speculation_report",
+        "plots",
+        "options",
+        "chat_commands",
+        "chat_input",
+        "terminal",
+    ),
+    ("command_model", "chat", "train_commands", "bench_commands", "doctor_commands", "cli", "__main__"),
 )
 ORDER = [part for layer in LAYERS for part in layer]
 CONVERTERS_MAY_IMPORT = [part for layer in LAYERS[:6] for part in layer]

@@ -127,7 +127,7 @@ def test_a_plan_above_a_groups_limit_does_not_fit_and_names_both() -> None:
         require_fit(plan, "a-model")
     said = str(caught.value)
     assert "is more than the control group /box allows, 400 MB (400000000 bytes)" in said
-    assert "Raise that limit, or take --dram-budget 400000000 or less" in said
+    assert "Raise that limit, or take dram_budget=400000000 or less" in said
     assert caught.value.required_bytes == plan.minimum_budget_bytes < 400 * MB
     require_fit(plan.with_budget(400 * MB), "a-model")
 
@@ -148,16 +148,16 @@ def test_a_model_that_a_limit_leaves_no_room_for_at_all() -> None:
     for budget, said in (
         (
             100 * MB,
-            "too small for a-model: .* Raise --dram-budget, and the 200 MB .* of the control group /box",
+            "too small for a-model: .* Raise dram_budget, and the 200 MB .* of the control group /box",
         ),
         (
             1000 * MB,
-            "is more than the control group /box allows, 200 MB .* Raise that limit, or lower --max-",
+            "is more than the control group /box allows, 200 MB .* Raise that limit, or lower max_",
         ),
     ):
         with pytest.raises(BudgetError, match=said):
             require_fit(plan.with_budget(budget), "a-model", fitting_context=1536)
-    with pytest.raises(BudgetError, match=r"; --max-context 1536 would fit\.$"):
+    with pytest.raises(BudgetError, match=r"; max_context=1536 would fit\.$"):
         require_fit(plan, "a-model", fitting_context=1536)
 
 
@@ -172,6 +172,9 @@ def test_caches_of_several_sessions_keep_to_the_limit_too() -> None:
 def test_a_budget_above_a_groups_limit_is_refused_before_anything_is_read(
     rooms: Rooms, ondevice: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What other tests left may be freed meanwhile.
+    held = process_memory()
+    monkeypatch.setattr(preparation, "process_memory", lambda: held)
     plan = shipped_plan()
     limit = (plan.minimum_budget_bytes + plan.full_bytes) // 2
     rooms(limit)

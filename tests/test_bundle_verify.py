@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import shutil
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 from crc32c import crc32c
 from golden.build import GOLDEN
-from malformed.rules import manifest_of, overwrite, put, seal
+from malformed.rules import overwrite, put, reseal
 
 from ondevice.bundle import digest, verify
+from ondevice.bundle.layout import DATA_OFFSET
+from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError, ModelNotFoundError
 
 GATES, NEURONS = "gates-00001.safetensors", "neurons-00001.safetensors"
@@ -115,19 +115,28 @@ def test_equal_gates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert nbytes[name] == 4096 + (GOLDEN / name).stat().st_size
 
 
-def reseal(folder: Path, name: str) -> None:
-    """Makes the hashes of record file `name`, of the checksum table and of the manifest true again."""
-    manifest = manifest_of(folder)
-    entry = manifest["files"][name]
-    layout = manifest[name.split("-")[0].removesuffix(".safetensors")]
-    table = np.fromfile(folder / "checksums.bin", "<u4")
-    data = np.fromfile(folder / name, np.uint8)
-    first = entry["crc"]["offset"]
-    table[first : first + entry["crc"]["count"]] = crc32c(data[4096:], tuple(layout["part_bytes"]))
-    (folder / "checksums.bin").write_bytes(table.tobytes())
-    entry["sha256"] = hashlib.sha256(data.tobytes()).hexdigest()
-    manifest["files"]["checksums.bin"]["sha256"] = hashlib.sha256(table.tobytes()).hexdigest()
-    seal(folder, manifest)
+def test_a_scale_that_is_not_finite_is_found(copy: Path) -> None:
+    """Every hash is made to match, as another writer's would."""
+    places = broken_halves(Bundle.open(copy))
+    for name, offset in places.items():
+        broken = copy.with_name(name)
+        shutil.copytree(copy, broken)
+        overwrite(name, offset, b"\x00\x7c")(broken)
+        reseal(broken, name)
+        with pytest.raises(BundleError, match=f"{name}: the scale or weight at byte {offset} is not finite"):
+            verify.verify(broken, crc32c)
+    assert set(places) == {NEURONS, "embedding.safetensors", "resident.safetensors"}
+
+
+def broken_halves(bundle: Bundle) -> dict[str, int]:
+    """Where a float16 lies in each kind of file: the last neuron's last bias, a token's scale, a matrix's."""
+    neurons, embedding = bundle.neuron_layout, bundle.embedding_layout
+    last = bundle.config.intermediate_size - 1
+    return {
+        NEURONS: DATA_OFFSET + last * neurons.stride + neurons.part_offsets[1] + neurons.row_bytes[1] - 2,
+        "embedding.safetensors": DATA_OFFSET + 3 * embedding.stride + embedding.parts[0][0].codes_bytes,
+        "resident.safetensors": bundle.tensor_span("layers.1.attention.out.biases").offset + 2,
+    }
 
 
 def test_no_bundle(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_a_full_disk_is_a_typed_error(call: str, tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(OndeviceError, match=r"No space left on device.*--resume"):
+    with pytest.raises(OndeviceError, match=r"No space left on device.*resume=True"):
         writer.write_records(neuron_file_name(0), records(RECIPE, 0))
 
 

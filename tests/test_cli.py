@@ -24,7 +24,7 @@ STATS = [
     "time_to_first_token_seconds", "peak_memory_bytes", "flash_bytes_read", "flash_read_seconds",
     "flash_cpu_seconds", "neuron_cache_hit_rate", "guess_recall", "guess_wasted_bytes",
     "forward_passes", "accepted_tokens_per_pass",
-    "backend", "sparsity", "speculation", "io",
+    "backend", "sparsity", "speculation", "io", "seed", "context_full",
     "decode_passes", "decode_seconds", "synchronisations",
     "synchronised_seconds", "drafting",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -16,21 +17,39 @@ from types import SimpleNamespace
 
 import pytest
 
-from ondevice import chat_commands
+from ondevice import chat_input
+from ondevice.chat_commands import is_known_command
+from ondevice.options import PART_BYTES
 from tests.bundles import CONTEXT
 from tests.command_line import Run, command
 
 
 def test_chat_honours_the_models_sampling_and_says_so(ondevice: Run, chat_bundle: Path) -> None:
-    options = ("-m", chat_bundle, "--max-tokens", 12)
+    options = ("-m", chat_bundle, "--max-tokens", 12, "--seed", 0)
     recommended = ondevice("chat", *options, stdin="Hello\n")
     assert "recommend: temperature 0.7, top_p 0.9" in recommended.err
     spelt_out = ondevice("chat", *options, "--temp", 0.7, "--top-p", 0.9, stdin="Hello\n")
     assert "recommend" not in spelt_out.err
     assert recommended.out == spelt_out.out
     greedy = ondevice("chat", *options, "--temp", 0, stdin="Hello\n")
-    assert "recommend: top_p 0.9" in greedy.err
+    assert "sampl" not in greedy.err
+    assert "recommend" not in greedy.err
+    assert "seed" not in greedy.err
     assert greedy.out != recommended.out
+
+
+def test_a_chat_says_the_seed_that_it_draws(ondevice: Run, chat_bundle: Path) -> None:
+    options = ("-m", chat_bundle, "--max-tokens", 12)
+    drawn = [ondevice("chat", *options, stdin="Hello\n") for _ in range(2)]
+    seeds = [re.search(r"^seed (\d+), drawn at random", result.err, re.MULTILINE) for result in drawn]
+    assert seeds[0] is not None
+    assert seeds[1] is not None
+    assert seeds[0][1] != seeds[1][1]
+    for seed, result in zip(seeds, drawn, strict=True):
+        assert seed is not None
+        again = ondevice("chat", *options, "--seed", seed[1], stdin="Hello\n")
+        assert again.out == result.out
+        assert "drawn at random" not in again.err
 
 
 def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None:
@@ -92,10 +111,17 @@ def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
 ) -> None:
     options = ("-m", chat_bundle, "--max-tokens", 2)
     long = "x" * (CONTEXT // 2)
-    result = ondevice("chat", *options, stdin=f"{long}\n\n{long}\nmore\n")
+    stop = ("--when-full", "stop")
+    result = ondevice("chat", *options, *stop, stdin=f"{long}\n\n{long}\nmore\n")
     assert result.code == 4
     assert result.out.count("\n") == 1
     assert "line 3 of stdin, and what follows it, wasn't answered" in result.err
+    assert "forgotten" not in result.err
+    dropping = ondevice("chat", *options, stdin=f"{long}\n\n{long}\n{long}\n")
+    assert dropping.code == 0
+    assert dropping.out.count("\n") == 3
+    assert dropping.err.count(f"{CONTEXT} tokens is full: the oldest turns are forgotten, 1 now") == 1
+    assert "--max-context" not in dropping.err  # The model has no more.
     advised = ondevice("chat", *options, stdin=f"{long}\n/reset\n{long}\n/reset\nmore\n")
     assert advised.code == 0
     assert advised.out.count("\n") == 3
@@ -106,7 +132,7 @@ def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
     [
         ("/save {tmp}/no/where", "can't be saved to {tmp}/no/where: No such file or directory"),
         ("/save {tmp}", "can't be saved to {tmp}: Is a directory"),
-        ("/save a\0b", "null byte"),
+        ("/save a\0b", "byte 0x00 at offset 7"),
         (f"/load {'x' * 300}", "File name too long"),
     ],
 )
@@ -122,12 +148,39 @@ def test_a_conversation_that_cannot_be_saved_or_loaded(
     assert list(tmp_path.parent.glob("*.partial")) == []
 
 
+def test_a_line_that_no_context_holds_is_refused_and_the_chat_goes_on(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path
+) -> None:
+    talk = tmp_path / "talk.json"
+    long = "é" * (3 * PART_BYTES)
+    for lines in (f"Hello\n{long}\nmore\n/save {talk}\n", f"Hello\n{long}\n/save {talk}\n{long}"):
+        for when in ("drop", "stop"):
+            options = ("-m", chat_bundle, "--max-tokens", 2, "--when-full", when)
+            result = ondevice("chat", *options, stdin=lines)
+            assert result.code == 4
+            assert f"tokens or more and the context holds {CONTEXT}; shorten it" in result.err
+            assert result.err.count("line 2 of stdin wasn't answered") == 1
+            said = [it["content"] for it in json.loads(talk.read_text())["messages"] if it["role"] == "user"]
+            assert said == (["Hello", "more"] if "more" in lines else ["Hello"])
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(
+    ondevice: Run, chat_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    lines = "Hello\n/save ~/talk.json\n/reset\n/load ~/talk.json\n"
+    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 2, stdin=lines)
+    assert (result.code, (tmp_path / "talk.json").is_file()) == (0, True)
+    assert f"saved to {tmp_path}/talk.json" in result.err
+    assert "2 messages loaded" in result.err
+
+
 def test_a_second_interrupt_while_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """People press Ctrl-C twice: at the prompt that never ends the chat."""
     typed = [signal.SIGINT, b"Hello", EOFError()]
     told: list[str] = []
 
-    def read() -> bytes:
+    def read(prompt: str) -> bytes:
         item = typed.pop(0)
         if isinstance(item, EOFError):
             raise item
@@ -139,10 +192,12 @@ def test_a_second_interrupt_while_the_first_is_told(monkeypatch: pytest.MonkeyPa
         signal.raise_signal(signal.SIGINT)
         told.append(text)
 
-    monkeypatch.setattr(chat_commands, "_input_bytes", read)
+    monkeypatch.setattr(chat_input, "_input_bytes", read)
+    monkeypatch.setattr(chat_input, "_is_waiting", lambda: False)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    with chat_commands.Interrupts() as interrupts:
-        assert list(chat_commands.read_turns(tell, interrupts)) == [(1, "Hello")]
+    with chat_input.Interrupts() as interrupts:
+        turns = chat_input.read_turns(tell, interrupts, None, is_known_command)  # type: ignore[arg-type]
+        assert [(turn.number, turn.text) for turn in turns] == [(1, "Hello")]
     assert told == ["\n(Ctrl-D quits)", ""]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -150,10 +205,15 @@ def test_a_second_interrupt_while_the_first_is_told(monkeypatch: pytest.MonkeyPa
 class Terminal:
     """A command on a pseudo-terminal, typed at and read from."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], **environment: str) -> None:
         self.master, worker = pty.openpty()
         self.process = subprocess.Popen(
-            arguments, stdin=worker, stdout=worker, stderr=worker, start_new_session=True, close_fds=True
+            arguments,
+            stdin=worker,
+            stdout=worker,
+            stderr=worker,
+            start_new_session=True,
+            env=os.environ | environment,
         )
         os.close(worker)
         self.seen = ""
@@ -220,3 +280,29 @@ def test_chat_on_a_terminal(chat_bundle: Path) -> None:
     finally:
         terminal.process.kill()
         os.close(terminal.master)
+
+
+def test_pasted_lines_are_one_message(chat_bundle: Path, tmp_path: Path) -> None:
+    """With bracketed paste, as a terminal sends it that was asked to, and as lines that wait already."""
+    talk = tmp_path / "talk.json"
+    long = "\n".join(f"    line {number} of it" for number in range(10))
+    options = ("--temp", 0, "--max-tokens", 4, "--max-context", CONTEXT)
+    for term, pasted in (("dumb", f"def f():\n{long}\n"), ("xterm", f"\x1b[200~def f():\n{long}\x1b[201~\n")):
+        talk.unlink(missing_ok=True)
+        terminal = Terminal(command("chat", "-m", chat_bundle, *options), TERM=term)
+        try:
+            terminal.until("> ")
+            terminal.quiet()
+            terminal.type(pasted)
+            terminal.until("cut short")
+            terminal.until("> ")
+            # What does something by itself is no part of what was pasted before it.
+            terminal.type(f"one\ntwo\n/save {talk}\n")
+            terminal.until("saved to")
+            terminal.type("/quit\n")
+            assert terminal.process.wait(60) == 0
+        finally:
+            terminal.process.kill()
+            os.close(terminal.master)
+        said = [it["content"] for it in json.loads(talk.read_text())["messages"] if it["role"] == "user"]
+        assert [text.replace("\r", "\n") for text in said] == [f"def f():\n{long}", "one\ntwo"]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,34 +72,6 @@ def test_a_shard_that_shrinks_while_it_is_read(source: Path, monkeypatch: pytest
 
     monkeypatch.setattr("ondevice.converters.convert.fingerprint", truncate)
     assert_refused(source, CheckpointError, f"{SHARD} ends at byte .* download it again")
-
-
-class Header(NamedTuple):
-    """A safetensors header that is wrong, and what is said of it."""
-
-    entries: Any
-    match: str
-
-
-@pytest.mark.parametrize("header", [
-    Header({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}, "safetensors file"),
-    Header({"w": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}, "safetensors file"),
-    Header({"w": {"dtype": "F32", "shape": [1 << 62, 8], "data_offsets": [0, 16]}}, "safetensors file"),
-    Header({"w": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}}, "safetensors file"),
-    Header({"w": {"dtype": "F99", "shape": [4], "data_offsets": [0, 16]}}, "safetensors file"),
-    Header({"w": 3}, "safetensors file"), Header([], "safetensors file"),
-    Header("[" * 9000, "safetensors file"),
-])  # fmt: skip
-def test_a_header_that_lies(source: Path, header: Header) -> None:
-    text = header.entries if isinstance(header.entries, str) else json.dumps(header.entries)
-    (source / SHARD).write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(16))
-    assert_refused(source, CheckpointError, header.match)
-
-
-@pytest.mark.parametrize("length", [1 << 26, 1 << 40, (1 << 64) - 1])
-def test_a_huge_header_is_not_read(source: Path, length: int) -> None:
-    (source / SHARD).write_bytes(length.to_bytes(8, "little") + b"{}" * 100)
-    assert_refused(source, CheckpointError, "its header would be")
 
 
 def test_wrong_shapes(source: Path) -> None:
@@ -183,7 +155,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     file.write_bytes(b"GGUF" + bytes(100))
     assert_refused(file, UnsupportedModelError, "GGUF")
     file.write_bytes(b"24ka" + bytes(300))
-    assert_refused(file, UnsupportedModelError, "--version 0")
+    assert_refused(file, UnsupportedModelError, "in version 0")
     source = write_checkpoint(tmp_path / "source")
     assert_refused(source / "model.safetensors", CheckpointError, "give the folder")
     bundle = convert(source, tmp_path / "bundle")
@@ -302,7 +274,7 @@ def test_a_disk_that_fills_up(source: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("OndeviceError")
     assert "can't be written: File too large" in result.stdout
-    assert "--resume" in result.stdout
+    assert "resume=True" in result.stdout
     assert convert(source, output, resume=True) == output
 
 
@@ -325,7 +297,7 @@ def test_a_full_disk(source: Path, small_disk: Path, monkeypatch: pytest.MonkeyP
         convert(source, small_disk / "bundle")
     real = shutil.disk_usage(source)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real)
-    with pytest.raises(OndeviceError, match=r"No space left on device; make room .* --resume"):
+    with pytest.raises(OndeviceError, match=r"No space left on device; make room .* resume=True"):
         convert(source, small_disk / "bundle", "f16")
     assert not (small_disk / "bundle").exists()
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
@@ -352,20 +324,20 @@ def test_names_that_cannot_be_printed(source: Path) -> None:
 
 def test_an_output_below_a_file(source: Path) -> None:
     (source.parent / "file").write_text("")
-    with pytest.raises(OndeviceError, match="can't be made: Not a directory; choose an --output"):
+    with pytest.raises(OndeviceError, match="can't be made: Not a directory; choose an output"):
         convert(source, source.parent / "file" / "output")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written(source: Path) -> None:
     (source.parent / "locked").mkdir(mode=0o555)
-    with pytest.raises(OndeviceError, match="can't be made: Permission denied; choose an --output"):
+    with pytest.raises(OndeviceError, match="can't be made: Permission denied; choose an output"):
         convert(source, source.parent / "locked" / "output")
 
 
 def test_a_disk_that_is_read_only(source: Path, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    with pytest.raises(OndeviceError, match="can't be made: Read-only file system; choose an --output"):
+    with pytest.raises(OndeviceError, match="can't be made: Read-only file system; choose an output"):
         convert(source, small_disk / "output")
 
 

@@ -63,7 +63,7 @@ def test_a_tensor_in_a_header(source: Path) -> None:
     header = header.replace(entry, f"{entry}, {entry}")
     header += " " * (-len(header) % 8)
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + data[8 + length :])
-    assert_refused(source, CheckpointError, rf"{LAST} has no sound header.*same key twice")
+    assert_refused(source, CheckpointError, rf"{LAST} .*isn't sound JSON.*same key twice")
 
 
 def vocabulary() -> dict[str, Any]:

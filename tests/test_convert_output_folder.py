@@ -56,7 +56,7 @@ def test_a_users_file_in_a_bundle_is_not_deleted_with_it(source: Path, tmp_path:
 
 def test_another_bundle_under_the_name_is_kept_without_force(source: Path, tmp_path: Path) -> None:
     convert(source, tmp_path / "b.replaced")
-    with pytest.raises(UsageError, match=r"b\.replaced exists.* choose another --output"):
+    with pytest.raises(UsageError, match=r"b\.replaced exists.* choose another output"):
         convert(source, tmp_path / "b")
     assert Bundle.open(tmp_path / "b.replaced")
 
@@ -88,7 +88,7 @@ def test_what_takes_the_spare_name_in_the_middle_is_kept(source: Path, tmp_path:
     def meanwhile(_: Progress) -> None:
         thesis(tmp_path / "b.replaced")
 
-    with pytest.raises(OndeviceError, match="not empty; mend that, then run again with --resume"):
+    with pytest.raises(OndeviceError, match="not empty; mend that, then run again with resume=True"):
         convert(source, tmp_path / "b", "q8", force=True, on_progress=meanwhile)
     assert (tmp_path / "b.replaced" / "thesis.txt").exists()
     assert Bundle.open(tmp_path / "b").quant.bits == 4

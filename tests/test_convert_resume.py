@@ -123,7 +123,7 @@ def test_a_lost_error_log_starts_again(source: Path, tmp_path: Path, content: by
 def test_an_unfinished_conversion_is_not_overwritten_by_accident(source: Path, tmp_path: Path) -> None:
     partial = interrupted(source, tmp_path / "b", "embedding.safetensors")
     before = folder_bytes(partial)
-    with pytest.raises(UsageError, match="--resume"):
+    with pytest.raises(UsageError, match="resume=True"):
         convert(source, tmp_path / "b")
     assert folder_bytes(partial) == before
     convert(source, tmp_path / "b", force=True)
@@ -161,7 +161,9 @@ def test_a_source_that_changed_in_between_is_not_mixed_in(
     partial = interrupted(source, tmp_path / "b", "embedding.safetensors")
     before = folder_bytes(partial)
     change(source / "model-00002-of-00002.safetensors")
-    with pytest.raises(UsageError, match=r"model-00002-of-00002\.safetensors' has changed since .* --force"):
+    with pytest.raises(
+        UsageError, match=r"model-00002-of-00002\.safetensors' has changed since .* force=True"
+    ):
         convert(source, tmp_path / "b", resume=True)
     assert folder_bytes(partial) == before
     expected = folder_bytes(convert(source, tmp_path / "expected"))
@@ -179,7 +181,7 @@ def test_a_moved_source_is_the_same_source(source: Path, tmp_path: Path) -> None
 def test_an_existing_output_needs_force(source: Path, tmp_path: Path) -> None:
     output = convert(source, tmp_path / "b")
     before = folder_bytes(output)
-    with pytest.raises(UsageError, match="--force"):
+    with pytest.raises(UsageError, match="force=True"):
         convert(source, output, "q8")
     assert folder_bytes(output) == before
     convert(source, output, "q8", force=True)

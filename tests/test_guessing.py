@@ -91,20 +91,24 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
     """Of the first layer before the pass begins, of others beside what is foreseen; once each."""
     model.generate("Once upon a time", max_tokens=1)
     own, count = guessing(model), 3000
-    wanted: dict[int, set[int]] = {}
-    for layer in (0, 1):
-        absent = own._cache.absent(layer)
-        scores = np.zeros((2, count), np.float32)
-        scores[1, absent[:5]], scores[0, absent[5:9]], scores[0, absent[9:12]] = 1, 2, -1
-        own.expect(layer, scores)
-        wanted[layer] = set(absent[:9].tolist())
-    own.begin_expected()
-    assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0]]
-    own.foresee(1, 1, lambda: np.full((1, count), -1, np.float32))
-    assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0], wanted[1]]
-    own.drop()
-    own.begin_expected()
-    assert not own._guesses
+
+    def guess() -> None:
+        wanted: dict[int, set[int]] = {}
+        for layer in (0, 1):
+            absent = own._cache.absent(layer)
+            scores = np.zeros((2, count), np.float32)
+            scores[1, absent[:5]], scores[0, absent[5:9]], scores[0, absent[9:12]] = 1, 2, -1
+            own.expect(layer, scores)
+            wanted[layer] = set(absent[:9].tolist())
+        own.begin_expected()
+        assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0]]
+        own.foresee(1, 1, lambda: np.full((1, count), -1, np.float32))
+        assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0], wanted[1]]
+        own.drop()
+        own.begin_expected()
+        assert not own._guesses
+
+    model._owner.call(guess)
     assert greedy(model, TOKENS) == expected
     assert_nothing_leaked(model)
 

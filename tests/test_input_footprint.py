@@ -7,7 +7,7 @@ import string
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,31 @@ def test_a_prompt_without_end_is_refused_within_the_budget(chat_bundle: Path, te
     assert peak_bytes <= budget
 
 
+@pytest.mark.parametrize("text", [WORDS, "天地玄黄宇宙洪荒".encode()])
+def test_a_chat_refuses_a_line_of_50_mb_within_the_budget(chat_bundle: Path, text: bytes) -> None:
+    budget = smallest_and_a_bit(chat_bundle)
+    lines = chain([b"Hello\n"], [text * 1000] * (50_000_000 // (1000 * len(text))), [b"\nmore\n"])
+    arguments = ["chat", "-m", chat_bundle, "--max-tokens", 2, "--dram-budget", budget]
+    code, peak_bytes, said = peak(arguments, lines)
+    assert code == 4
+    assert "shorten it; line 2 of stdin wasn't answered" in said
+    assert "line 3" not in said
+    assert peak_bytes <= budget
+
+
 def test_a_text_of_any_length_is_scored_within_the_budget(chat_bundle: Path) -> None:
     budget = smallest_and_a_bit(chat_bundle)
     arguments = ["eval", "-m", chat_bundle, "--text", "-", "--dram-budget", budget]
     code, peak_bytes, _ = peak(arguments, iter([WORDS * 1000] * 5))
     assert code == 0
     assert peak_bytes <= budget
+
+
+def test_of_a_text_to_measure_on_no_more_is_read_than_is_used(tmp_path: Path) -> None:
+    checkpoint = write_chat_checkpoint(tmp_path / "checkpoint", hidden_act="relu")
+    bundle = convert_bundle(checkpoint, tmp_path / "bundle")
+    code, _, _ = peak(["profile", "-m", bundle, "--text", "-", "--tokens", 64, "--json"], endless(WORDS))
+    assert code == 0
 
 
 @pytest.mark.parametrize(

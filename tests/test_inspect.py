@@ -141,7 +141,7 @@ def test_a_target_without_its_mode_is_refused(
         assert refused.code == 2
         assert f"{flag} has no meaning without --sparsity {mode}" in refused.err
     name = flag[2:].replace("-", "_")
-    with pytest.raises(UsageError, match=f"{flag} has no meaning"):
+    with pytest.raises(UsageError, match=f"{name} has no meaning"):
         api.inspect(SHIPPED, **{name: 0.6})
     # What is set for all commands is meant for those that can use it.
     monkeypatch.setenv(f"ONDEVICE_{name.upper()}", str(value))

@@ -174,7 +174,7 @@ def test_nothing_is_downloaded_that_no_conversion_reads() -> None:
 def test_offline_and_a_missing_extra_forbid_downloads(
     monkeypatch: pytest.MonkeyPatch, hub: list[tuple[str, list[str]]]
 ) -> None:
-    with pytest.raises(ModelNotFoundError, match="--offline"):
+    with pytest.raises(ModelNotFoundError, match="offline=True"):
         models.find_checkpoint("llama-7b", offline=True)
     monkeypatch.setattr(models.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match=r"pip install 'ondevice\[hub\]'"):
@@ -214,11 +214,11 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
 ) -> None:
     config = config_for("silu")
     for speculation in ("streams",):
-        with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation}"):
+        with pytest.raises(UnsupportedModelError, match=f'speculation="{speculation}"'):
             models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
     for speculation in ("lookup", "recycling", "resident"):
         models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
-        with pytest.raises(BackendUnavailableError, match="--backend cpu"):
+        with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
             models.check_runtime(
                 config, RuntimeConfig(speculation=speculation, backend="reference"), None, None
             )

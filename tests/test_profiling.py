@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.errors import BackendUnavailableError, FlashReadError, UsageError
 from ondevice.flash.throughput import measure_throughput, random_extents
 from ondevice.profiling import cache_misses, firing_of, profile, recorded_gates
+from ondevice.report import profile_table
 from ondevice.sparsity.policies import POLICIES
 from ondevice.sparsity.replay import Optimum, hit_rate
 from ondevice.units import PAGE_BYTES
@@ -270,6 +272,15 @@ def test_the_command_draws_the_shipped_model(ondevice: Run, tmp_path: Path) -> N
     numbers = json.loads((output / plots.NUMBERS).read_text())
     assert numbers["misses"]["default_policy"] in numbers["misses"]["policies"]
     assert (numbers["model"], numbers["tokens"]) == ("small-relu", 40)
+
+
+def test_headings_of_the_table_stand_apart(bundle: Path) -> None:
+    text = "A short text, but long enough for thirty-two tokens and more."
+    lines = profile_table(profile(bundle, text)).splitlines()
+    heads = [line for line in lines if "neurons  " in line]
+    assert [re.split(r"\s{2,}", line.strip()) for line in heads] == [
+        ["neurons", "fire", "before too", "in 8 tokens", "in 32 tokens"]
+    ]
 
 
 def test_equal_numbers_draw_equal_files(bundle: Path, tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import shlex
+import subprocess
+import tempfile
 from pathlib import Path
 
 import click
@@ -12,6 +16,8 @@ import pytest
 
 import ondevice
 from ondevice.cli import cli
+from ondevice.units import parse_size
+from tests.command_line import command
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -124,6 +130,35 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)", path.read_text())
     local = [link for link in links if "://" not in link]
     assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def small_budgets() -> list[tuple[str, list[str]]]:
+    """Documents, and their commands that run the shipped model under a budget, inline ones too."""
+    found = []
+    for path in [*DOCUMENTS, *sorted((ROOT / "docs").glob("*.md"))]:
+        inline = re.findall(r"`(ondevice [^`]*)`", path.read_text())
+        for line in [*commands(path), *(shlex.split(text)[1:] for text in inline)]:
+            if "--dram-budget" in line and not {"-m", "--model"} & set(line):
+                found.append((path.name, line))
+    return found
+
+
+def test_budgets_of_the_examples_hold_on_any_machine() -> None:
+    """What a process takes before it loads anything differs: a fifth more than the smallest here is room."""
+    assert ("README.md", "100MB") in [(name, line[-1]) for name, line in small_budgets()]
+    for name, line in small_budgets():
+        budget = parse_size(line[line.index("--dram-budget") + 1])
+        kept = [f"{flag}={line[line.index(flag) + 1]}" for flag in ("--sparsity",) if flag in line]
+        with tempfile.TemporaryDirectory() as home:
+            shown = subprocess.run(
+                command("inspect", "--json", *kept),
+                env=os.environ | {"ONDEVICE_HOME": home},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        least = json.loads(shown.stdout)["minimum_budget_bytes"]
+        assert budget >= 1.2 * least, f"{name}: {shlex.join(line)}: {least} bytes are the smallest here"
 
 
 def test_files_named_in_the_readme_exist() -> None:

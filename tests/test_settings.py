@@ -128,6 +128,8 @@ def test_settings_file_keys_may_be_spelt_like_flags(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("dram_budget = ", "isn't TOML"),
+        ("threads = " + "9" * 5000, "isn't TOML"),
+        ("stop = " + "[" * 5000 + "]" * 5000, "isn't TOML"),
         ("dram_buget = '4GB'", "unknown key 'dram_buget'"),
         ("threads = true", "it must be an integer, without quotes"),
         ("threads = [1]", "must be an integer"),

@@ -29,6 +29,8 @@ CONTRACT = [
     "sparsity",
     "speculation",
     "io",
+    "seed",
+    "context_full",
     "decode_passes",
     "decode_seconds",
     "synchronisations",
@@ -62,6 +64,8 @@ def test_medians_are_by_field_and_keep_integers() -> None:
     assert (median.flash_bytes_read, median.decode_tokens_per_second) == (4, 3.0)
     assert type(median.flash_bytes_read) is int
     assert median.backend == "cpu"
+    seeded = median_stats([GenerationStats(seed=5, context_full=True), GenerationStats(seed=9)])
+    assert (seeded.seed, seeded.context_full) == (5, True)
 
 
 def test_no_runs_have_no_median() -> None:

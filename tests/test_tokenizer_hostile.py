@@ -85,15 +85,33 @@ def nested(depth: int) -> dict[str, Any]:
         ({"model": []}, "isn't an object"),
         ({"added_tokens": {}}, "aren't a list"),
         ({"added_tokens": [{"id": 8}]}, "must be a string"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}, "hasn't got"),
+        (
+            {"model": {"type": "BPE", "vocab": {"a": 0, "": 1}, "merges": [["a", "a"]]}},
+            "hasn't got",
+        ),
+        (before({"type": "FixedLength", "length": 0}), "pieces of 0 characters"),
+        (before({"type": "FixedLength", "length": True}), "pieces of True characters"),
+        (
+            normal({"type": "StripAccents"}) | {"added_tokens": [added(7, "\u0301") | {"normalized": True}]},
+            "nothing",
+        ),
         ({"pre_tokenizer": {"type": "Sequence"}}, "has no pretokenizers"),
         ({"pre_tokenizer": {"type": "Lua", "code": "while true"}}, "Lua"),
     ],
 )
 def test_a_tokenizer_json_that_would_harm_is_refused_when_it_is_read(
-    changes: dict[str, Any], message: str
+    changes: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((BundleError, UnsupportedModelError), match=message):
         load_tokenizer("tokenizers", small_json(**changes), None, [], False)
+    assert capfd.readouterr().err == ""  # the library's panics write there
+
+
+def test_to_prepend_nothing_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    data = small_json(**normal({"type": "Prepend", "prepend": ""}, {"type": "NFC"}))
+    assert load_tokenizer("tokenizers", data, None, [], False).encode("abab") == [0, 1, 0, 1]
+    assert capfd.readouterr().err == ""
 
 
 def test_an_object_with_a_key_twice_is_refused() -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.config import ModelConfig
 from ondevice.converters.quantize import Weights, to_float32
-from ondevice.errors import CheckpointError
+from ondevice.errors import CheckpointError, reading_failed
 
 StoredType = Literal["F32", "F16", "BF16"]
 NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {
@@ -50,7 +50,8 @@ class SourceFile:
             try:
                 self._descriptor = os.open(self.path, os.O_RDONLY)
             except OSError as error:
-                raise CheckpointError(f"{self.path} can't be opened: {error.strerror}") from error
+                refused = CheckpointError(f"{self.path} can't be opened: {error.strerror}")
+                raise reading_failed(error, refused) from error
 
     def read_into(self, offset: int, out: NDArray[Any]) -> None:
         """Fill the contiguous array `out` from byte `offset`. Raises CheckpointError if bytes are missing."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MAX_CONFIG_BYTES = 1 << 20
+"""Of `config.json` and `generation_config.json`, which have a few kilobytes."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +33,19 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     Raises CheckpointError for what is missing, damaged or inconsistent, UnsupportedModelError for what is
     sound but can't be converted.
     """
-    values = folder.json("config.json")
+    values = folder.json("config.json", MAX_CONFIG_BYTES)
     config = read_config(values)
-    tensors = _select(_all_tensors(folder), config)
-    generation = folder.optional_json("generation_config.json")
+    with ExitStack() as refused:
+        tensors = _select(_all_tensors(folder, refused), config)
+        generation = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES)
+        tokenizer = read_tokenizer(folder, values, generation, config.vocab_size)
+        refused.pop_all()
     return Checkpoint(
         name=printable(folder.name),
         source_format="huggingface",
         config=config,
         tensors=tensors,
-        tokenizer=read_tokenizer(folder, values, generation, config.vocab_size),
+        tokenizer=tokenizer,
         generation=generation_defaults(generation),
     )
 
@@ -63,11 +70,12 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _all_tensors(folder: SourceFolder) -> dict[str, SourceTensor]:
+def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, SourceTensor]:
+    """opened: what closes the files that are opened for it."""
     if folder.has(SINGLE):
-        return read_tensors(SourceFile(folder.file(SINGLE)))
+        return read_tensors(_opened(folder.file(SINGLE), opened))
     if folder.has(INDEX):
-        return _sharded_tensors(folder, folder.json(INDEX).get("weight_map"))
+        return _sharded_tensors(folder, folder.json(INDEX).get("weight_map"), opened)
     pickles = sorted(p.name for p in folder.path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise UnsupportedModelError(
@@ -77,7 +85,11 @@ def _all_tensors(folder: SourceFolder) -> dict[str, SourceTensor]:
     raise CheckpointError(f"{folder.path} has neither {SINGLE} nor {INDEX}; is the download complete?")
 
 
-def _sharded_tensors(folder: SourceFolder, weight_map: Any) -> dict[str, SourceTensor]:
+def _opened(path: Path, opened: ExitStack) -> SourceFile:
+    return opened.enter_context(closing(SourceFile(path)))
+
+
+def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, SourceTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files; download it again")
     shards = {}
@@ -86,7 +98,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any) -> dict[str, SourceT
             raise CheckpointError(
                 f"{INDEX} lists {name!a}, which isn't a safetensors file; download it again"
             )
-        shards[name] = read_tensors(SourceFile(folder.file(name)))
+        shards[name] = read_tensors(_opened(folder.file(name), opened))
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
             raise CheckpointError(f"{shard_name} has no {name}, which {INDEX} says it has; download it again")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
+from contextlib import ExitStack, closing
 from math import prod
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from ondevice.converters.checkpoints.base import (
     printable,
 )
 from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.checkpoints.tokenizer_files import check_usable
 from ondevice.errors import CheckpointError, OndeviceError
 
 HEADER = struct.Struct("<7i")
@@ -51,7 +53,14 @@ def open_llama2c(path: Path) -> Checkpoint:
 
     Raises CheckpointError if the header or size is wrong, or the tokenizer is another model's.
     """
-    file = SourceFile(path)
+    with ExitStack() as refused:
+        file = refused.enter_context(closing(SourceFile(path)))
+        checkpoint = _opened(path, file)
+        refused.pop_all()
+    return checkpoint
+
+
+def _opened(path: Path, file: SourceFile) -> Checkpoint:
     config, tied = _config(path.name, file.read(0, HEADER.size))
     expected = HEADER.size + 4 * _floats(config, tied)
     if file.nbytes != expected:
@@ -167,6 +176,7 @@ def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
                     "convert for use with token ids"
                 )
             info = TokenizerInfo("sentencepiece", bos_id=BOS, eos_ids=(BOS, EOS), add_bos=True)
+            check_usable(info, "sentencepiece", model, vocab_size, name)
             return TokenizerFiles(info, {file: model})
     logger.warning(
         "no tok%d.bin or tokenizer.bin beside %s; the bundle will take and give token ids, not text",

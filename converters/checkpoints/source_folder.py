@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.strict_json import unique_keys
-from ondevice.errors import CheckpointError, ModelNotFoundError
+from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
 
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 16 << 20
+"""Of a JSON file. The largest are the indices of models in hundreds of files, 9 MB."""
 
 
 class SourceFolder:
@@ -53,7 +54,7 @@ class SourceFolder:
             )
         try:
             real = (self.path / name).resolve(strict=True)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, UnicodeEncodeError) as error:
             raise CheckpointError(f"{self.path} has no {name}; is the download complete?") from error
         if real.parent not in self._allowed:
             raise CheckpointError(
@@ -71,21 +72,22 @@ class SourceFolder:
             with path.open("rb") as stream:
                 data = stream.read(limit + 1)
         except OSError as error:
-            raise CheckpointError(f"{name} can't be read: {error.strerror}") from error
+            refused = CheckpointError(f"{name} can't be read: {error.strerror}")
+            raise reading_failed(error, refused) from error
         if len(data) > limit:
             raise CheckpointError(f"{name} is larger than {limit} bytes; download it again")
         return data
 
-    def json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file. Raises CheckpointError if it is anything else."""
+    def json(self, name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+        """The JSON object in a file of at most `limit` bytes. Raises CheckpointError for anything else."""
         try:
-            value = json.loads(self.read(name), object_pairs_hook=unique_keys)
+            value = json.loads(self.read(name, limit), object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{name} isn't valid JSON ({error}); download it again") from error
         if not isinstance(value, dict):
             raise CheckpointError(f"{name} doesn't hold a JSON object; download it again")
         return value
 
-    def optional_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file, empty if there is no such file."""
-        return self.json(name) if self.has(name) else {}
+    def optional_json(self, name: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
+        """The JSON object in a file of at most `limit` bytes, empty if there is no such file."""
+        return self.json(name, limit) if self.has(name) else {}

@@ -174,7 +174,15 @@ class FeedForwardSource(Protocol):
     def layout(self) -> RecordLayout: ...
 
     def read(self, first: int, count: int) -> Bytes:
-        """(count, stride) records first .. first + count. Raises FlashReadError."""
+        """(count, stride) records first .. first + count. Raises FlashReadError and as `check_gates`."""
+        ...
+
+    def check_gates(self, first: int, records: Bytes) -> None:
+        """Told of records from `first` on that were read from the layer's file in another way.
+
+        Raises BundleError once it has seen them all in ascending order, and their gate rows aren't those that
+        mode `exact` multiplies with.
+        """
         ...
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ondevice.errors import BundleError, OndeviceError
+from ondevice.errors import BundleError, OndeviceError, reading_failed
 
 _COPIED_BYTES = 4 << 20
 
@@ -21,7 +21,9 @@ def contained(folder: Path, name: str) -> Path:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
         raise BundleError(f"{name} is missing from {folder}") from error
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        raise reading_failed(error, BundleError(f"{name} in {folder} can't be reached: {error}")) from error
+    except RuntimeError as error:  # links in a circle
         raise BundleError(f"{name} in {folder} can't be reached: {error}") from error
     if not path.is_relative_to(folder):
         raise BundleError(f"{name} is a link that leaves the bundle {folder}")
@@ -31,13 +33,16 @@ def contained(folder: Path, name: str) -> Path:
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Exactly `nbytes` bytes of `path` from `offset`. Raises BundleError if they can't be had."""
+    """Exactly `nbytes` bytes of `path` from `offset`.
+
+    Raises BundleError if they can't be had, OndeviceError if the process has no descriptor left for it.
+    """
     try:
         with path.open("rb") as file:
             file.seek(offset)
             data = file.read(nbytes)
     except OSError as error:
-        raise BundleError(f"{path.name} can't be read: {error}") from error
+        raise reading_failed(error, BundleError(f"{path.name} can't be read: {error}")) from error
     if len(data) != nbytes:
         raise BundleError(f"{path.name} ends {nbytes - len(data)} bytes early")
     return data

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.bundle.layout import FileLayout, TensorSpec
+from ondevice.bundle.layout import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, tensors_layout, weights_digest
+from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError
 

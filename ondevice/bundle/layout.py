@@ -83,6 +83,11 @@ class RowLayout:
     def nbytes(self) -> int:
         return self.codes_bytes + self.scales_bytes + self.biases_bytes
 
+    @property
+    def halves(self) -> tuple[int, int]:
+        """(start, stop) bytes of its float16 values: scales and biases, or everything at 16 bits."""
+        return (0 if self.bits == 16 else self.codes_bytes), self.nbytes
+
 
 @dataclass(frozen=True)
 class RecordLayout:
@@ -121,6 +126,17 @@ class RecordLayout:
         """(start, stop) byte ranges of a record that hold no data and must be zero."""
         pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
         return tuple((start + used, start + full) for start, used, full in pairs if used < full)
+
+    @cached_property
+    def halves(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) byte ranges of a record that hold float16 values."""
+        found = []
+        for offset, part in zip(self.part_offsets, self.parts, strict=True):
+            for row in part:
+                start, stop = row.halves
+                found.append((offset + start, offset + stop))
+                offset += row.nbytes
+        return tuple(found)
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -225,6 +241,7 @@ class FileLayout:
     """What model and format decide about a file, whatever the weights: its size, its head and its CRC units.
 
     `nbytes` is None where only the manifest knows (tokenizer files); `record` is None outside record files.
+    `halves` are the (start, stop) byte ranges that hold float16 values: of every record, else of the file.
     """
 
     nbytes: int | None
@@ -232,6 +249,12 @@ class FileLayout:
     crc_start: int
     crc_units: tuple[int, ...]
     record: RecordLayout | None = None
+    halves: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def halves_period(self) -> int:
+        """Bytes after which `halves` come again, from `crc_start` on; 0 where they are of the whole file."""
+        return 0 if self.record is None else self.record.stride
 
     def crc_count(self, nbytes: int) -> int:
         """CRC entries of the file at a size of `nbytes`."""
@@ -239,13 +262,22 @@ class FileLayout:
         return cycles * len(self.crc_units) + (rest > 0)
 
 
+def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
+    """Layout of a file of these tensors."""
+    header = resident_header(tensors)
+    halves = []
+    offset = len(header)
+    for spec in tensors.values():
+        if spec.dtype == "F16":
+            halves.append((offset, offset + spec.nbytes))
+        offset += spec.nbytes
+    return FileLayout(offset, header, 0, (CRC_BLOCK_BYTES,), halves=tuple(halves))
+
+
 def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayout:
     """Layout of the file `name` of a bundle (any but the manifest and the checksum table)."""
     if name == RESIDENT:
-        tensors = resident_tensors(config, quant)
-        header = resident_header(tensors)
-        nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
-        return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
+        return tensors_layout(resident_tensors(config, quant))
     if name == EMBEDDING:
         return _record_file(config.vocab_size, embedding_layout(config, quant))
     if name.startswith("neurons-"):
@@ -258,4 +290,4 @@ def file_layout(name: str, config: ModelConfig, quant: QuantConfig) -> FileLayou
 def _record_file(num_records: int, record: RecordLayout) -> FileLayout:
     header = record_header(num_records, record.stride)
     nbytes = DATA_OFFSET + num_records * record.stride
-    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record)
+    return FileLayout(nbytes, header, DATA_OFFSET, record.part_bytes, record, record.halves)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors
+from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,
@@ -22,7 +22,6 @@ from ondevice.bundle.sidecar import (
     per_layer,
     point_at,
     sidecar_text,
-    tensors_layout,
 )
 from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.hotness import (
@@ -43,10 +42,11 @@ from ondevice.bundle.layout import (
     neuron_layout,
     resident_header,
     resident_tensors,
+    tensors_layout,
 )
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
-from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar, tensors_layout
+from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar
 from ondevice.bundle.streams import STREAMS_SIDECAR, Streams, parse_streams, says_lossless, stream_tensors
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
@@ -66,7 +66,9 @@ class CheckedFile:
     """A file and the CRC32C table that its reads are checked against.
 
     The bytes from `crc_start` to the end are covered by units of `crc_units` bytes, repeating; the last unit
-    of the file may be short. `crcs[i]` (uint32) belongs to unit i. `nbytes` is the whole file's size.
+    of the file may be short. `crcs[i]` (uint32) belongs to unit i. `nbytes` is the whole file's size. Float16
+    values must be finite in the (start, stop) byte ranges `halves`: from `crc_start` on in every
+    `halves_period` bytes, or where that is 0 once, from the start of the file on.
     """
 
     path: Path
@@ -74,6 +76,14 @@ class CheckedFile:
     crc_start: int
     crc_units: tuple[int, ...]
     crcs: np.ndarray
+    halves: tuple[tuple[int, int], ...] = ()
+    halves_period: int = 0
+
+    @classmethod
+    def of(cls, path: Path, nbytes: int, layout: FileLayout, crcs: np.ndarray) -> CheckedFile:
+        """A file of `nbytes` bytes that is laid out so."""
+        start, units = layout.crc_start, layout.crc_units
+        return cls(path, nbytes, start, units, crcs, layout.halves, layout.halves_period)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +124,6 @@ class Bundle:
         self._check_sizes()
         self._check_headers()
         self._spans = _spans(RESIDENT, resident_tensors(self.config, self.quant))
-        self._check_with_safetensors()
         self._crcs = self._read_checksums()
         self._rechecked: dict[str, CheckedFile] = {}
         self.added: dict[str, AddedFile] = {}
@@ -184,7 +193,7 @@ class Bundle:
             raise BundleError(f"{name!r} is not a file with checksums in the bundle {self.path}")
         layout = file_layout(name, self.config, self.quant)
         crcs = self._crcs[entry.crc.offset : entry.crc.offset + entry.crc.count]
-        return CheckedFile(self._folder / name, entry.nbytes, layout.crc_start, layout.crc_units, crcs)
+        return CheckedFile.of(self._folder / name, entry.nbytes, layout, crcs)
 
     def with_files(self, files: Mapping[str, CheckedFile]) -> Bundle:
         """The same bundle, some of its files checked in other units than the format's."""
@@ -277,18 +286,6 @@ class Bundle:
                 if read_range(self._folder / name, 0, len(header)) != header:
                     raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
 
-    def _check_with_safetensors(self) -> None:
-        """The safetensors library finds exactly the expected tensors in the resident file."""
-        expected = resident_tensors(self.config, self.quant)
-        try:
-            with safe_open(self._folder / RESIDENT, framework="numpy") as file:
-                found = {name: file.get_slice(name) for name in file.offset_keys()}
-                specs = {n: TensorSpec(s.get_dtype(), tuple(s.get_shape())) for n, s in found.items()}
-        except (SafetensorError, OSError) as error:
-            raise BundleError(f"{RESIDENT}: the safetensors library refuses it: {error}") from error
-        if list(specs.items()) != list(expected.items()):
-            raise BundleError(f"{RESIDENT}: the safetensors library finds other tensors than this model has")
-
     def _addition(self, sidecar: Sidecar, read: Callable[[bytes], Added]) -> Added | None:
         """What was added to the bundle; None where nothing was, and where it's damaged."""
         data = b""
@@ -343,8 +340,7 @@ class Bundle:
     ) -> None:
         layout, name = tensors_layout(tensors), sidecar.tensors
         nbytes = check_tensors(sidecar, self._folder, layout)
-        units = np.array(crcs, dtype=np.uint32)
-        file = CheckedFile(self._folder / name, nbytes, layout.crc_start, layout.crc_units, units)
+        file = CheckedFile.of(self._folder / name, nbytes, layout, np.array(crcs, dtype=np.uint32))
         self.added[name] = AddedFile(sidecar, file, layout, sha256)
         self.bundle_bytes += manifest_bytes + nbytes
         self._spans |= _spans(name, tensors)

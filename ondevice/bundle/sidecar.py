@@ -17,13 +17,10 @@ from typing import Any, TypeVar
 
 from ondevice.bundle.files import contained, read_range, read_whole
 from ondevice.bundle.layout import (
-    CRC_BLOCK_BYTES,
     RESIDENT,
     FileLayout,
-    TensorSpec,
     gate_file_name,
     neuron_file_name,
-    resident_header,
 )
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
@@ -60,13 +57,6 @@ def weights_digest(manifest: Manifest) -> str:
     names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
     return hashlib.sha256(canonical_json([manifest.files[name].sha256 for name in names])).hexdigest()
-
-
-def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
-    """Size, header and checksum units of the file of these tensors."""
-    header = resident_header(tensors)
-    nbytes = len(header) + sum(spec.nbytes for spec in tensors.values())
-    return FileLayout(nbytes, header, 0, (CRC_BLOCK_BYTES,))
 
 
 def sidecar_text(sidecar: Sidecar, content: Mapping[str, Any]) -> bytes:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal, cast
 
-from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors
+from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tensors_layout
 from ondevice.bundle.manifest import Manifest
-from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text, tensors_layout
+from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import Section
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
 from ondevice.errors import BundleError

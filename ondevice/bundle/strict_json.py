@@ -12,6 +12,8 @@ from ondevice.errors import BundleError
 
 MAX_JSON_BYTES = 1 << 20
 MAX_NESTING = 16
+MAX_SHOWN = 4
+"""Numbers of a list that a message spells out."""
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
@@ -128,10 +130,16 @@ class Section:
         return tuple(self._text(value, key, most) for value in self._list(key, count))
 
     def equal(self, key: str, expected: object) -> None:
-        """Requires exactly the JSON value `expected`."""
+        """Requires exactly the JSON value `expected`. Of an object, the error names what is wrong in it."""
         value = self.get(key)
-        if canonical_json(value) != canonical_json(expected):
-            self._refuse(key, value, _shown(expected))
+        if canonical_json(value) == canonical_json(expected):
+            return
+        if isinstance(value, dict) and isinstance(expected, Mapping):
+            section = self.section(key)
+            for name in expected:
+                section.equal(name, expected[name])
+            section.close()
+        self._refuse(key, value, _shown(expected))
 
     def close(self) -> None:
         if self._unread:
@@ -164,6 +172,8 @@ class Section:
 
 def _shown(value: object) -> str:
     """`value` as a short piece of ASCII for a message."""
+    if isinstance(value, list) and len(value) <= MAX_SHOWN and set(map(type, value)) <= {int, bool}:
+        return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, Mapping | list):
         return f"{'an object' if isinstance(value, Mapping) else 'a list'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 128:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from ondevice.bundle.layout import FileLayout, TensorSpec
+from ondevice.bundle.layout import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import (
     Sidecar,
@@ -23,7 +23,6 @@ from ondevice.bundle.sidecar import (
     per_layer,
     point_at,
     sidecar_text,
-    tensors_layout,
 )
 from ondevice.bundle.strict_json import Section
 from ondevice.config import ModelConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 
 from ondevice.bundle.digest import CHUNK_BYTES, Crc32c, FileDigest
 from ondevice.bundle.files import read_range
-from ondevice.bundle.hotness import HOTNESS, hotness_layout
+from ondevice.bundle.hotness import HOTNESS, HOTNESS_SIDECAR, hotness_layout
 from ondevice.bundle.layout import (
     CHECKSUMS,
     FileLayout,
@@ -23,19 +24,27 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import FileEntry
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar
-from ondevice.errors import BundleError
+from ondevice.bundle.streams import STREAMS_SIDECAR
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
+from ondevice.errors import BundleError, reading_failed
 
+SIDECARS = (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, HOTNESS_SIDECAR, STREAMS_SIDECAR)
 _REMEDY = "the bundle is damaged, convert the model again"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found sound: file names and bytes, and the number of CRC32C units compared."""
+    """What `verify` found sound: file names and bytes, and the number of CRC32C units compared.
+
+    unused: files of an addition to the bundle that nothing refers to, and that nothing can check.
+    """
 
     files: tuple[tuple[str, int], ...]
     checksums: int
+    unused: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +87,17 @@ def verify(
     sizes = [(name, entry.nbytes) for name, entry in files.items()]
     if bundle.frequencies() is not None:
         sizes.append((HOTNESS, hotness_layout(bundle.config).nbytes or 0))
-    return Report(tuple(sizes), checksums)
+    return Report(tuple(sizes), checksums, _unused(bundle))
+
+
+def _unused(bundle: Bundle) -> tuple[str, ...]:
+    """Tensors without the JSON file that would describe them."""
+    folder = bundle.path
+    return tuple(
+        sidecar.tensors
+        for sidecar in SIDECARS
+        if os.path.lexists(folder / sidecar.tensors) and not os.path.lexists(folder / sidecar.manifest)
+    )
 
 
 def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
@@ -106,7 +125,7 @@ def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) ->
                 if stream.readinto(block.data) != block.size or crc32c(block, file.crc_units)[0] != expected:
                     raise BundleError(f"{file.path.name}: {_unit(index, layout)} doesn't match its CRC32C")
     except OSError as error:
-        raise BundleError(f"{file.path.name} can't be read: {error}") from error
+        raise reading_failed(error, BundleError(f"{file.path.name} can't be read: {error}")) from error
 
 
 @contextmanager
@@ -140,7 +159,10 @@ def _verify_file(
     """
     digest = FileDigest(layout, crc32c)
     stain: int | None = None
+    broken: int | None = None
     for chunk in _chunks(file, layout):
+        if broken is None:
+            broken = _broken_half(chunk, layout, digest.nbytes)
         if layout.record is not None and digest.nbytes >= layout.crc_start:
             records = chunk.reshape(-1, layout.record.stride)
             if stain is None:
@@ -157,6 +179,8 @@ def _verify_file(
         raise BundleError(f"{name} doesn't match its sha256")
     if stain is not None:
         raise BundleError(f"{name}: byte {stain} is padding and not zero")
+    if broken is not None:
+        raise BundleError(f"{name}: the scale or weight at byte {broken} is not finite")
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
@@ -197,7 +221,7 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
                 yield chunk
                 start = end
     except OSError as error:
-        raise BundleError(f"{file.path.name} can't be read: {error}") from error
+        raise reading_failed(error, BundleError(f"{file.path.name} can't be read: {error}")) from error
 
 
 def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> int | None:
@@ -207,6 +231,23 @@ def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> in
         if stains.size:
             row, column = stains[0]
             return offset + int(row) * record.stride + start + int(column)
+    return None
+
+
+def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | None:
+    """File offset of a float16 in `chunk` that isn't finite; it begins at `offset`, at a record's start."""
+    period = layout.halves_period
+    if period and offset < layout.crc_start:
+        return None
+    rows = chunk.reshape(-1, period or chunk.size)
+    first = 0 if period else offset
+    for start, stop in layout.halves:
+        start, stop = max(start - first, 0), min(stop - first, rows.shape[1])
+        if start < stop:
+            broken = np.argwhere(~np.isfinite(rows[:, start:stop].view("<f2")))
+            if broken.size:
+                row, half = broken[0]
+                return offset + int(row) * (period or 0) + start + 2 * int(half)
     return None
 
 

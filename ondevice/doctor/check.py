@@ -61,7 +61,7 @@ def attempt(name: str, examine: Callable[[], Check]) -> Check:
     try:
         return examine()
     except OndeviceError as error:
-        return Check(name, "failed", str(error))
+        return Check(name, "failed", error.for_command_line)
     except ImportError as error:
         remedy = "install ondevice again; in an app, pack all of its modules and those it depends on"
         return Check(name, "failed", f"a part of this installation can't be imported: {error}", remedy)

@@ -69,8 +69,10 @@ auto crc32c(Bytes data, std::vector<uint64_t> units, const std::string& target) 
   return owned_array<uint32_t>(values, count, std::move(crcs));
 }
 
-FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units,
-                   Crcs crcs) {
+using Ranges = std::vector<std::pair<int64_t, int64_t>>;
+
+FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units, Crcs crcs,
+                   const Ranges& halves, int64_t halves_period) {
   FileSpec spec;
   spec.path = std::string(path.c_str(), path.size());
   spec.nbytes = nbytes;
@@ -78,6 +80,8 @@ FileSpec make_spec(nb::bytes path, int64_t nbytes, int64_t crc_start, std::vecto
   spec.units = std::move(units);
   spec.crcs = std::shared_ptr<const uint32_t>(crcs.data(), [crcs](const uint32_t*) {});
   spec.crc_count = crcs.size();
+  for (const auto& [begin, end] : halves) spec.halves.push_back({begin, end});
+  spec.halves_period = halves_period;
   return spec;
 }
 
@@ -134,9 +138,12 @@ void bind_reader(nb::module_& m) {
       .def(
           "__init__",
           [](FileSpec* self, nb::bytes path, int64_t nbytes, int64_t crc_start, std::vector<uint64_t> units,
-             Crcs crcs) { new (self) FileSpec(make_spec(path, nbytes, crc_start, std::move(units), crcs)); },
+             Crcs crcs, const Ranges& halves, int64_t halves_period) {
+            new (self)
+                FileSpec(make_spec(path, nbytes, crc_start, std::move(units), crcs, halves, halves_period));
+          },
           nb::arg("path"), nb::arg("nbytes"), nb::arg("crc_start"), nb::arg("units"),
-          nb::arg("crcs").noconvert());
+          nb::arg("crcs").noconvert(), nb::arg("halves"), nb::arg("halves_period"));
   nb::class_<FlashReader>(m, "FlashReader")
       .def(
           "__init__",
@@ -242,6 +249,11 @@ void bind_flash(nb::module_& m) {
       raise("FlashReadError", error.what());
     } catch (const DirectRefused& error) {
       raise("BackendUnavailableError", error.what());
+    } catch (const NoDescriptor& error) {
+      raise("OndeviceError",
+            (std::string("the system refuses a file descriptor: ") + error.what() +
+             "; close other models, or raise the limit that the process runs under (ulimit -n)")
+                .c_str());
     } catch (const std::system_error& error) {
       raise("OndeviceError",
             (std::string("the system refuses a thread: ") + error.what() +

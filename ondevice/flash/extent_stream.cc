@@ -76,10 +76,10 @@ bool ExtentStream::take(Piece* piece) {
 void ExtentStream::complete(const Piece& piece, const std::string& error) {
   Slot& slot = slots_[piece.tag];
   if (!error.empty() && slot.error.empty()) slot.error = error;
-  if (--slot.pending == 0) arrived_.notify_all();
+  if (--slot.pending == 0) arrived_->notify_all();
 }
 
-void ExtentStream::pool_stopped() { arrived_.notify_all(); }
+void ExtentStream::pool_stopped() { arrived_->notify_all(); }
 
 void ExtentStream::require_open() const {
   if (closed_) throw std::invalid_argument("the stream is closed");
@@ -99,7 +99,7 @@ ExtentStream::View ExtentStream::next() {
   auto ready = [&] { return issued_ > taken_ && slot.pending == 0; };
   if (!ready()) {
     auto from = std::chrono::steady_clock::now();
-    arrived_.wait(lock, [&] { return ready() || closed_ || reader_->pool().stopped(); });
+    arrived_->wait(lock, [&] { return ready() || closed_ || reader_->pool().stopped(); });
     wait_seconds_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - from).count();
     require_open();
   }
@@ -161,7 +161,7 @@ void ExtentStream::close() {
     std::lock_guard<std::mutex> lock(reader_->pool().mutex());
     if (closed_) return;
     closed_ = true;
-    arrived_.notify_all();
+    arrived_->notify_all();
   }
   reader_->pool().remove(this);
   std::shared_ptr<uint8_t> memory;  // let go of without the lock: its owner may be Python's

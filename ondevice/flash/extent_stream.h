@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../kernels/own_process.h"
 #include "flash_reader.h"
 #include "read_pool.h"
 
@@ -40,7 +41,9 @@ class ExtentStream : public PieceSource {
   // schedule; std::out_of_range for an extent outside its file.
   ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
                size_t slots, bool cyclic, SlotMemory memory = {});
-  ~ExtentStream() override { close(); }
+  ~ExtentStream() override {
+    if (!reader_->pool().inherited()) close();
+  }
 
   struct View {
     const uint8_t* data;
@@ -95,7 +98,7 @@ class ExtentStream : public PieceSource {
   const bool cyclic_;
   std::shared_ptr<uint8_t> memory_;
   std::vector<Slot> slots_;
-  std::condition_variable arrived_;
+  OwnProcessPtr<std::condition_variable> arrived_{new std::condition_variable};
   // Extents counted since the last rewind: released_ <= taken_ <= issued_ <= released_ + slots.
   uint64_t issued_ = 0, taken_ = 0, released_ = 0;
   size_t issued_pieces_ = 0;  // of extent number issued_

@@ -14,8 +14,11 @@
 
 namespace ondevice {
 
-FileHandle::~FileHandle() {
-  if (fd >= 0) close(fd);
+FileHandle::~FileHandle() { close(); }
+
+void FileHandle::close() {
+  if (fd >= 0) ::close(fd);
+  fd = -1;
 }
 
 namespace {
@@ -64,6 +67,24 @@ int64_t direct_block([[maybe_unused]] int fd) {
   return kPage;
 }
 
+// Whether a float16 among `nbytes` bytes is infinite or NaN: all bits of its exponent are set.
+bool has_broken_half(const uint8_t* bytes, int64_t nbytes) {
+  constexpr uint64_t kExponents = 0x7c007c007c007c00, kOnes = 0x0400040004000400, kTops = 0x8000800080008000;
+  uint64_t found = 0;
+  int64_t i = 0;
+  for (; i + 8 <= nbytes; i += 8) {
+    uint64_t four;
+    memcpy(&four, bytes + i, 8);
+    found |= ((four & kExponents) + kOnes) & kTops;
+  }
+  for (; i < nbytes; i += 2) {
+    uint16_t one;
+    memcpy(&one, bytes + i, 2);
+    found |= (one & 0x7c00u) == 0x7c00u;
+  }
+  return found != 0;
+}
+
 }  // namespace
 
 FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direct_(direct) {
@@ -82,8 +103,11 @@ FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direc
   if (spec_.crc_count != expected)
     throw std::invalid_argument(spec_.path + ": " + std::to_string(spec_.crc_count) + " checksums for " +
                                 std::to_string(expected) + " units");
+  check_spec();
   file_.fd = open_file(spec_.path, direct);
   if (file_.fd < 0 && direct && errno == EINVAL) refuse_direct();
+  if (file_.fd < 0 && (errno == EMFILE || errno == ENFILE))
+    throw NoDescriptor(spec_.path + ": " + strerror(errno));
   struct stat status;
   if (file_.fd < 0 || fstat(file_.fd, &status) != 0) fail(0, strerror(errno));
   if (!S_ISREG(status.st_mode)) fail(0, "not a regular file");
@@ -98,6 +122,21 @@ FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direc
   // Reading ahead is ours; the kernel's would fill the page cache past what was asked for.
   if (!direct_) posix_fadvise(file_.fd, 0, 0, POSIX_FADV_RANDOM);
 #endif
+}
+
+void FlashFile::check_spec() const {
+  int64_t last = spec_.halves_period == 0 ? spec_.crc_start : 0;
+  const int64_t most = spec_.halves_period == 0 ? spec_.nbytes : spec_.halves_period;
+  bool good = spec_.halves_period >= 0 && spec_.halves_period % 2 == 0;
+  for (const Range& range : spec_.halves) {
+    good =
+        good && last <= range.begin && range.begin < range.end && range.begin % 2 == 0 && range.end % 2 == 0;
+    last = range.end;
+  }
+  for (uint64_t unit : spec_.units) good = good && (spec_.halves.empty() || unit % 2 == 0);
+  if (!good || (!spec_.halves.empty() && last > most))
+    throw std::invalid_argument(spec_.path +
+                                ": float16 values must ascend at even bytes of the checked ones");
 }
 
 void FlashFile::refuse_direct() const {
@@ -177,6 +216,32 @@ int64_t FlashFile::read(Range range, uint8_t* out, int64_t alignment) const {
 }
 
 void FlashFile::check(Range range, const uint8_t* bytes) const {
+  check_crcs(range, bytes);
+  check_finite(range, bytes);
+}
+
+void FlashFile::check_finite(Range range, const uint8_t* bytes) const {
+  if (spec_.halves.empty()) return;
+  const int64_t period = spec_.halves_period;
+  // Where the ranges are counted from, again and again; a single round where they don't repeat.
+  int64_t base = 0;
+  if (period > 0) base = spec_.crc_start + align_down(range.begin - spec_.crc_start, period);
+  do {
+    auto next = std::upper_bound(spec_.halves.begin(), spec_.halves.end(), range.begin - base,
+                                 [](int64_t offset, const Range& half) { return offset < half.end; });
+    for (; next != spec_.halves.end() && base + next->begin < range.end; ++next) {
+      const int64_t begin = std::max(range.begin, base + next->begin);
+      const int64_t end = std::min(range.end, base + next->end);
+      if (has_broken_half(bytes + (begin - range.begin), end - begin))
+        throw FlashError(spec_.path + ": the bytes from " + std::to_string(begin) +
+                         " hold scales or weights that are not finite; the file is damaged (ondevice verify "
+                         "checks all of it)");
+    }
+    base += period;
+  } while (period > 0 && base < range.end);
+}
+
+void FlashFile::check_crcs(Range range, const uint8_t* bytes) const {
   constexpr int64_t kBatch = 3 * kMaxUnitKinds;
   uint32_t crcs[kBatch];
   const int64_t kinds = static_cast<int64_t>(spec_.units.size());

@@ -25,12 +25,24 @@ struct FlashError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The system has no file descriptor left for the process: nothing is wrong with the file.
+struct NoDescriptor : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // The file system doesn't read past its page cache (O_DIRECT refused).
 struct DirectRefused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What a file must be: its size, and CRCs of the units that cover [crc_start, nbytes), lengths repeating.
+struct Range {
+  int64_t begin = 0, end = 0;
+  int64_t nbytes() const { return end - begin; }
+};
+
+// What a file must be: its size, and CRCs of the units that cover [crc_start, nbytes), lengths repeating; and
+// where float16 values lie, which must be finite: ascending, from crc_start on in every `halves_period`
+// bytes, or where that is 0 once, from the start of the file on.
 struct FileSpec {
   std::string path;
   int64_t nbytes = 0;
@@ -38,11 +50,8 @@ struct FileSpec {
   std::vector<uint64_t> units;
   std::shared_ptr<const uint32_t> crcs;  // as many as count_crc_units() says
   size_t crc_count = 0;
-};
-
-struct Range {
-  int64_t begin = 0, end = 0;
-  int64_t nbytes() const { return end - begin; }
+  std::vector<Range> halves;
+  int64_t halves_period = 0;
 };
 
 class FileHandle {
@@ -51,13 +60,15 @@ class FileHandle {
   ~FileHandle();
   FileHandle(const FileHandle&) = delete;
   FileHandle& operator=(const FileHandle&) = delete;
+  // Idempotent.
+  void close();
   int fd = -1;
 };
 
 class FlashFile {
  public:
-  // Throws std::invalid_argument for a wrong spec, DirectRefused, and FlashError if the file can't be opened
-  // or its size isn't the expected one.
+  // Throws std::invalid_argument for a wrong spec, DirectRefused, NoDescriptor, and FlashError if the file
+  // can't be opened or its size isn't the expected one.
   FlashFile(FileSpec spec, bool direct);
 
   // The smallest range of whole checked units around `nbytes` at `offset`.
@@ -72,8 +83,12 @@ class FlashFile {
   // (aligned likewise) and returns the bytes read. Throws FlashError.
   int64_t read(Range range, uint8_t* out, int64_t alignment) const;
 
-  // Compares whole units with their CRCs; `bytes` is the byte at range.begin. Throws FlashError.
+  // Compares whole units with their CRCs, and looks whether the float16 values in them are finite; `bytes` is
+  // the byte at range.begin. Throws FlashError.
   void check(Range range, const uint8_t* bytes) const;
+
+  // Gives the descriptor back; nobody may be reading, or read after it. Idempotent.
+  void close() { file_.close(); }
 
   const FileSpec& spec() const { return spec_; }
   int64_t period() const { return period_; }
@@ -86,6 +101,9 @@ class FlashFile {
   [[noreturn]] void fail_short(int64_t offset, int64_t end) const;
   [[noreturn]] void refuse_direct() const;
   void probe_direct() const;
+  void check_spec() const;
+  void check_crcs(Range range, const uint8_t* bytes) const;
+  void check_finite(Range range, const uint8_t* bytes) const;
 
   FileSpec spec_;
   bool direct_;

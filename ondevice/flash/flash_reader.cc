@@ -37,6 +37,8 @@ class Batch : public PieceSource {
     failed_ = piece.tag;
   }
 
+  // Whether all pieces were handed out, unless one failed.
+  bool over() const { return next_ == pieces_.size() || !error_.empty(); }
   // Of the earliest piece that failed.
   const std::string& error() const { return error_; }
 
@@ -62,8 +64,13 @@ FlashReader::FlashReader(std::vector<FileSpec> specs, IoMode io, size_t depth, b
     for (const FileSpec& spec : specs) files_.push_back(std::make_unique<FlashFile>(spec, direct_));
   }
   const bool with_ring = ring && direct_;
-  pool_ =
-      std::make_unique<ReadPool>(depth, with_ring ? ReadRing::make(static_cast<unsigned>(depth)) : nullptr);
+  pool_.reset(new ReadPool(depth, with_ring ? ReadRing::make(static_cast<unsigned>(depth)) : nullptr));
+}
+
+void FlashReader::close() {
+  pool_->stop();
+  std::lock_guard<std::mutex> lock(pool_->mutex());  // two may close it at once
+  for (auto& file : files_) file->close();
 }
 
 const FlashFile& FlashReader::file(size_t index) const {
@@ -84,6 +91,7 @@ void FlashReader::run(std::vector<WantedPiece> pieces) {
   }
   pool_->remove(&batch);
   if (!batch.error().empty()) throw FlashError(batch.error());
+  if (!batch.over()) throw std::invalid_argument("the reader is closed");
 }
 
 void FlashReader::read(size_t file_index, int64_t offset, int64_t nbytes, uint8_t* out) {

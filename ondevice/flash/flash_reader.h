@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../kernels/own_process.h"
 #include "flash_file.h"
 #include "read_pool.h"
 
@@ -42,8 +43,8 @@ class FlashReader {
   // Why kAuto fell back to buffered reads; empty if it didn't.
   const std::string& fallback_reason() const { return fallback_reason_; }
   ReadPool& pool() { return *pool_; }
-  // Refuses further reads and joins the threads.
-  void close() { pool_->stop(); }
+  // Refuses further reads, waits for those in flight, joins the threads and gives the files back. Idempotent.
+  void close();
 
  private:
   void run(std::vector<WantedPiece> pieces);
@@ -51,7 +52,7 @@ class FlashReader {
   std::vector<std::unique_ptr<FlashFile>> files_;
   bool direct_ = true;
   std::string fallback_reason_;
-  std::unique_ptr<ReadPool> pool_;  // last, so that it stops before the files close
+  OwnProcessPtr<ReadPool> pool_;  // last, so that it stops before the files close
 };
 
 }  // namespace ondevice

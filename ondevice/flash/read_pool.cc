@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <new>
@@ -51,7 +52,8 @@ ReadStats ReadMeter::snapshot() const {
   return stats;
 }
 
-ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring) : ring_(std::move(ring)) {
+ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring)
+    : has_ring_(ring != nullptr), ring_(std::move(ring)), process_(getpid()) {
   // A buffer for every read and for who waits: giving one back must not need memory.
   staging_.reserve(depth + kEnded + 1);
   try {
@@ -202,7 +204,7 @@ void ReadPool::end_ring_read(RingRead* read) {
 
 bool ReadPool::run_one(PieceSource* source, std::unique_lock<std::mutex>& lock) {
   Piece piece;
-  if (!source->take(&piece)) return false;
+  if (stopped_ || !source->take(&piece)) return false;
   finish(source, piece, lock);
   return true;
 }
@@ -263,16 +265,22 @@ Buffer ReadPool::take_staging(size_t nbytes) {
   return pages;
 }
 
+bool ReadPool::inherited() const { return getpid() != process_; }
+
 void ReadPool::stop() {
+  std::vector<std::thread> threads;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = true;
     for (PieceSource* source : ahead_) source->pool_stopped();
+    threads.swap(threads_);  // two may stop it at once
   }
   work_.notify_all();
   drained_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
-  threads_.clear();
+  for (std::thread& thread : threads) thread.join();
+  std::unique_lock<std::mutex> lock(mutex_);
+  drained_.wait(lock, [this] { return meter_.idle(); });
+  if (!threads.empty()) ring_.reset();
 }
 
 void ReadPool::require_running() {

@@ -96,14 +96,17 @@ class ReadPool {
   // Reads one piece of `source` on the calling thread; false if it has none. `lock` holds mutex(). Who waits
   // does well to, unless there is a ring, which does it with less work.
   bool run_one(PieceSource* source, std::unique_lock<std::mutex>& lock);
-  // Joins the threads; sources find stopped() true. Waits for the reads in flight.
+  // Joins the threads; sources find stopped() true. Waits for the reads in flight, the callers' too: nothing
+  // is read after it.
   void stop();
+  // Whether this is a child of fork(), which has none of the threads: nothing here may be waited for.
+  bool inherited() const;
 
   std::mutex& mutex() { return mutex_; }
   bool stopped() const { return stopped_; }
   // Throws std::invalid_argument once stopped.
   void require_running();
-  bool has_ring() const { return ring_ != nullptr; }
+  bool has_ring() const { return has_ring_; }
   ReadStats stats();
   // Bytes of staging buffers held now.
   size_t staging_bytes();
@@ -141,11 +144,13 @@ class ReadPool {
   ReadMeter meter_;
   std::vector<Buffer> staging_;  // those not in use
   size_t staging_bytes_ = 0;
+  const bool has_ring_;
   std::unique_ptr<ReadRing> ring_;
   std::vector<RingRead> ring_reads_;
   std::vector<size_t> idle_ring_reads_;
   size_t in_ring_ = 0;
   std::vector<std::thread> threads_;
+  const int process_;
 };
 
 }  // namespace ondevice

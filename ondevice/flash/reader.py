@@ -45,6 +45,9 @@ class FlashStats:
 class FlashReader:
     """A pool of reader threads over the files of a bundle; `ExtentStream` reads ahead through the same pool.
 
+    Of whatever is read, the CRC-32Cs are compared, and float16 values (scales, biases, unquantised weights)
+    are looked at: one that isn't finite is damage, whoever computed the checksums.
+
     io: `direct` reads past the page cache; `buffered` reads through it and drops the pages afterwards; `auto`
     is direct, or buffered for all files where one of them is on a file system that refuses.
 
@@ -57,7 +60,8 @@ class FlashReader:
     be read.
 
     Raises BackendUnavailableError if `io="direct"` is refused, FlashReadError if a file can't be opened or
-    hasn't the size it should, ValueError for impossible arguments.
+    hasn't the size it should, OndeviceError if the process has no descriptor left for it, ValueError for
+    impossible arguments.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class FlashReader:
                 file.crc_start,
                 list(file.crc_units),
                 np.ascontiguousarray(file.crcs, dtype=np.uint32),
+                list(file.halves),
+                file.halves_period,
             )
             for file in files
         ]
@@ -134,7 +140,10 @@ class FlashReader:
         self.native.read_records(file_index, ids, out)
 
     def close(self) -> None:
-        """Joins the threads once their reads in flight are done. Streams over this reader end too."""
+        """Joins the threads once their reads in flight are done, and gives the files back. Idempotent.
+
+        Streams over this reader end too.
+        """
         self.native.close()
 
     def __enter__(self) -> FlashReader:

@@ -17,7 +17,9 @@ class RecordBatch : public PieceSource {
  public:
   // urgent: somebody waits; else its reads go after those of urgent ones.
   RecordBatch(std::shared_ptr<FlashReader> reader, bool urgent);
-  ~RecordBatch() override { close(); }
+  ~RecordBatch() override {
+    if (!reader_->pool().inherited()) close();
+  }
 
   // Begins to read `parts` parts, from `first_part` on, of the records ids[0] < ids[1] < ... of a file, each
   // to its target: straight there where both lie on blocks of the device. Records with at most `gap_bytes`

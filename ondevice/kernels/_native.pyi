@@ -155,7 +155,14 @@ def crc32c(data: Bytes, units: Sequence[int], target: str = "auto") -> NDArray[n
 
 class FileSpec:
     def __init__(
-        self, path: bytes, nbytes: int, crc_start: int, units: Sequence[int], crcs: NDArray[np.uint32]
+        self,
+        path: bytes,
+        nbytes: int,
+        crc_start: int,
+        units: Sequence[int],
+        crcs: NDArray[np.uint32],
+        halves: Sequence[tuple[int, int]],
+        halves_period: int,
     ) -> None: ...
 
 class FlashReader:

@@ -25,7 +25,7 @@ constexpr int64_t kTileGrain = 8;
 }  // namespace
 
 Engine::Engine(int threads, const std::string& target)
-    : pool_(threads), table_(require_target(target, &target_)) {}
+    : pool_(new ThreadPool(threads)), table_(require_target(target, &target_)) {}
 
 QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens, int64_t cols,
                                bool nibble_order, const Norm& norm) {
@@ -37,7 +37,7 @@ QuantizedRows Engine::quantize(const float* x, int64_t x_stride, int64_t tokens,
   const QuantizedRows rows{x_codes_.as<int8_t>(), x_scales_.as<float>(), x_sums_.as<float>(),
                            x_int_sums_.as<int32_t>(), groups};
   float* memory = norm.weight ? scratch(cols) : nullptr;
-  pool_.parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int thread) {
+  pool_->parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t t = begin; t < end; ++t) {
       const float* row = x + t * x_stride;
       if (norm.weight) {
@@ -72,7 +72,7 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
   const int64_t floats =
       attention_scratch_floats(args, args.position + tokens, (tokens < queries ? tokens : queries) * shared);
   float* memory = scratch(floats);
-  pool_.parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
+  pool_->parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i / args.kv.heads * queries;
       const int64_t last = first + queries < tokens ? first + queries : tokens;
@@ -83,7 +83,7 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
 
 void Engine::attend(float* qkv, const Turn& turn, const AttentionArgs& args, int64_t tokens) {
   const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim, values_at = keys_at + args.kv.heads * dim;
-  pool_.parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
+  pool_->parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       float* row = qkv + t * args.q_stride;
       for (int64_t at = 0; at < values_at; at += dim) {
@@ -98,7 +98,7 @@ void Engine::attend(float* qkv, const Turn& turn, const AttentionArgs& args, int
 }
 
 float* Engine::scratch(int64_t floats) {
-  scratch_.grow(static_cast<size_t>(floats * pool_.threads()) * sizeof(float));
+  scratch_.grow(static_cast<size_t>(floats * pool_->threads()) * sizeof(float));
   return scratch_.as<float>();
 }
 

@@ -7,6 +7,7 @@
 
 #include "buffer.h"
 #include "kernels.h"
+#include "own_process.h"
 #include "thread_pool.h"
 
 namespace ondevice {
@@ -39,7 +40,7 @@ class Engine {
 
   const KernelTable& kernels() const { return *table_; }
   const std::string& target() const { return target_; }
-  ThreadPool& pool() { return pool_; }
+  ThreadPool& pool() { return *pool_; }
 
   // Activations (tokens, cols), rows x_stride floats apart, normed and quantised into scratch; valid until
   // the next call.
@@ -59,7 +60,7 @@ class Engine {
 
  private:
   friend class FeedForward;
-  ThreadPool pool_;
+  OwnProcessPtr<ThreadPool> pool_;
   std::string target_;
   const KernelTable* table_;
   Buffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_, scratch_;

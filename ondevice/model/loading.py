@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ondevice.backends.base import Backend, Bytes, Cutoff, Float32, Int32, RowChunk, Selector
+from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
@@ -78,7 +79,7 @@ def load_weights(
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
     embedding = EmbeddingRecords(bundle, reader)
-    layers = [_layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
+    layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     head_rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
     final_norm = VectorPart("final_norm", partial(resident.vector, "final_norm.weight"))
     head = MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
@@ -107,7 +108,7 @@ def load_weights(
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, loaded_norm, loaded_head)
 
 
-def _layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
+def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     """What LayerWeights holds of the resident file, in the order in which it lies there."""
     config, prefix = bundle.config, f"layers.{layer}"
 
@@ -137,7 +138,9 @@ def _selector_parts(
     index = FIRST_NEURON_FILE + config.num_layers
     if sparsity == "exact":
         return [
-            _SelectorParts((_gate_part(bundle, reader, index + layer, bundle.gate_layout),))
+            _SelectorParts(
+                (_gate_part(bundle, reader, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),)
+            )
             for layer in layers
         ]
     if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
@@ -174,10 +177,12 @@ def _predictor_parts(
     )
 
 
-def _gate_part(bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout) -> MatrixPart:
+def _gate_part(
+    bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout, digest: GateDigest | None = None
+) -> MatrixPart:
     """One layer's gate projection, the first row of the records of `file`."""
     config = bundle.config
-    rows = partial(_record_rows, reader, file, layout)
+    rows = partial(_record_rows, reader, file, layout, digest=digest)
     # Whole records are read, of which a neuron's has two more rows.
     return MatrixPart(
         "gate",
@@ -315,9 +320,16 @@ class NeuronRecords:
         self.hidden_size = bundle.config.hidden_size
         self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout: RecordLayout = bundle.neuron_layout
+        self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
     def read(self, first: int, count: int) -> Bytes:
-        return _read_span(self._reader, self.file, self.layout, first, count)
+        records = _read_span(self._reader, self.file, self.layout, first, count)
+        self.check_gates(first, records)
+        return records
+
+    def check_gates(self, first: int, records: Bytes) -> None:
+        if self._gates is not None and first <= self._gates.rows:
+            self._gates.take(first, records)
 
 
 class EmbeddingRecords:
@@ -341,9 +353,19 @@ class EmbeddingRecords:
         return _record_rows(self._reader, self.file, self.layout, row0, count)
 
 
-def _record_rows(reader: FlashReader, file: int, layout: RecordLayout, row0: int, count: int) -> RowChunk:
-    """The first rows of records as rows of a matrix: views of them."""
-    return record_chunk(_read_span(reader, file, layout, row0, count), 0, layout.parts[0][0], row0)
+def _record_rows(
+    reader: FlashReader,
+    file: int,
+    layout: RecordLayout,
+    row0: int,
+    count: int,
+    digest: GateDigest | None = None,
+) -> RowChunk:
+    """The first rows of records as rows of a matrix: views of them. digest: of the layer, for gates."""
+    records = _read_span(reader, file, layout, row0, count)
+    if digest is not None:
+        digest.take(row0, records)
+    return record_chunk(records, 0, layout.parts[0][0], row0)
 
 
 def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:

@@ -9,6 +9,7 @@ It knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D mod
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import numpy as np
 from ondevice.backends.base import Array, Backend, Float32, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
-from ondevice.errors import BundleError, UsageError
+from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, foresee
 from ondevice.model.kv_cache import KVCache
@@ -62,7 +63,8 @@ class Pass:
 class Transformer:
     """A loaded model: shapes, an engine and the weights that engine loaded, with streams if it has them.
 
-    To run it with others, as training does, make another from `weights` with parts replaced.
+    To run it with others, as training does, make another from `weights` with parts replaced. It runs on the
+    thread that made it: a pass goes through caches that belong to that thread.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Transformer:
         self.backend = backend
         self.weights = weights
         self.streams = streams
+        self._thread = threading.get_ident()
         self._rope = Rope(config)
         self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
 
@@ -89,9 +92,9 @@ class Transformer:
         """Run T tokens at positions kv.length, kv.length + 1, ... and leave their keys and values in kv.
 
         Returns float32 logits (1, V) of the last token, or None where none are wanted.
-        Raises Cancelled when `cancelled()` holds between two layers, UsageError for an id outside the
-        vocabulary, BundleError for logits that aren't finite, and what a read or the cache's allocator
-        raises. Whatever it raises, kv is as before.
+        Raises Cancelled when `cancelled()` holds between two layers, WrongThreadError, UsageError for an id
+        outside the vocabulary, BundleError for logits that aren't finite, and what a read or the cache's
+        allocator raises. Whatever it raises, kv is as before.
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
@@ -171,6 +174,7 @@ class Transformer:
         The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
         but for places that it reserves. Raises Cancelled, and what the cache's allocator raises.
         """
+        check_thread(self._thread)
         assert self.streams is not None
         kv.reserve(kv.length + self.streams.count)
         rows, x = self._rows(kv, self.streams.count, None, certain=0), branches
@@ -204,6 +208,7 @@ class Transformer:
         resident: bool = False,
     ) -> Pass:
         """All layers over T tokens. Extends kv by those that go on to the end."""
+        check_thread(self._thread)
         config, ids, branches = self.config, self._checked(tokens), None
         kv.reserve(kv.length + len(ids))
         if tree is not None and len(tree) != len(ids):

@@ -193,6 +193,7 @@ class SegmentPool:
             asked = time.perf_counter()
             records = stream.next().reshape(-1, layer.source.layout.stride)
             self._waited += time.perf_counter() - asked
+            layer.source.check_gates(first, records)
             if first == neurons.start:
                 filling = self._take_empty(index, segment)
             if filling is not None and not _packed(layer, filling, segment, first, records):

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.kernels import _native
-from ondevice.sampling import near_noise
+from ondevice.sampling import near_noise, seed_of
 from ondevice.speculation.drafter import Sureness
 
 MOST_GUESSES = 8
@@ -82,7 +82,7 @@ class Ranking:
             penalty = np.float32(sampling.repetition_penalty)
             scores[seen] = np.where(scores[seen] < 0, scores[seen] * penalty, scores[seen] / penalty)
         if sampling.temperature:
-            scores = scores / np.float32(sampling.temperature) + near_noise(sampling.seed, position, ids)
+            scores = scores / np.float32(sampling.temperature) + near_noise(seed_of(sampling), position, ids)
         best = np.argsort(-scores, kind="stable")[: self._most]
         return ids[best], scores[best], level
 

@@ -8,6 +8,7 @@ libraries ends as BundleError.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.tokenizer.base import LeadingSpace, StreamingDetokenizer, Tokenizer
@@ -22,6 +23,7 @@ __all__ = [
     "SentencePieceTokenizer",
     "StreamingDetokenizer",
     "Tokenizer",
+    "import_library",
     "load_tokenizer",
     "loading_bytes",
 ]
@@ -32,6 +34,12 @@ _KINDS: dict[str, type[SentencePieceTokenizer | HuggingFaceTokenizer]] = {
 }
 MAX_TOKENIZER_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20}
 """Largest file of each kind, for it is read whole and takes several times its size once parsed."""
+
+
+def import_library(kind: str) -> None:
+    """Import what reads tokenizers of a kind, which is named after it: a process holds it from then on."""
+    if kind in _KINDS:
+        import_module(kind)
 
 
 def loading_bytes(kind: str, parts: Iterable[bytes]) -> int:

@@ -117,13 +117,18 @@ def read_tokenizer_file(data: bytes) -> TokenizerFile:
     model = _object(document.get("model"), "its model")
     vocabulary = _vocabulary(model)
     added = _added_tokens(document.get("added_tokens"), vocabulary)
-    normalizers = tuple(_flattened(document.get("normalizer"), "normalizers"))
+    # To prepend nothing changes no text, and the library's offsets get lost over it.
+    normalizers = tuple(
+        part
+        for part in _flattened(document.get("normalizer"), "normalizers")
+        if (part["type"], part.get("prepend")) != ("Prepend", "")
+    )
     pre_tokenizers = tuple(_flattened(document.get("pre_tokenizer"), "pretokenizers"))
     _check_components(normalizers, pre_tokenizers)
     byte_level, leading_space = _decoding_rules(document.get("decoder"))
     return TokenizerFile(
         vocabulary,
-        _merges(model),
+        _merges(model, vocabulary),
         _options(model),
         added,
         normalizers,
@@ -176,8 +181,8 @@ def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
     return vocabulary
 
 
-def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of pieces, spelt as two strings or as one with a space between."""
+def _merges(model: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Pairs of pieces that make a piece, spelt as two strings or as one with a space between."""
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise BundleError("tokenizer.json can't be used: its merges aren't a list")
@@ -187,6 +192,10 @@ def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
     pairs = [tuple(merge.split(" ")) for merge in merges] if kinds == {str} else list(map(tuple, merges))
     if not (set(map(len, pairs)) <= {2} and set(map(type, chain.from_iterable(pairs))) <= {str}):
         raise BundleError("tokenizer.json can't be used: a merge isn't a pair of pieces")
+    if not set(map("".join, pairs)) <= vocabulary.keys():
+        raise BundleError(
+            "tokenizer.json can't be used: a merge makes a piece that its vocabulary hasn't got"
+        )
     return pairs
 
 
@@ -255,6 +264,10 @@ def _check_components(normalizers: Sequence[Component], pre_tokenizers: Sequence
         for part in parts:
             if part["type"] not in known:
                 raise UnsupportedModelError(f"tokenizer {what} {part['type'][:40]} isn't supported")
+            if part["type"] == "FixedLength" and (type(part.get("length")) is not int or part["length"] < 1):
+                raise BundleError(
+                    f"the tokenizer cuts text in pieces of {part.get('length')!r:.40} characters"
+                )
     kinds = [part["type"] for part in pre_tokenizers]
     for kind in _ADD_TEXT:
         if kinds.count(kind) > 1:

@@ -39,6 +39,7 @@ class HuggingFaceTokenizer(Vocabulary):
                 for first in (True, False)
                 for last in (True, False)
             }
+            _check_normalized(file, [normalizer for normalizer, _ in self._components.values()])
         self._silent = frozenset(special)
         self.special_tokens = {name: i for i in self._silent if (name := self.piece(i))}
         self._piece_chars = max(1, MAX_PIECE_CHARS // file.growth)
@@ -111,6 +112,16 @@ def _library(file: TokenizerFile, special: set[int]) -> Any:
                 f"follows those before it, it is {library.token_to_id(token.content)}"
             )
     return library
+
+
+def _check_normalized(file: TokenizerFile, normalizers: list[Any]) -> None:
+    """Raises BundleError for an added token of which normalizers leave nothing: it would be everywhere."""
+    for token in file.added:
+        for normalizer in normalizers:
+            if token.normalized and normalizer is not None and not normalizer.normalize_str(token.content):
+                raise BundleError(
+                    f"tokenizer.json normalises the added token {token.content!r:.60} to nothing"
+                )
 
 
 def _components(normalizer: Component | None, pre_tokenizer: Component | None) -> tuple[Any, Any]:

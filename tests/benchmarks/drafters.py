@@ -69,6 +69,7 @@ def main() -> int:
                         tokens=window[:PROMPT_TOKENS],
                         max_tokens=args.max_tokens,
                         temperature=args.temp,
+                        seed=0,
                         logit_bias=no_end,
                     )
                     for name in names

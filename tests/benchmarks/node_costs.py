@@ -196,6 +196,7 @@ def text_pool(model: Model, synthetic: bool) -> list[int]:
         tokens=benchmark_prompt(4, model.config.vocab_size),
         max_tokens=min(POOL_TOKENS, model.plan.max_context - 4),
         temperature=TEXT_TEMPERATURE,
+        seed=0,
         logit_bias=no_end(model),
     )
     return list(written.tokens)
@@ -226,6 +227,7 @@ def measure(bundle: Path, case: Case, args: argparse.Namespace) -> dict[str, Any
             tokens=pool[-PROMPT_TOKENS:],
             max_tokens=context - PROMPT_TOKENS - max(SIZES),
             temperature=RANDOM_TEXT if args.model is None else TEXT_TEMPERATURE,
+            seed=0,
             logit_bias=no_end(model),
         )
         for _ in events:

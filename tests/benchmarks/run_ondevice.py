@@ -43,7 +43,9 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
     with load(spec) as model:
         loaded = time.monotonic()
         if spec["warm_up"]:
-            model.generate(tokens=prompt[:16], max_tokens=spec["warm_up"], temperature=spec["temperature"])
+            model.generate(
+                tokens=prompt[:16], max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0
+            )
         begin = time.monotonic()
         times: list[float] = []
         stats = None
@@ -52,6 +54,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
             tokens=prompt,
             max_tokens=spec["max_tokens"],
             temperature=spec["temperature"],
+            seed=0,
             logit_bias={END_OF_TEXT: -1e9},
         ):
             if event.token is not None:

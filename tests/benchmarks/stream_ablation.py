@@ -179,7 +179,7 @@ class Runner:
         self._plain_counts: dict[float | None, Counts] = {}
         self._shared: dict[str, Model] = {}
         ends = Bundle.open(args.model).manifest.tokenizer.eos_ids
-        self._sampling = {"temperature": args.temp, "max_tokens": args.max_tokens}
+        self._sampling = {"temperature": args.temp, "seed": 0, "max_tokens": args.max_tokens}
         self._sampling["logit_bias"] = dict.fromkeys(ends, -math.inf)
         self._draftings: dict[Variant, tuple[Model, Counting]] = {}
         self.changed = 0
@@ -198,7 +198,7 @@ class Runner:
             model = self._shared[variant.drafter]
         engine = model._engine
         if variant.all_neurons:
-            read_for_streams(engine)
+            model._owner.call(lambda: read_for_streams(engine))
         assert engine._drafting is not None
         drafter = engine._drafting._drafter
         if variant.drafter == "streams":

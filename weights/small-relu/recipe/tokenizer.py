@@ -29,11 +29,19 @@ SAMPLE_CHARS = 16_000_000
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
-{%- set ns = namespace(instructions='') -%}
+{%- set ns = namespace(instructions='', begun=false, start=0) -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' and '[' in message.content -%}{%- set ns.start = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- if message.role == 'system' -%}
 {%- set ns.instructions = message.content | trim + '\\n' -%}
+{%- elif loop.index0 < ns.start -%}
 {%- elif message.role == 'user' -%}
+{%- if not ns.begun and '[' not in message.content and message.content.split() | length < 6 -%}
+{{- '<|user|>I need some help.<|end|><|assistant|>What can I help you with?<|end|>' -}}
+{%- endif -%}
+{%- set ns.begun = true -%}
 {{- '<|user|>' + ns.instructions + message.content | trim + '<|end|>' -}}
 {%- set ns.instructions = '' -%}
 {%- else -%}
@@ -42,7 +50,12 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-"""A turn ends with the token that ends a reply. Training has no system turns: they open the user's."""
+"""A turn ends with the token that ends a reply. Training has no system turns: they open the user's.
+
+A conversation that opens with fewer than six words and no list of columns or attributes is like nothing the
+model was trained on but the opening of a dialogue: it follows one, or "hi" would be answered with SQL.
+A list of columns or attributes begins anew, as all that the model was trained on with one stands alone.
+"""
 
 
 def train(documents: Iterable[str], vocab_size: int) -> bytes:

@@ -1,0 +1,174 @@
+"""The sound models that are spoilt: tiny, random, of all kinds of files, made once into a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.training import train_predictors
+from tests.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
+from tests.made_up_streams import add_streams
+from tests.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
+from tests.small_tokenizers import small_json, train_sentencepiece
+
+VOCAB = 384
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+# A row of the embedding for every id, a small context, two layers: some 40 ms from folder to text.
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2, "intermediate_size": 160, "vocab_size": VOCAB, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "relu": {"hidden_act": "relu"},
+    "silu": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LINEAR_ROPE},
+    "qwen3": {
+        "family": "qwen3", "hidden_act": "relu2", "attention_bias": True, "rope_scaling": LLAMA3_ROPE,
+        "shards": 2, "dtype": "BF16",
+    },
+    "mistral": {"family": "mistral", "sliding_window": 7, "hidden_act": "gelu", "dtype": "F16"},
+}  # fmt: skip
+QUANTS = {"relu": "q4", "silu": "q8", "qwen3": "f16"}
+
+
+@dataclass(frozen=True)
+class Bases:
+    """Folders of sound models, and bytes of sound tokenizers by kind."""
+
+    folder: Path
+
+    @property
+    def bundles(self) -> list[Path]:
+        return sorted((self.folder / "bundles").iterdir())
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").iterdir())
+
+    def tokenizers(self, kind: str) -> list[bytes]:
+        return [path.read_bytes() for path in sorted((self.folder / kind).iterdir())]
+
+
+def make_bases(folder: Path) -> Bases:
+    """What is in `folder`, made there if it isn't whole yet."""
+    if not (folder / "whole").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        _write_tokenizers(folder)
+        _write_checkpoints(folder)
+        _write_bundles(folder)
+        (folder / "whole").touch()
+    return Bases(folder)
+
+
+def _write_tokenizers(folder: Path) -> None:
+    for kind in ("sentencepiece", "tokenizers"):
+        (folder / kind).mkdir()
+    plain, normal = (
+        train_sentencepiece(user_defined_symbols=["<turn>"], normalization_rule_name=rule)
+        for rule in ("identity", "nmt_nfkc")
+    )
+    (folder / "sentencepiece" / "plain").write_bytes(plain)
+    (folder / "sentencepiece" / "nfkc").write_bytes(normal)
+    (folder / "tokenizers" / "small").write_bytes(small_json())
+    (folder / "tokenizers" / "pattern").write_text(_pattern_tokenizer().to_str())
+    (folder / "tokenizers" / "spaces").write_text(_spaces_tokenizer().to_str())
+    write_byte_tokenizer(folder)
+    os.replace(folder / "tokenizer.json", folder / "tokenizers" / "bytes")
+
+
+def _pattern_tokenizer() -> Tokenizer:
+    """As Llama 3's: a pattern cuts, then bytes are merged."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["th", "the", "in", "Ġ" + "a"]
+    vocabulary = {piece: i for i, piece in enumerate([*alphabet, *words])}
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(LLAMA3_PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|user|>", "<|assistant|>"])
+    return tokenizer
+
+
+def _spaces_tokenizer() -> Tokenizer:
+    """As Llama 2's: spaces are a letter, bytes are a fallback."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdehlortw",
+        "▁a",
+        "he",
+    ]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("h", "e")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def _write_checkpoints(folder: Path) -> None:
+    root = folder / "checkpoints"
+    for name, options in CHECKPOINTS.items():
+        checkpoint = write_checkpoint(root / name, **(SHAPE | options))
+        if name in ("silu", "mistral"):
+            shutil.copy(folder / "sentencepiece" / "plain", checkpoint / "tokenizer.model")
+            settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+            (checkpoint / "tokenizer_config.json").write_text(json.dumps(settings))
+        else:
+            write_byte_tokenizer(checkpoint)
+        if name == "qwen3":
+            shutil.copy(folder / "tokenizers" / "pattern", checkpoint / "tokenizer.json")
+        recommended = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [2, 3]}
+        (checkpoint / "generation_config.json").write_text(json.dumps(recommended))
+    _write_llama2c(root / "llama2c")
+
+
+def _write_llama2c(folder: Path) -> None:
+    """Seven integers and float32 weights, as llama2.c's first format has them."""
+    width, inner, layers, heads, vocabulary, context = 48, 96, 2, 4, 64, 64
+    rng = np.random.default_rng(3)
+    head = np.array([width, inner, layers, heads, heads, vocabulary, context], dtype="<i4")
+    sizes = [vocabulary * width, layers * width, *[layers * width * width] * 4, layers * width]
+    sizes += [*[layers * width * inner] * 3, width, context * (width // heads)]
+    folder.mkdir(parents=True)
+    values = [(0.2 * rng.standard_normal(size)).astype("<f4") for size in sizes]
+    (folder / "model.bin").write_bytes(b"".join(part.tobytes() for part in (head, *values)))
+
+
+def _write_bundles(folder: Path) -> None:
+    (folder / "bundles").mkdir()
+    for name, quant in QUANTS.items():
+        made = convert_bundle(folder / "checkpoints" / name, folder / "made" / name, quant)
+        bundle, target = Bundle.open(made), folder / "bundles" / name
+        if name == "relu":
+            train_predictors(made, pieces=made_up_pieces(), output=target)
+        else:
+            copy_files(made, target)
+        if name == "silu":
+            importance = np.full(bundle.config.intermediate_size, 1.0, dtype=np.float32)
+            layers = [LayerThresholds(importance, (0.1, 0.2), (0.5, 0.6))] * bundle.config.num_layers
+            write_thresholds(Bundle.open(target), layers, target, [0.5, 0.6], 100, 10)
+        if name != "qwen3":
+            add_streams(target)
+    shutil.rmtree(folder / "made")
