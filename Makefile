@@ -179,8 +179,8 @@ include tests/fuzz/fuzz.mk
 
 bench: $(STAMPS)/bench
 	@mkdir -p $(BENCH_DIR)
-	@status=0; for script in versus_llama_cpp flash_versus_llama_cpp flash_versus_fio ceiling long_ceiling \
-		convert_versus_cp; do \
+	@status=0; for script in versus_llama_cpp flash_versus_llama_cpp flash_versus_fio ceiling \
+		ceiling_matrix long_ceiling convert_versus_cp; do \
 		echo "== $$script"; \
 		$(PY) tests/benchmarks/$$script.py --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
 	done; exit $$status

@@ -1,6 +1,6 @@
 """Checkpoint to bundle, streaming and resumable: `convert` is the entry.
 
-    open the checkpoint -> check the disk -> neurons, embedding, resident, tokenizer -> manifest -> rename
+    checkpoint -> disk space -> neurons, embedding, resident, tokenizer -> manifest -> trial -> rename
 
 Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Three stages
 overlap: one thread reads, one quantises (on every core), the calling one checksums and writes. Training, if
@@ -53,6 +53,7 @@ from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
+from ondevice.converters.trial import check_computes
 from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
@@ -121,6 +122,7 @@ def convert(
         folder.claim(resume)
         folder.check_space(_bundle_bytes(checkpoint, quant_config, twice=training is not None))
         _Conversion(checkpoint, quant_config, folder, origin).run(on_progress)
+        _try_out(folder)
         if training is not None:
             _copy_as(Bundle.open(folder.partial), folder.copy, trained)
             training.run(folder.copy)
@@ -237,6 +239,15 @@ class _Conversion:
             quantisation_error=self._errors.summary(),
         )
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
+
+
+def _try_out(folder: OutputFolder) -> None:
+    """Raises CheckpointError for a bundle that can say nothing; then nothing of it is kept."""
+    try:
+        check_computes(Bundle.open(folder.partial))
+    except CheckpointError:
+        folder.discard()
+        raise
 
 
 def _copy_as(bundle: Bundle, folder: Path, origin: str) -> None:

@@ -128,7 +128,7 @@ class OutputFolder:
                 f"{error.strerror}; mend that, then run again with --resume"
             ) from error
         self._discard_replaced()
-        self._discard_partial()
+        self.discard()
 
     def discard_leftover(self) -> None:
         """Delete what an interrupted run had put aside when `output` got its name, if anything.
@@ -138,7 +138,7 @@ class OutputFolder:
         if self.partial.is_dir():
             self._check_partial()
             self.claim(resume=False)
-            self._discard_partial()
+            self.discard()
         if (self._replaced / MANIFEST).is_file():
             self._check_leftover(allowed=True)
             self._discard_replaced()
@@ -202,8 +202,8 @@ class OutputFolder:
         found = [self.partial / (self.output.name + suffix) for suffix in ("", ".partial", ".replaced")]
         return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
 
-    def _discard_partial(self) -> None:
-        """Delete what a trained copy was made of. Raises OndeviceError."""
+    def discard(self) -> None:
+        """Delete the partial folder and what conversions put there. Raises OndeviceError."""
         if self.partial.is_dir():
             self.clear()
             with disk_errors(self.partial, "delete it yourself"):

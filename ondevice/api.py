@@ -26,7 +26,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.chat_template import ChatTemplate
-from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig
+from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig, WhenFull
 from ondevice.engine import Engine, IsCancelled
 from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
@@ -39,7 +39,7 @@ from ondevice.pressure import DEFAULT_PRESSURE
 from ondevice.pressure_sources import system_source
 from ondevice.response import LastFigures, Response, gather
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
-from ondevice.session import Session, WhenFull
+from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options
 from ondevice.stats import GenerationStats
 from ondevice.tokenizer import Tokenizer

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 from click.core import ParameterSource
 
 from ondevice.command_model import loaded_model, prepared_model, say_figures
-from ondevice.config import SamplingConfig
+from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import ContextOverflowError, OndeviceError
 from ondevice.options import Command, Text, add_options, model_option, option
 from ondevice.settings import (
@@ -24,10 +24,8 @@ from ondevice.terminal import say, write_events
 
 if TYPE_CHECKING:
     from ondevice.api import Model
-    from ondevice.chat_input import Turn
-    from ondevice.session import Session, WhenFull
-
-WHEN_FULL = ("drop", "stop")
+    from ondevice.chat_input import Interrupts, Turn
+    from ondevice.session import Session
 
 
 @click.command(cls=Command)
@@ -35,8 +33,8 @@ WHEN_FULL = ("drop", "stop")
 @option("--system-prompt", type=Text(), help="What the model is told first.")
 @option(
     "--when-full",
-    type=click.Choice(WHEN_FULL),
-    default=WHEN_FULL[0],
+    type=click.Choice(get_args(WhenFull)),
+    default="drop",
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
 )
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
@@ -103,7 +101,7 @@ class _Talk:
     model: Model
     session: Session
     sampling: SamplingConfig
-    interrupts: Any
+    interrupts: Interrupts
     refused: bool = False
     """Whether a line of a pipe was too long to be answered."""
 

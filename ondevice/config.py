@@ -15,6 +15,8 @@ from ondevice.errors import UnsupportedModelError, UsageError
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
+WhenFull = Literal["drop", "stop"]
+"""What a conversation does that fills the context: forget its oldest turns, or refuse the next one."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64

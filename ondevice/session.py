@@ -16,10 +16,10 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from ondevice.chat_template import ChatTemplate
-from ondevice.config import SamplingConfig
+from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
 from ondevice.memory_plan import Plan
@@ -34,9 +34,6 @@ ROLES = ("system", "user", "assistant")
 
 Message = dict[str, str]
 """`role` and `content`."""
-
-WhenFull = Literal["drop", "stop"]
-"""What a conversation does that fills the context: forget its oldest turns, or refuse the next one."""
 
 
 class Host(Protocol):

@@ -10,7 +10,9 @@ import threading
 from collections.abc import Generator
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks.measure import MEMORY_CGROUP, memory_cgroup
 from models import tensor_shapes, tiny_config
@@ -30,11 +32,11 @@ print(int(status["VmHWM"].split()[0]) * 1024)
 
 
 def sparse_checkpoint(folder: Path, **options: int) -> Path:
-    """A float32 checkpoint of zeros that takes no room on the disk."""
+    """A float32 checkpoint that takes no room on the disk: zeros, but for what makes it say something."""
     config = tiny_config("llama", vocab_size=64, num_hidden_layers=1, **options)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    header: dict[str, object] = {}
+    header: dict[str, Any] = {}
     offset = 0
     for name, shape in tensor_shapes(config).items():
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + 4 * prod(shape)]}
@@ -43,6 +45,10 @@ def sparse_checkpoint(folder: Path, **options: int) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + offset)
+        for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+            first, last = header[name]["data_offsets"]
+            file.seek(8 + len(text) + first)
+            file.write(np.linspace(0.1, 1, (last - first) // 4, dtype=np.float32).tobytes())
     return folder
 
 

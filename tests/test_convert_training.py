@@ -138,7 +138,7 @@ def test_a_users_file_beside_what_was_trained_stays(
 @pytest.mark.parametrize("hidden_act", ["relu", "silu"])
 def test_a_text_for_a_model_without_tokenizer_is_refused_at_once(tmp_path: Path, hidden_act: str) -> None:
     source = write_checkpoint(tmp_path / "source", hidden_act=hidden_act)
-    with pytest.raises(UsageError, match=r"no tokenizer.* without --text"):
+    with pytest.raises(UsageError, match=r"no tokenizer.* without text"):
         convert_and_train(source, tmp_path / "b", TEXT)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -7,6 +7,7 @@ that, files are carried over as they are; they are opened only to see that they 
 from __future__ import annotations
 
 import logging
+import string
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,15 @@ from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import BundleError, CheckpointError, UnsupportedModelError
-from ondevice.tokenizer import load_tokenizer
+from ondevice.tokenizer import Tokenizer, load_tokenizer
 from ondevice.tokenizer.base import LibraryErrors, valid_unicode
 from ondevice.tokenizer.sentencepiece_file import read_sentencepiece_file
 from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 
 MAX_ENDS = 32
+PROBE = string.ascii_letters + string.digits
+PROBED_TOKENS = 4096
+"""What stands for itself is asked of so many where a vocabulary knows none of PROBE."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,7 @@ def read_tokenizer(
         chat_template=None if template is None else CHAT_TEMPLATE,
     )
     if kind is not None:
-        _check_loads(info, kind, blobs[TOKENIZER_FILES[kind]], vocab_size)
+        check_usable(info, kind, blobs[TOKENIZER_FILES[kind]], vocab_size, TOKENIZER_FILES[kind])
     return TokenizerFiles(info, blobs)
 
 
@@ -100,10 +104,30 @@ def _refusals(file: str) -> Iterator[None]:
         ) from error
 
 
-def _check_loads(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int) -> None:
-    """The runtime must be able to use what the bundle will carry."""
-    with _refusals(TOKENIZER_FILES[kind]):
-        load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
+def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int, file: str) -> None:
+    """Raises what `read_tokenizer` raises for a `file` that the runtime can't use, or that can't spell."""
+    with _refusals(file):
+        tokenizer = load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
+        if not _spells(tokenizer):
+            raise CheckpointError(
+                f"{file} can't spell a text: of {PROBE} nothing comes back from its tokens, nor of what its "
+                "own tokens stand for; it lacks pieces for bytes or single letters. Put the model's own in "
+                "its place, or remove it to convert for use with token ids"
+            )
+
+
+def _spells(tokenizer: Tokenizer) -> bool:
+    """Whether any letter of a plain text comes back, or of what its first tokens stand for."""
+
+    def comes_back(text: str) -> bool:
+        found = tokenizer.decode(tokenizer.encode(text, add_bos=False))
+        return not set(text).isdisjoint(set(found) - {" ", "\N{REPLACEMENT CHARACTER}"})
+
+    if comes_back(PROBE):
+        return True
+    return any(
+        comes_back(tokenizer.decode([token])) for token in range(min(PROBED_TOKENS, tokenizer.vocab_size))
+    )
 
 
 def _kind(folder: SourceFolder) -> TokenizerKind | None:

@@ -79,7 +79,7 @@ def load_weights(
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
     embedding = EmbeddingRecords(bundle, reader)
-    layers = [_layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
+    layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     head_rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
     final_norm = VectorPart("final_norm", partial(resident.vector, "final_norm.weight"))
     head = MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
@@ -108,7 +108,7 @@ def load_weights(
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, loaded_norm, loaded_head)
 
 
-def _layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
+def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     """What LayerWeights holds of the resident file, in the order in which it lies there."""
     config, prefix = bundle.config, f"layers.{layer}"
 

@@ -1,0 +1,138 @@
+"""A few tokens through a finished bundle, before it gets its name: what computes nothing usable is refused.
+
+One layer's attention is in memory at a time, neurons and the output head a few MB at a time: a trial takes no
+more memory than the conversion did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ondevice.backends.base import Float32, KVLayout, Norm, RowChunk
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.fed_layer import BLOCK_NEURONS
+from ondevice.bundle.layout import RESIDENT, RowLayout
+from ondevice.bundle.reader import Bundle
+from ondevice.errors import BundleError, CheckpointError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import (
+    RESIDENT_FILE,
+    EmbeddingRecords,
+    MatrixPart,
+    NeuronRecords,
+    Part,
+    Rows,
+    bundle_files,
+    layer_parts,
+    part_tasks,
+)
+from ondevice.model.tensor_file import ReadAhead, TensorFile
+from ondevice.model.transformer import Transformer
+from ondevice.model.weights import LayerWeights, ModelWeights
+from ondevice.units import usable_cores
+
+TRIAL_TOKENS = 8
+"""Of the vocabulary, at equal distances; as many as decode together."""
+PIECE_BYTES = 4 << 20
+"""Of neurons, or of the head's rows, that are in memory together."""
+
+
+def check_computes(bundle: Bundle) -> None:
+    """Raises CheckpointError where logits aren't finite, or are the same for every token of the vocabulary.
+
+    And FlashReadError where the disk doesn't give back what was written.
+    """
+    config = bundle.config
+    try:
+        logits = trial_logits(bundle, range(0, config.vocab_size, -(-config.vocab_size // TRIAL_TOKENS)))
+    except BundleError as error:
+        raise _refusal(bundle, str(error)) from error
+    if not np.isfinite(logits).all():
+        raise _refusal(bundle, "what it computes is not finite")
+    if config.vocab_size > 1 and (logits == logits[:, :1]).all():
+        raise _refusal(bundle, "every token is as likely as any other, whatever the text")
+
+
+def trial_logits(bundle: Bundle, tokens: Sequence[int]) -> Float32:
+    """Logits (T, V) of a text of T tokens, those that the loaded model gives. Raises BundleError."""
+    engine = make_engine(usable_cores())
+    with FlashReader(bundle_files(bundle)) as reader:
+        resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+        x: Float32 | None = None
+        for layer in range(bundle.config.num_layers):
+            x = _through_layer(bundle, reader, resident, engine, layer, tokens, x)
+        assert x is not None
+        return np.concatenate(list(_logits(bundle, reader, resident, engine, x)), axis=1)
+
+
+def _refusal(bundle: Bundle, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{bundle.manifest.provenance.source} isn't a usable model: {reason}; check its weights, or download "
+        "them again"
+    )
+
+
+def _through_layer(
+    bundle: Bundle,
+    reader: FlashReader,
+    resident: TensorFile,
+    engine: _native.Engine,
+    layer: int,
+    tokens: Sequence[int],
+    x: Float32 | None,
+) -> Float32:
+    """What leaves a layer that x (T, D) enters, (T, D); the first one gets the tokens' embedding."""
+    windows = bundle.config.layer_windows[layer : layer + 1]
+    config = replace(bundle.config, num_layers=1, layer_windows=windows)
+    source = NeuronRecords(bundle, reader, layer)
+    stride = source.layout.stride
+    neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+    backend = CpuBackend(engine, segment_neurons=neurons, stream_neurons=neurons)
+    with closing(backend):
+        feed_forward = backend.load_feed_forward(0, source)
+        feed_forward.streamed = lambda: (
+            source.read(first, min(neurons, source.num_neurons - first))
+            for first in range(0, source.num_neurons, neurons)
+        )
+        parts = layer_parts(bundle, resident, layer)
+        fields = dict.fromkeys(("q_norm", "k_norm")) | _loaded(backend, parts)
+        weights = LayerWeights(**fields, feed_forward=feed_forward)
+        embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
+        model = Transformer(config, backend, ModelWeights(embedding, [weights], None, None))
+        # What a backend returns is valid until its next op.
+        return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
+
+
+def _logits(
+    bundle: Bundle, reader: FlashReader, resident: TensorFile, engine: _native.Engine, x: Float32
+) -> Iterator[Float32]:
+    """Logits (T, V) of what left the last layer, x (T, D), a few of V at a time."""
+    config, bits = bundle.config, bundle.quant.bits
+    rows: Rows = partial(resident.rows, "head")
+    if config.tie_embeddings:
+        rows = EmbeddingRecords(bundle, reader).rows
+    norm = Norm(resident.vector("final_norm.weight"), config.rms_norm_eps)
+    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, bits).nbytes)
+    for first in range(0, config.vocab_size, count):
+
+        def piece(row0: int, number: int, first: int = first) -> RowChunk:
+            return rows(first + row0, number)._replace(row0=row0)
+
+        backend = CpuBackend(engine, segment_neurons=BLOCK_NEURONS, stream_neurons=BLOCK_NEURONS)
+        with closing(backend):
+            number = min(count, config.vocab_size - first)
+            head = _loaded(backend, [MatrixPart("head", number, config.hidden_size, bits, piece)])["head"]
+            yield np.array(backend.linear(x, head, norm))
+
+
+def _loaded(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:
+    with ReadAhead(part_tasks(parts, lambda: False)) as ahead:
+        return {part.field: part.load(backend, ahead) for part in parts}
