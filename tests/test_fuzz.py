@@ -52,6 +52,11 @@ def sleep() -> int:
     return 0
 
 
+def spin() -> int:
+    while True:
+        pass
+
+
 def take_memory() -> int:
     return len(b"x" * (2 * SLACK_BYTES)) and 0
 
@@ -82,6 +87,7 @@ def panic() -> int:
         (crash, "crash"),
         (leave, "crash"),
         (sleep, "hang"),
+        (spin, "hang"),
         (take_memory, "memory"),
         (fail, "untyped"),
         (differ, "difference"),

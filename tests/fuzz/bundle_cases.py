@@ -28,7 +28,7 @@ BAD_FLOATS = np.array([np.nan, np.inf, -np.inf, 65504, -65504, 6e-8, -6e-8, 0, -
 BAD_VECTORS = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e-45, 0, -0.0, 1e20, 1e-20], dtype="<f4")
 SIZES: dict[str, list[int]] = {
     "hidden_size": [2, 8, 64, 72, 128, 1000, 4096, 1 << 17],
-    "num_layers": [1, 2, 3, 40, 1 << 10],
+    "num_layers": [1, 2, 3, 40, 200, 1 << 11],
     "num_heads": [1, 2, 3, 4, 64, 1 << 10],
     "num_kv_heads": [1, 2, 3, 4, 64, 1 << 10],
     "head_dim": [2, 4, 16, 24, 256, 1 << 10],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def run(folder: Path, rng: random.Random) -> int:
     if source.is_dir() and rng.random() < 0.05:
         source = next(iter(sorted(source.iterdir())), source)
     try:
-        made = convert(source, folder / "bundle", rng.choice(["q4", "q8", "f16"]))
+        # Anew, so that a case that was kept can be tried again.
+        made = convert(source, Path(tempfile.mkdtemp(dir=folder)) / "bundle", rng.choice(["q4", "q8", "f16"]))
         ondevice.verify(made)
     except OndeviceError as error:
         error.allowed_bytes = allowed  # type: ignore[attr-defined]
