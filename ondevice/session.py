@@ -25,6 +25,7 @@ from ondevice.generate import Event
 from ondevice.memory_plan import Plan
 from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
+from ondevice.tokenizer.base import valid_unicode
 
 FORMAT = "ondevice-session"
 VERSION = 1
@@ -142,8 +143,8 @@ class Session:
         then is as it was.
         """
         target = Path(path)
-        content = {"format": FORMAT, "version": VERSION, "messages": self._messages}
-        data = (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8", "replace")
+        content = {"format": FORMAT, "version": VERSION, "messages": _encodable(self._messages)}
+        data = (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8")
         if len(data) > MAX_FILE_BYTES:
             raise OndeviceError(
                 f"the conversation has {len(data)} bytes; a saved one has at most {MAX_FILE_BYTES}"
@@ -258,7 +259,12 @@ def _messages(content: Any, source: Path) -> list[Message]:
             or not isinstance(message["content"], str)
         ):
             raise UsageError(f"{source} holds what is not a message of a known role: {str(message)[:80]}")
-    return messages
+    return _encodable(messages)
+
+
+def _encodable(messages: Sequence[Message]) -> list[Message]:
+    """As tokenizers read them, and as a file can hold them: without lone surrogates."""
+    return [{"role": said["role"], "content": valid_unicode(said["content"])} for said in messages]
 
 
 def _say(event: Event, said: list[str]) -> Event:

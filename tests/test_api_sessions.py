@@ -120,6 +120,21 @@ def test_save_load_and_reset(model: Model, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "talk.json"]
 
 
+def test_half_a_character_is_saved_and_loaded_as_the_model_read_it(model: Model, tmp_path: Path) -> None:
+    session = model.session()
+    session.respond("a\ud800", max_tokens=3)
+    session.save(tmp_path / "talk.json")
+    written = tmp_path / "written.json"
+    written.write_text((tmp_path / "talk.json").read_text().replace("\ufffd", "\\ud800"))
+    transcripts = []
+    for path in (tmp_path / "talk.json", written):
+        other = model.session()
+        other.load(path)
+        transcripts.append(other.transcript)
+    assert transcripts[0] == transcripts[1]
+    assert transcripts[0][0]["content"] == "a\ufffd"
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -58,7 +58,8 @@ def spin() -> int:
 
 
 def take_memory() -> int:
-    return len(b"x" * (2 * SLACK_BYTES)) and 0
+    # In a process with many libraries, the one before the case counts their pages and the case itself does not.
+    return len(b"x" * (8 * SLACK_BYTES)) and 0
 
 
 def fail() -> int:
