@@ -58,7 +58,7 @@ def spin() -> int:
 
 
 def take_memory() -> int:
-    # In a process with many libraries, the one before the case counts their pages and the case itself does not.
+    # A process with many libraries counts their pages; a case that was forked from it doesn't.
     return len(b"x" * (8 * SLACK_BYTES)) and 0
 
 

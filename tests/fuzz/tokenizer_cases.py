@@ -212,7 +212,10 @@ def _change(value: Any, rng: random.Random) -> None:
     elif how == 3:
         tokens = value.setdefault("added_tokens", [])
         if isinstance(tokens, list):
-            ids = len(value.get("model", {}).get("vocab", {})) + len(tokens)
+            # An earlier change may have made anything of them.
+            model = value.get("model")
+            vocabulary = model.get("vocab") if isinstance(model, dict) else None
+            ids = (len(vocabulary) if isinstance(vocabulary, list | dict) else 0) + len(tokens)
             tokens += [_added(rng, ids + i) for i in range(rng.choice([1, 2, 20]))]
     elif how == 4:
         size = rng.choice([0, 5, 1 << 40, -1])
