@@ -54,7 +54,13 @@ from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
 from ondevice.converters.trial import check_computes
-from ondevice.errors import BundleError, CheckpointError, ModelNotFoundError, UnsupportedModelError
+from ondevice.errors import (
+    BundleError,
+    CheckpointError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
@@ -117,6 +123,11 @@ def convert(
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
             return folder.output
+        if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
+            raise UsageError(
+                f"{folder.output} is converted, but not with this text; `ondevice train predictors --model "
+                f"{folder.output} --text FILE` adds what is trained on it, or start again with --force"
+            )
         _check_manifest(checkpoint, quant_config, trained)
         folder.check(resume, force)
         folder.claim(resume)

@@ -84,9 +84,10 @@ def require_fit(plan: Plan, name: str, origin: str = "", fitting_context: int = 
     less = f"or lower --max-context or --kv-bits{dense}{smaller}{context}"
     if not plan.suffices:
         problem = f"is too small for {name}"
-        also = f", and the {allowed} of {limit.name}" if limit is not None and too_large else ""
         raising = "Name a larger --dram-budget" if origin else "Raise --dram-budget"
-        remedy = f"{raising}{also}, {less}"
+        if limit is not None and too_large:
+            raising = f"Raise the limit of {limit.name}, {allowed}, and name a larger --dram-budget"
+        remedy = f"{raising}, {less}"
     else:
         assert limit is not None, "nothing else is in the way of a budget that suffices"
         problem = (
@@ -122,7 +123,7 @@ def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[Memo
         found.append(
             f"{name} takes up to {format_bytes(wanted)} more than this process holds, and "
             f"{format_bytes(scarcest.available_bytes)} of the {format_bytes(scarcest.limit_bytes)} of "
-            f"{scarcest.name} are free now: close other programs, or lower --dram-budget"
+            f"{scarcest.name} are free now: close other programs, or take a smaller budget"
         )
     return found
 

@@ -268,8 +268,8 @@ def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: in
     if len(prompt) > max_context:
         remedy = f" or raise --max-context (this model's limit is {limit})" if max_context < limit else ""
         raise ContextOverflowError(
-            f"the prompt, with what was said before, has {len(prompt)} tokens or more and the context holds "
-            f"{max_context}; shorten it{remedy}"
+            f"the prompt (in a conversation with all that was said before) has at least {len(prompt)} tokens "
+            f"and the context holds {max_context}; shorten it{remedy}"
         )
     if len(prompt) + wanted > max_context:
         raise ContextOverflowError(

@@ -135,13 +135,14 @@ def output_path(output: object) -> Path:
 def default_output(source: str | os.PathLike[str]) -> Path:
     """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
 
-    Raises UsageError for a source without a name.
+    Raises UsageError for a source without a name, ModelNotFoundError for one that nothing can have.
     """
-    path = Path(_path_text(source, "a checkpoint is a path, a repository id or an alias")).expanduser()
-    name = path.resolve().name if path.is_dir() else path.name
-    name = name if path.is_dir() or not path.is_file() else path.stem
+    text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
+    with _lookups(text):
+        path = Path(text).expanduser()
+        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
     if not name:
-        raise UsageError(f"{os.fspath(source)} has no name to give the bundle; name its folder with --output")
+        raise UsageError(f"{text} has no name to give the bundle; name its folder with --output")
     return model_home() / name
 
 

@@ -44,8 +44,8 @@ NEAR = 0.85
 
 PART_BYTES = 1 << 16
 """Of a text that are read at a time."""
-MAX_TEXT_CHARS = 1 << 30
-"""Of a text that is held whole. Nothing learns from so much; it may well be endless."""
+MAX_TEXT_CHARS = 1 << 20
+"""Of a text that is held whole, whose paragraphs are prompts: some hundred pages."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 

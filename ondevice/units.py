@@ -79,7 +79,7 @@ def parse_budget(value: str | int, *, auto: int | None = None) -> int:
     size = parse_size(value, auto=auto)
     bare = str(value).strip().replace(".", "", 1).isdigit()
     if bare and 0 < size < LEAST_BARE_BYTES:
-        unit = "GB" if size < 1000 else "MB"
+        unit = "GB" if size < 1000 else "MB" if size < 100_000 else "kB"
         raise UsageError(f"a DRAM budget of {size} is {size} bytes; did you mean {size}{unit}?")
     return size
 

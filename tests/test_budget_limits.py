@@ -148,7 +148,7 @@ def test_a_model_that_a_limit_leaves_no_room_for_at_all() -> None:
     for budget, said in (
         (
             100 * MB,
-            "too small for a-model: .* Raise dram_budget, and the 200 MB .* of the control group /box",
+            "too small for a-model: .* Raise the limit of the control group /box, 200 MB .* larger dram_b",
         ),
         (
             1000 * MB,

@@ -158,7 +158,7 @@ def test_a_line_that_no_context_holds_is_refused_and_the_chat_goes_on(
             options = ("-m", chat_bundle, "--max-tokens", 2, "--when-full", when)
             result = ondevice("chat", *options, stdin=lines)
             assert result.code == 4
-            assert f"tokens or more and the context holds {CONTEXT}; shorten it" in result.err
+            assert f"tokens and the context holds {CONTEXT}; shorten it" in result.err
             assert result.err.count("line 2 of stdin wasn't answered") == 1
             said = [it["content"] for it in json.loads(talk.read_text())["messages"] if it["role"] == "user"]
             assert said == (["Hello", "more"] if "more" in lines else ["Hello"])

@@ -52,7 +52,9 @@ def test_the_argument_beats_the_environment(
     assert (refused.code, "ONDEVICE_MODEL" in refused.err) == (3, True)
 
 
-@pytest.mark.parametrize(("typed", "meant"), [("4", "4GB"), ("16", "16GB"), ("4096", "4096MB")])
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("4", "4GB"), ("16", "16GB"), ("4096", "4096MB"), ("700000", "700000kB")]
+)
 def test_a_budget_without_its_unit_is_asked_about(
     ondevice: Run, chat_bundle: Path, typed: str, meant: str
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_finished_bundle_stays_as_it_is(source: Path, expected: dict[str, byte
     assert convert_and_train(source, output, TEXT, resume=True) == output
     assert convert(source, output, resume=True) == output
     assert {path: changed(path) for path in [output, *output.iterdir()]} == before
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="not with this text; `ondevice train predictors --model"):
         convert_and_train(source, output, OTHER_TEXT, resume=True)
     assert folder_bytes(output) == expected
 
@@ -113,7 +113,7 @@ def test_what_was_converted_serves_another_text_or_none(
     output = convert(source, tmp_path / "b", resume=True)
     assert Bundle.open(output).predictors is None
     assert {path.name: path.stat().st_mtime_ns for path in output.glob("neurons*")} == written
-    with pytest.raises(UsageError, match="exists"):
+    with pytest.raises(UsageError, match="ondevice train predictors --model"):
         convert_and_train(source, output, TEXT, resume=True)
     # As a kill after the last renaming leaves it, and one while an older bundle made room.
     output.rename(tmp_path / "b.partial")

@@ -222,7 +222,7 @@ def test_no_tokens_wanted_still_fills_the_cache() -> None:
 
 def test_a_prompt_longer_than_the_context_is_refused_before_any_pass() -> None:
     engine = generator(max_context=4)
-    with pytest.raises(ContextOverflowError, match="5 tokens or more and the context holds 4"):
+    with pytest.raises(ContextOverflowError, match="at least 5 tokens and the context holds 4"):
         engine.stream(list(b"abcde"), cache(), SamplingConfig())
     with pytest.raises(UsageError, match="no tokens"):
         engine.stream([], cache(), SamplingConfig())

@@ -43,10 +43,11 @@ def test_a_model_that_cannot_be_there_is_not_found(use: Callable[..., object], n
     assert error.value.exit_code == 3
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["an-output", "no-output"])
 @pytest.mark.parametrize("name", WRONG, ids=range(len(WRONG)))
-def test_nor_is_a_checkpoint(tmp_path: Path, name: Any) -> None:
+def test_nor_is_a_checkpoint(tmp_path: Path, name: Any, named: bool) -> None:
     with pytest.raises(ModelNotFoundError):
-        ondevice.convert(name, tmp_path / "b", offline=True)
+        ondevice.convert(name, tmp_path / "b" if named else None, offline=True)
     assert not any(tmp_path.iterdir())
 
 
