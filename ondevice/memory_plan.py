@@ -129,7 +129,7 @@ class Plan:
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
             "the process itself": self.process_bytes,
-            "the tokenizer, not read yet": self.unread_bytes,
+            "the tokenizer, not read yet, at most": self.unread_bytes,
             "what other models of this process may take": self.others_bytes,
             "what loading reads ahead beyond that": max(0, self._loading_bytes - self._bare_bytes),
             "what the tokenizer takes when it is read": self._opening_bytes

@@ -167,25 +167,26 @@ def _lookups(name: str) -> Iterator[None]:
 
 def _find_model(text: str, is_path: bool) -> Path:
     path = Path(text).expanduser()
-    if path.is_dir() or is_path:
-        return _checked_path(path)
     is_repository = _REPOSITORY.fullmatch(text) is not None
-    if os.sep in text and not is_repository:
+    if is_path or (path / MANIFEST).is_file() or (os.sep in text and (path.is_dir() or not is_repository)):
         return _checked_path(path)
+    # A folder here that is no bundle, such as what one was converted from, is not what a mere name means.
     folder_name = text.rsplit("/", 1)[-1]
     for folder in (model_home(), shipped_folder()):
         if (folder / folder_name / MANIFEST).is_file():
             return folder / folder_name
-    if path.is_file():
+    if path.exists():
         return _checked_path(path)
     source = ALIASES.get(text, text if is_repository else None)
     raise ModelNotFoundError(_missing(text, folder_name, source))
 
 
-def known_models() -> list[str]:
-    """Names of the bundles in the model folders."""
-    folders = (model_home(), shipped_folder())
-    return sorted({path.parent.name for folder in folders for path in folder.glob(f"*/{MANIFEST}")})
+def known_models() -> dict[str, Path]:
+    """The bundles in the model folders, by name; of two with the same, the one that `find_model` finds."""
+    found = {}
+    for folder in (shipped_folder(), model_home()):
+        found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
+    return dict(sorted(found.items()))
 
 
 def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
@@ -260,8 +261,12 @@ def _checked_path(path: Path) -> Path:
 
 def _missing(name: str, folder_name: str, source: str | None) -> str:
     line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
-    known = "" if source else f" Names known without a checkpoint of your own: {', '.join(ALIASES)}."
-    return f"no model called {name} in {model_home()} or {shipped_folder()}. To make it: {line}{known}"
+    known = "" if source else f"; names known without a checkpoint of your own: {', '.join(ALIASES)}"
+    here = ", ".join(known_models())
+    return (
+        f"no model called {name} in {model_home()} or {shipped_folder()}, where there are: {here or 'none'}. "
+        f"To make it: {line}{known}"
+    )
 
 
 def _convert_line(source: str, output: Path) -> str:

@@ -17,7 +17,7 @@ from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig
 from ondevice.memory_plan import Plan
 from ondevice.memory_sizes import NARROW_TOKENS
-from ondevice.models import ALIASES, SparsityMode, find_model, known_models, model_home, sparsity_modes
+from ondevice.models import ALIASES, SparsityMode, known_models, model_home, sparsity_modes
 from ondevice.preparation import Prepared
 from ondevice.profiling import Profile
 from ondevice.stats import GenerationStats
@@ -112,7 +112,7 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
 def model_list() -> dict[str, Any]:
     """`inspect --list --json`: the bundles by name, where they lie, and the short names of checkpoints."""
     return {
-        "models": {name: str(find_model(name)) for name in known_models()},
+        "models": {name: str(path) for name, path in known_models().items()},
         "folder": str(model_home()),
         "aliases": dict(ALIASES),
     }

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ondevice import cli
+from ondevice import cli, preparation
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
 from ondevice.flash.reader import FlashReader
+from ondevice.units import process_memory
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Result, Run
 from tests.faults import build_shim
@@ -165,6 +166,13 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_sentencepiece() -> bytes:
     """A sentencepiece model of a few words, with two pieces its user defined."""
     return train_sentencepiece(user_defined_symbols=["<turn>", "word"], remove_extra_whitespaces=False)
+
+
+@pytest.fixture
+def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made for the process as it is now: what other tests left may come or go meanwhile."""
+    held = process_memory()
+    monkeypatch.setattr(preparation, "process_memory", lambda: held)
 
 
 @pytest.fixture

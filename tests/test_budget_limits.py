@@ -169,12 +169,10 @@ def test_caches_of_several_sessions_keep_to_the_limit_too() -> None:
     assert replace(plan, limit=None).kv_limit_bytes == 2000 * MB - fixed
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_a_budget_above_a_groups_limit_is_refused_before_anything_is_read(
     rooms: Rooms, ondevice: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What other tests left may be freed meanwhile.
-    held = process_memory()
-    monkeypatch.setattr(preparation, "process_memory", lambda: held)
     plan = shipped_plan()
     limit = (plan.minimum_budget_bytes + plan.full_bytes) // 2
     rooms(limit)

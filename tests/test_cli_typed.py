@@ -94,11 +94,19 @@ def test_a_variable_that_sets_nothing_is_named(
     ]
 
 
-def test_a_conversion_without_output_is_found_by_its_name(ondevice: Run, tmp_path: Path) -> None:
+def test_a_conversion_without_output_is_found_by_its_name(
+    ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the checkpoint of that name, too, and beside a folder that is called as what ships."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small-relu").mkdir()
     source = write_chat_checkpoint(tmp_path / "my-model.v1")
+    assert "is a checkpoint" in ondevice("verify", "my-model.v1").err
     done = ondevice("convert", source, "--quant", "q8")
     assert (done.code, done.out) == (0, f"{tmp_path / 'home' / 'my-model.v1'}\n")
     assert ondevice("verify", "my-model.v1").code == 0
+    assert ondevice("verify", "small-relu").code == 0
+    assert ondevice("inspect", "--list").code == 0
     again = ondevice("convert", source)
     assert (again.code, "exists" in again.err) == (2, True)
 

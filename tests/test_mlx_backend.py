@@ -98,6 +98,7 @@ def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> Non
     assert error(found, expected) < 0.2 * error(dense, expected)
 
 
+@pytest.mark.usefixtures("steady_process")
 @pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
 def test_the_budget_changes_no_bit(sparsity: str) -> None:
     """Resident, nothing but the least, and in between; logits of a prompt, and tokens one by one."""

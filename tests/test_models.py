@@ -109,11 +109,11 @@ def test_a_file_is_no_bundle_and_is_told_what_it_may_be(
 
 
 def test_known_models_are_those_of_both_folders(home: Path, tmp_path: Path) -> None:
-    assert models.known_models() == []
+    assert models.known_models() == {}
     make_bundle(home / "tale")
     make_bundle(tmp_path / "weights" / "tiny")
     (home / "unfinished").mkdir()
-    assert models.known_models() == ["tale", "tiny"]
+    assert list(models.known_models()) == ["tale", "tiny"]
 
 
 def test_a_checkpoint_is_told_from_a_bundle(home: Path, tmp_path: Path) -> None:
