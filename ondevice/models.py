@@ -183,7 +183,7 @@ def _find_model(text: str, is_path: bool) -> Path:
 
 def known_models() -> dict[str, Path]:
     """The bundles in the model folders, by name; of two with the same, the one that `find_model` finds."""
-    found = {}
+    found: dict[str, Path] = {}
     for folder in (shipped_folder(), model_home()):
         found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
     return dict(sorted(found.items()))
