@@ -15,7 +15,7 @@ from ondevice import doctor
 from ondevice.api import Model, load
 from ondevice.doctor import generation
 from ondevice.doctor.check import attempt
-from ondevice.errors import BackendUnavailableError, BundleError
+from ondevice.errors import BackendUnavailableError, BudgetError, BundleError
 from ondevice.models import shipped_folder
 from tests.bundles import copy_files
 
@@ -86,6 +86,17 @@ def test_every_backend_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ondevice.api.load", refuse)
     check = generation.generation("mlx", SHIPPED)
     assert (check.status, check.value) == ("skipped", "no such device")
+
+
+def test_memory_too_small_for_the_reference_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Model:
+        raise BudgetError("too small", required_bytes=155_000_000)
+
+    monkeypatch.setattr("ondevice.api.load", refuse)
+    found = generation.generation("reference", SHIPPED)
+    assert (found.status, "it takes 155 MB" in found.value) == ("skipped", True)
+    with pytest.raises(BudgetError):
+        generation.generation("cpu", SHIPPED)
 
 
 @pytest.mark.parametrize(
