@@ -40,9 +40,9 @@ from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 8
-"""Of the vocabulary, at equal distances; as many as decode together."""
+"""Tokens tried, at equal distances in the vocabulary; as many as decode together."""
 PIECE_BYTES = 4 << 20
-"""Of neurons, or of the head's rows, that are in memory together."""
+"""Bytes of neurons, or of the head's rows, that are in memory together."""
 
 
 def check_computes(bundle: Bundle) -> None:

@@ -23,7 +23,7 @@ from ondevice.options import (
     json_option,
     model_option,
     option,
-    read_text,
+    whole_text,
 )
 from ondevice.settings import (
     MAX_CONTEXT,
@@ -216,7 +216,7 @@ def _tasks(context: click.Context, texts: tuple[str, ...], chat: bool) -> list[T
         if chat:
             raise UsageError("--chat says what the prompts of --text are; give both")
         return list(BUILT_IN)
-    return [Task(Path(text).stem, paragraphs(read_text(text)), chat) for text in texts]
+    return [Task(Path(text).stem, paragraphs(whole_text(text)), chat) for text in texts]
 
 
 @click.command(cls=Command)

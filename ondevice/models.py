@@ -65,7 +65,7 @@ REPOSITORY_FILES = [
 """All that a conversion reads: never code, never a pickle."""
 
 SHOWN_CHARS = 80
-"""Of a name that can't be one, in the error about it."""
+"""Characters that an error shows of a name that nothing can have."""
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -37,15 +37,15 @@ BROKEN_PIPE = 141
 
 MODEL_ARGUMENT = "named_model"
 OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME")
-"""Of the environment, read elsewhere than for an option."""
+"""Environment variables that are read elsewhere than for an option."""
 TEST_VARIABLES = "ONDEVICE_TEST_"
 NEAR = 0.85
 """Share of two names' letters that agree where one is a slip for the other; the common prefix counts."""
 
 PART_BYTES = 1 << 16
-"""Of a text that are read at a time."""
+"""Bytes of a text that are read at a time."""
 MAX_TEXT_CHARS = 1 << 20
-"""Of a text that is held whole, whose paragraphs are prompts: some hundred pages."""
+"""Characters of a text that is held whole, because its paragraphs are prompts: some hundred pages."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
@@ -357,7 +357,7 @@ class TextParts:
             raise UsageError(f"{self._where} is not UTF-8 text: byte 0x{wrong:02x} at offset {at}") from error
 
 
-def read_text(source: str) -> str:
+def whole_text(source: str) -> str:
     """The whole of `TextParts(source)`. Raises UsageError where that has more than MAX_TEXT_CHARS."""
     parts: list[str] = []
     chars = 0

@@ -36,7 +36,7 @@ _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
 LEAST_BARE_BYTES = 10**6
 """A budget of fewer bytes, which no model can run in, was meant in another unit."""
-MAPPED_BYTES = 256 << 10
+_MALLOC_MAPS_BYTES = 256 << 10
 """Blocks that `map_large_arrays` keeps out of heaps: what a prompt's chunk takes, not a single token."""
 _M_MMAP_THRESHOLD = -3
 """glibc's malloc.h."""
@@ -341,11 +341,11 @@ def trim_heap() -> None:
 
 
 def map_large_arrays() -> None:
-    """From here on glibc gives every block of MAPPED_BYTES or more a mapping of its own, for this process.
+    """From here on glibc gives blocks of _MALLOC_MAPS_BYTES and more a mapping of their own, in this process.
 
-    Where nothing is said it stops doing so for blocks as large as any that was freed, up to 32 MiB, and
+    By default it stops doing so for blocks as large as any that was freed, up to 32 MiB, and
     keeps what is freed: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MALLOC_MAPS_BYTES)
