@@ -40,7 +40,7 @@ from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
-"""Tokens tried, at equal distances in the vocabulary. With 8, unusable weights that the fuzzer made passed."""
+"""Tokens tried, at equal distances in the vocabulary: 8 let weights pass that were fuzzed to be unusable."""
 PIECE_BYTES = 4 << 20
 """Bytes of neurons, or of the head's rows, that are in memory together."""
 
