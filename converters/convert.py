@@ -41,7 +41,6 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.resume import SourceStamp
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import QuantConfig
-from ondevice.converters.additions import copy_bundle
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.bundling import Chunk, pack
 from ondevice.converters.checkpoints.base import Checkpoint
@@ -53,6 +52,7 @@ from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
 from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
+from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
 from ondevice.errors import (
     BundleError,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ondevice.api import inspect as inspect
     from ondevice.api import load as load
     from ondevice.api import verify as verify
-    from ondevice.budget_watch import MemoryPressure as MemoryPressure
+    from ondevice.budget.plan import Plan as Plan
     from ondevice.config import RuntimeConfig as RuntimeConfig
     from ondevice.config import SamplingConfig as SamplingConfig
     from ondevice.doctor import examine as examine
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from ondevice.errors import UnsupportedModelError as UnsupportedModelError
     from ondevice.errors import UsageError as UsageError
     from ondevice.generate import Event as Event
-    from ondevice.memory_plan import Plan as Plan
     from ondevice.response import Response as Response
+    from ondevice.runtime.budget_watch import MemoryPressure as MemoryPressure
     from ondevice.scoring import Score as Score
     from ondevice.session import Session as Session
     from ondevice.stats import GenerationStats as GenerationStats
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "api": ("Model", "convert", "inspect", "load", "verify"),
-    "budget_watch": ("MemoryPressure",),
+    "runtime.budget_watch": ("MemoryPressure",),
     "config": ("RuntimeConfig", "SamplingConfig"),
     "doctor": ("examine",),
     "errors": (
@@ -59,7 +59,7 @@ _MODULES = {
         "UsageError",
     ),
     "generate": ("Event",),
-    "memory_plan": ("Plan",),
+    "budget.plan": ("Plan",),
     "response": ("Response",),
     "scoring": ("Score",),
     "session": ("Session",),

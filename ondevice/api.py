@@ -21,23 +21,23 @@ from typing import Any
 import numpy as np
 
 from ondevice.backends.base import Float32
-from ondevice.budget_watch import BudgetWatch, MemoryPressure
+from ondevice.budget.plan import Plan
+from ondevice.budget.pressure import DEFAULT_PRESSURE
+from ondevice.budget.pressure_sources import system_source
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import Report
 from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig, WhenFull
-from ondevice.engine import Engine, IsCancelled
 from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
-from ondevice.memory_plan import Plan
-from ondevice.models import ConversionProgress, bundle_target, find_checkpoint, find_model
-from ondevice.owner import OwnerThread
-from ondevice.preparation import Prepared, budget_bytes, prepare, warn_of_budget
-from ondevice.pressure import DEFAULT_PRESSURE
-from ondevice.pressure_sources import system_source
 from ondevice.response import LastFigures, Response, gather
+from ondevice.runtime.budget_watch import BudgetWatch, MemoryPressure
+from ondevice.runtime.engine import Engine, IsCancelled
+from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, find_model
+from ondevice.runtime.owner import OwnerThread
+from ondevice.runtime.resolving import Prepared, budget_bytes, prepare, warn_of_budget
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
 from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options

@@ -17,7 +17,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.errors import UsageError
-from ondevice.preparation import Prepared
+from ondevice.runtime.resolving import Prepared
 from ondevice.stats import GenerationStats, median_stats
 from ondevice.units import memory_total, usable_cores
 

@@ -18,11 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
+from ondevice.budget.plan import Plan
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
-from ondevice.memory_plan import Plan
 from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
 from ondevice.tokenizer.base import valid_unicode

@@ -23,8 +23,8 @@ from ondevice.bundle.streams import Streams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
-from ondevice.models import ConversionProgress, bundle_target, find_checkpoint, output_path
-from ondevice.preparation import Prepared
+from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, output_path
+from ondevice.runtime.resolving import Prepared
 from ondevice.scoring import Tally, windows
 from ondevice.settings import require_fields
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -72,7 +72,7 @@ def train_predictors(
     for too little text, an output that exists or a model that can't be written to, BackendUnavailableError
     for `reference`, or `mlx` where it isn't installed, and what else `load` raises.
     """
-    from ondevice.converters import predictors as training
+    from ondevice.converters.training.predictors import train as training
 
     runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": backend}
     prepared = open_model(model, RuntimeConfig(**runtime))
@@ -129,18 +129,18 @@ def train_thresholds(
     Raises, before it calibrates, UnsupportedModelError for a model with ReLU gates, UsageError for too little
     text, an output that exists or a model that can't be written to, and what `load` raises.
     """
-    from ondevice.converters import calibrate
+    from ondevice.converters.training import thresholds
 
     # What our kernels calibrate is measured by them.
     runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": "cpu"}
     prepared = open_model(model, RuntimeConfig(**runtime))
-    options = calibrate.ThresholdOptions()
+    options = thresholds.ThresholdOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
     pieces = _pieces(prepared, text, pieces, options.tokens)
-    measured = calibrate.check(prepared.bundle, pieces, options)
+    measured = thresholds.check(prepared.bundle, pieces, options)
     with _target(prepared, output) as folder:
-        found = calibrate.calibrate_thresholds(
+        found = thresholds.calibrate_thresholds(
             prepared.bundle, pieces, folder, options, _first_part_of(on_progress)
         )
     perplexity, points = _measured(
@@ -152,7 +152,7 @@ def train_thresholds(
         on_progress,
     )
     found = replace(found, perplexity=perplexity, points=points)
-    calibrate.save_thresholds(found, folder)
+    thresholds.save_thresholds(found, folder)
     return found
 
 
@@ -204,12 +204,12 @@ def train_streams(
 def _stream_training() -> ModuleType:
     """What trains streams. Raises BackendUnavailableError where MLX can't be imported."""
     try:
-        from ondevice.converters import train_streams
+        from ondevice.converters.training.streams import train
     except ImportError as error:
         raise BackendUnavailableError(
             f"training streams takes MLX, which can't be imported ({error}): pip install 'ondevice[mlx]'"
         ) from error
-    return train_streams
+    return train
 
 
 def convert_and_train(
@@ -233,11 +233,11 @@ def convert_and_train(
     Raises what `convert` and `train_predictors` raise; before anything is written, UsageError for a model
     without a tokenizer and for too little text.
     """
-    from ondevice.converters import predictors as training
-    from ondevice.converters.additions import held_out
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
     from ondevice.converters.convert import convert as run
+    from ondevice.converters.training.predictors import train as training
+    from ondevice.converters.training.sidecars import held_out
 
     options = training.PredictorOptions()
 
@@ -318,7 +318,7 @@ def _check_target(prepared: Prepared, output: Name | None) -> Path:
 @contextmanager
 def _target(prepared: Prepared, output: Name | None) -> Iterator[Path]:
     """The folder to add to; `output` is made now, as a copy, and taken away if what follows fails."""
-    from ondevice.converters.additions import copy_bundle
+    from ondevice.converters.training.sidecars import copy_bundle
 
     folder, whole = _check_target(prepared, output), False
     if output is None:

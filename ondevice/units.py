@@ -1,7 +1,7 @@
 """Sizes as people write them, and what this process and machine have: memory and cores.
 
 GB is 10^9 bytes, GiB is 2^30. Limits set by control groups count as the machine's own, because that is
-where a process is killed. Nothing here decides how memory is used; `memory_plan` does.
+where a process is killed. Nothing here decides how memory is used; `budget/` does.
 """
 
 from __future__ import annotations

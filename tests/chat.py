@@ -15,8 +15,8 @@ import pytest
 import ondevice
 from ondevice import api
 from ondevice.api import Model
-from ondevice.engine import Engine, IsCancelled
-from ondevice.memory_plan import REPEAT_MARGIN_BYTES
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES
+from ondevice.runtime.engine import Engine, IsCancelled
 from ondevice.sparsity.fetch import FetchOptions
 from tests.bundles import EOS
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ondevice import cli, preparation
+from ondevice import cli
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
 from ondevice.flash.reader import FlashReader
+from ondevice.runtime import resolving
 from ondevice.units import process_memory
 from tests.bundles import convert_bundle, write_chat_checkpoint
 from tests.command_line import Result, Run
@@ -172,7 +173,7 @@ def small_sentencepiece() -> bytes:
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for the process as it is now: what other tests left may come or go meanwhile."""
     held = process_memory()
-    monkeypatch.setattr(preparation, "process_memory", lambda: held)
+    monkeypatch.setattr(resolving, "process_memory", lambda: held)
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-import ondevice.engine
+import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.budget.sizes import segment_shape, stream_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.config import ModelConfig
 from ondevice.flash.reader import FlashReader
-from ondevice.memory_sizes import segment_shape, stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
@@ -148,7 +148,7 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
 def always_draft(patch: pytest.MonkeyPatch, sizes: Iterable[int]) -> None:
     """Drafts in every pass, as large as `sizes` say one after another, whatever they are worth."""
     next_size = cycle(sizes).__next__
-    patch.setattr(ondevice.engine, "LEAST_PASS_SECONDS", 0.0)
+    patch.setattr(ondevice.runtime.engine, "LEAST_PASS_SECONDS", 0.0)
     patch.setattr(TreePolicy, "begin", lambda policy: next_size())
     patch.setattr(TreePolicy, "pause", lambda policy: False)
     for question in ("worth", "promising"):

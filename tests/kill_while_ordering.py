@@ -18,9 +18,9 @@ from pathlib import Path
 from kill_and_resume import count_down, digest, killed
 
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.activations import record_activations
 from ondevice.converters.convert import convert
-from ondevice.converters.neuron_order import order_neurons
+from ondevice.converters.training.activations import record_activations
+from ondevice.converters.training.neuron_order import order_neurons
 
 PIECE = [token * 7 % 250 for token in range(120)]
 

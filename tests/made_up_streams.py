@@ -12,7 +12,7 @@ from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import StreamMode, Streams
 from ondevice.config import ModelConfig
-from ondevice.converters.streams import write_streams
+from ondevice.converters.training.streams.write import write_streams
 
 PARTS = ("qkv", "out", "feed_forward")
 """Of a layer, what has adapters."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ondevice.converters.arrays import Arrays, NumpyArrays
-from ondevice.converters.fine_tune import FineTuning
-from ondevice.converters.layer_predictor import LayerPredictor, PredictorTraining, active_count
-from ondevice.converters.train_predictor import principal_components, split, train_layer
+from ondevice.converters.training.predictors.arrays import Arrays, NumpyArrays
+from ondevice.converters.training.predictors.fine_tune import FineTuning
+from ondevice.converters.training.predictors.layer_predictor import (
+    LayerPredictor,
+    PredictorTraining,
+    active_count,
+)
+from ondevice.converters.training.predictors.low_rank import principal_components, split, train_layer
 
 SAMPLES, WIDTH, NEURONS, RANK = 3000, 24, 70, 6
 CONFIG = PredictorTraining(epochs=8, batch_samples=64)

@@ -10,8 +10,8 @@ import numpy as np
 
 from ondevice.api import Model
 from ondevice.backends.base import Float32
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.config import SamplingConfig
-from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass
 from ondevice.response import Response

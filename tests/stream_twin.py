@@ -1,4 +1,4 @@
-"""What `converters/stream_loss.py` computes, again: in torch and float64, without anything of ours."""
+"""What `converters/training/streams/loss.py` computes, again, in torch and float64, without our code."""
 
 from __future__ import annotations
 

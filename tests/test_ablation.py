@@ -12,11 +12,10 @@ import pytest
 from flash_files import flip_byte
 from safetensors.numpy import load_file, save_file
 
-from ondevice.ablation import SPARSE_ROWS, Ablation, ablation, row_checksums
-from ondevice.ablation_report import ablation_table
 from ondevice.api import inspect
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle
+from ondevice.commands.bench_reports import ablation_table
 from ondevice.config import RuntimeConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -27,7 +26,8 @@ from ondevice.errors import (
 )
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.models import find_model
+from ondevice.measure.ablation import SPARSE_ROWS, Ablation, ablation, row_checksums
+from ondevice.runtime.models import find_model
 from tests.bundles import CONTEXT, convert_bundle, write_chat_checkpoint
 from tests.command_line import Run
 

@@ -9,7 +9,7 @@ import pytest
 
 import ondevice as package
 from ondevice.bundle.about import MAX_BYTES, MAX_LINE_CHARS, MAX_LINES, read_about
-from ondevice.models import shipped_folder
+from ondevice.runtime.models import shipped_folder
 from tests.bundles import copy_files
 from tests.command_line import Run
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice import memory_sizes
 from ondevice.api import Model, load
+from ondevice.budget import sizes
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -116,7 +116,7 @@ def test_long_logits_are_computed_in_pieces_with_equal_bits(
 ) -> None:
     ids = [(7 * i) % 256 for i in range(100)]
     whole = model.logits(ids)
-    monkeypatch.setattr(memory_sizes, "LOGITS_BYTES", 4 * VOCAB_SIZE * 3)
+    monkeypatch.setattr(sizes, "LOGITS_BYTES", 4 * VOCAB_SIZE * 3)
     assert np.array_equal(model.logits(ids), whole)
 
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import ondevice
-from ondevice import memory_plan, preparation
 from ondevice.api import Model, load
+from ondevice.budget import plan as budget_plan
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.errors import BackendUnavailableError, BudgetError
-from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.runtime import resolving
 from ondevice.units import process_memory
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, budget_between, greedy, squeeze
@@ -149,7 +150,7 @@ def test_a_budget_that_cannot_be_met_names_the_one_that_can(chat_bundle: Path) -
 def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Model) -> None:
     expected = greedy(model, 120)
     with load(chat_bundle, threads=1, dram_budget="8GB") as other:
-        smallest = other.plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+        smallest = other.plan.minimum_budget_bytes - budget_plan.REPEAT_MARGIN_BYTES
         tokens: list[int | None] = []
         rates = []
         bias = {EOS: -math.inf}
@@ -165,7 +166,7 @@ def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Mo
 def test_the_embedding_table_goes_and_comes_back_with_the_budget(chat_bundle: Path) -> None:
     with load(chat_bundle, dram_budget="8GB") as model:
         expected = greedy(model, 8)
-        bare = model.plan.minimum_budget_bytes - memory_plan.REPEAT_MARGIN_BYTES
+        bare = model.plan.minimum_budget_bytes - budget_plan.REPEAT_MARGIN_BYTES
         for budget, resident in ((bare, False), ("8GB", True)):
             assert model.set_dram_budget(budget).embedding_resident == resident
             for _ in range(20):
@@ -192,7 +193,7 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
 def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decoded(
     tmp_path: Path, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_plan, "LENT_MARGIN_BYTES", 0)  # more than all that so small a model has
+    monkeypatch.setattr(budget_plan, "LENT_MARGIN_BYTES", 0)  # more than all that so small a model has
     shape = {"num_hidden_layers": 8, "intermediate_size": 8192, "hidden_act": "relu"}
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     text = "a long and winding road " * 9
@@ -254,7 +255,7 @@ def test_the_process_stays_below_its_budget(chat_bundle: Path, call: str) -> Non
 def test_auto_yields_the_memory_that_plain_decoding_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     # The process grows and shrinks by more than drafts take, from one plan to the next.
     held = process_memory()
-    monkeypatch.setattr(preparation, "process_memory", lambda: held)
+    monkeypatch.setattr(resolving, "process_memory", lambda: held)
     plans = {name: ondevice.inspect(SHIPPED, sparsity="dense", speculation=name) for name in ("auto", "off")}
     drafts, off = plans["auto"].draft_bytes, plans["off"]
     assert drafts > 0

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from ondevice import engine
 from ondevice.api import Model, load
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
@@ -22,6 +21,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled
+from ondevice.runtime import engine
 from tests.bundles import EOS
 from tests.chat import PROMPT, pause_engine
 

@@ -13,12 +13,12 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.budget.plan import Plan
 from ondevice.errors import (
     ContextOverflowError,
     UsageError,
 )
 from ondevice.generate import Event
-from ondevice.memory_plan import Plan
 from tests.bundles import CONTEXT, EOS
 from tests.chat import PROMPT
 

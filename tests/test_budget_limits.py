@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 import ondevice
-from ondevice import claims, preparation
 from ondevice.api import load
-from ondevice.budget_limits import allowance, auto_budget, budget_warnings, require_fit
+from ondevice.budget import claims
+from ondevice.budget.limits import allowance, auto_budget, budget_warnings, require_fit
+from ondevice.budget.plan import Plan, plan_memory
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError
-from ondevice.memory_plan import Plan, plan_memory
-from ondevice.models import shipped_folder
+from ondevice.runtime import resolving
+from ondevice.runtime.models import shipped_folder
 from ondevice.units import MemoryRoom, format_bytes, group_rooms, machine_room, process_memory
 from tests.command_line import Run
 from tests.fake_system import GIB, FakeSystem
@@ -47,8 +48,8 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
 
     def put(limit: int, available: int | None = None) -> MemoryRoom:
         found = group(limit, available)
-        monkeypatch.setattr(preparation, "memory_rooms", lambda: [MACHINE, found])
-        for module in (preparation, claims):
+        monkeypatch.setattr(resolving, "memory_rooms", lambda: [MACHINE, found])
+        for module in (resolving, claims):
             monkeypatch.setattr(module, "group_limit", lambda: found)
         return found
 
@@ -179,7 +180,7 @@ def test_a_budget_above_a_groups_limit_is_refused_before_anything_is_read(
     options = ("-m", SHIPPED, "--sparsity", "dense", "--speculation", "off")
     shown = ondevice("inspect", *options, "--dram-budget", "1GB")
     assert re.search(r"^fits: no; the control group /box allows ", shown.out, re.MULTILINE)
-    monkeypatch.setattr("ondevice.engine.Engine._load", None)
+    monkeypatch.setattr("ondevice.runtime.engine.Engine._load", None)
     refused = ondevice("generate", *options, "--dram-budget", "1GB", "-p", "One")
     assert refused.code == 5
     assert "is more than the control group /box allows" in refused.err

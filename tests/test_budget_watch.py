@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from ondevice import api, budget_watch
+from ondevice import api
 from ondevice.api import Model, load
+from ondevice.budget.pressure import DEFAULT_PRESSURE, Reading
 from ondevice.errors import BackendUnavailableError, BudgetError, OndeviceError
-from ondevice.pressure import DEFAULT_PRESSURE, Reading
+from ondevice.runtime import budget_watch
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.chat import PROMPT, greedy
 
@@ -179,7 +180,7 @@ def test_what_the_user_says_meanwhile_counts(watched: Watched, monkeypatch: pyte
 
 
 def test_changes_are_logged_and_errors_once(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="ondevice.budget_watch")
+    caplog.set_level(logging.INFO, logger="ondevice.runtime.budget_watch")
     for error in (BackendUnavailableError("no figures"), OSError("gone"), ValueError("odd")):
         assert watched.look(error) == 8 * GB
     watched.look(SCARCE)

@@ -9,8 +9,8 @@ import pytest
 
 from ondevice.backends.reference import activate
 from ondevice.bundle.reader import Bundle
-from ondevice.converters import calibrate
-from ondevice.converters.calibrate import (
+from ondevice.converters.training import thresholds
+from ondevice.converters.training.thresholds import (
     BUCKETS,
     LayerGates,
     bucket_end,
@@ -43,7 +43,7 @@ def made_up_inputs(bundle: Path, tokens: int) -> np.ndarray:
 
 
 def test_importance_and_thresholds_are_those_of_numpy(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "READ_BYTES", 7 * Bundle.open(bundle).neuron_layout.stride)
+    monkeypatch.setattr(thresholds, "READ_BYTES", 7 * Bundle.open(bundle).neuron_layout.stride)
     opened = Bundle.open(bundle)
     weights, prefix = bundle_weights(bundle), "model.layers.1.mlp"
     gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -97,7 +97,7 @@ def test_the_text_that_measures_sets_no_threshold(bundle: Path, tmp_path: Path) 
     found = []
     for name, text in (("a", pieces), ("b", others)):
         (tmp_path / name).mkdir()
-        options = calibrate.ThresholdOptions(targets=TARGETS)
+        options = thresholds.ThresholdOptions(targets=TARGETS)
         found.append(calibrate_thresholds(Bundle.open(bundle), text, tmp_path / name, options))
     for one, other in zip(found[0].points, found[1].points, strict=True):
         assert one.thresholds == other.thresholds

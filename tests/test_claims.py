@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 import ondevice
-from ondevice import claims, preparation
 from ondevice.api import Model, load
-from ondevice.claims import Claim, Others, others
+from ondevice.budget import claims
+from ondevice.budget.claims import Claim, Others, others
+from ondevice.budget.plan import Plan, plan_memory
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError, FlashReadError
-from ondevice.memory_plan import Plan, plan_memory
+from ondevice.runtime import resolving
 from ondevice.units import ProcessMemory
 from tests.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import PROMPT
@@ -198,7 +199,7 @@ def test_the_second_model_plans_beside_what_the_first_may_still_take(
 ) -> None:
     held = first._engine._held_bytes()
     assert first.plan.resident_weights_bytes <= held < first.plan.claim_bytes
-    monkeypatch.setattr(preparation, "process_memory", lambda: ProcessMemory(1000 * MB, 1000 * MB))
+    monkeypatch.setattr(resolving, "process_memory", lambda: ProcessMemory(1000 * MB, 1000 * MB))
     plan = ondevice.inspect(bundle, **OPTIONS)
     assert plan.others_bytes == first.plan.claim_bytes
     assert plan.process_bytes - (4 << 20) == 1000 * MB - held
@@ -249,7 +250,7 @@ def test_a_model_that_fails_to_load_claims_nothing(
     with pytest.raises(BudgetError):
         load(bundle, dram_budget=0, **OPTIONS)
     assert others() == NOTHING
-    monkeypatch.setattr("ondevice.engine.load_weights", interrupted)
+    monkeypatch.setattr("ondevice.runtime.engine.load_weights", interrupted)
     with pytest.raises(KeyboardInterrupt):
         load(bundle, **OPTIONS)
     assert others() == NOTHING

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice import terminal
 from ondevice.api import Model
 from ondevice.bundle.reader import Bundle
-from ondevice.report import harmless
+from ondevice.commands import terminal
+from ondevice.commands.reports import harmless
 from ondevice.scoring import Score
 from tests.bundles import write_chat_checkpoint
 from tests.command_line import Run

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ondevice import chat_input
-from ondevice.chat_commands import is_known_command
-from ondevice.options import PART_BYTES
+from ondevice.commands import chat_input
+from ondevice.commands.options import PART_BYTES
+from ondevice.commands.slash_commands import is_known_command
 from tests.bundles import CONTEXT
 from tests.command_line import Run, command
 

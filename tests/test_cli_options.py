@@ -67,7 +67,8 @@ def test_a_stop_string_may_come_from_the_environment_or_the_file(
 ) -> None:
     seen: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        cli, "sampling_config", lambda values: seen.append(values["stop"]) or SamplingConfig()
+        "ondevice.commands.generate.sampling_config",
+        lambda values: seen.append(values["stop"]) or SamplingConfig(),
     )
 
     def given(*flags: str) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import ondevice as package
-from ondevice import models
 from ondevice.errors import UsageError
+from ondevice.runtime import models
 from ondevice.units import parse_budget
 from tests.bundles import write_chat_checkpoint
 from tests.command_line import Run

@@ -12,12 +12,12 @@ import pytest
 import ondevice
 from ondevice import api
 from ondevice.api import Model, load, open_model
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES, Plan
+from ondevice.commands.reports import plan_summary
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, ContextOverflowError
-from ondevice.memory_plan import REPEAT_MARGIN_BYTES, Plan
-from ondevice.preparation import CONTEXT_STEP, LEAST_CONTEXT, Prepared, check_tokens
-from ondevice.profiling import OWN_PIECE_TOKENS
-from ondevice.report import plan_summary
+from ondevice.measure.profiling import OWN_PIECE_TOKENS
+from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, Prepared, check_tokens
 from ondevice.training import PIECE_TOKENS
 from tests.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.command_line import Run

@@ -21,7 +21,10 @@ from ondevice.training import convert_and_train
 from tests.bundles import write_chat_checkpoint
 
 KILLER = Path(__file__).with_name("kill_while_training.py")
-PREDICTORS, ORDER = "ondevice.converters.predictors", "ondevice.converters.neuron_order"
+PREDICTORS, ORDER = (
+    "ondevice.converters.training.predictors.train",
+    "ondevice.converters.training.neuron_order",
+)
 STAGES = [
     (f"{ORDER}.nearest_neighbour_chain", 2),
     (f"{PREDICTORS}.fit_layer", 2),

@@ -17,9 +17,9 @@ from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS, STREAMS_MANIFEST
 from ondevice.bundle.thresholds import THRESHOLDS, THRESHOLDS_MANIFEST
-from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import BundleError
-from ondevice.models import shipped_folder
+from ondevice.runtime.models import shipped_folder
 from ondevice.training import train_predictors
 from tests.bundles import convert_bundle, copy_files, made_up_pieces, write_chat_checkpoint
 from tests.command_line import Run

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 import pytest
 
 import ondevice as package
-from ondevice import doctor, owner
+from ondevice import doctor
 from ondevice.doctor import machine, storage
 from ondevice.doctor.check import Check, Report, attempt
 from ondevice.errors import BackendUnavailableError, FlashReadError, OndeviceError, UsageError
 from ondevice.kernels import _native
-from ondevice.models import shipped_folder
+from ondevice.runtime import owner
+from ondevice.runtime.models import shipped_folder
 from tests.bundles import copy_files
 from tests.command_line import Run
 

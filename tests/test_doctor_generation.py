@@ -16,7 +16,7 @@ from ondevice.api import Model, load
 from ondevice.doctor import generation
 from ondevice.doctor.check import attempt
 from ondevice.errors import BackendUnavailableError, BudgetError, BundleError
-from ondevice.models import shipped_folder
+from ondevice.runtime.models import shipped_folder
 from tests.bundles import copy_files
 
 SHIPPED = shipped_folder() / "small-relu"

@@ -14,6 +14,7 @@ import pytest
 import ondevice
 from ondevice.api import load
 from ondevice.backends.base import Float32
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
@@ -25,10 +26,9 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
-from ondevice.preparation import open_tokenizer
+from ondevice.runtime.resolving import open_tokenizer
 from ondevice.speculation.draft_context import DraftContext
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.config import SamplingConfig
-from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.kv_cache import KVCache
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafting import Drafting

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ondevice.api import Model, load
-from ondevice.models import shipped_folder
+from ondevice.runtime.models import shipped_folder
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import POLICIES

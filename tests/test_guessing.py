@@ -12,7 +12,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
-from ondevice.models import shipped_folder
+from ondevice.runtime.models import shipped_folder
 from ondevice.sparsity.claimed_reads import ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ondevice import options
 from ondevice.api import Model, load
 from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
+from ondevice.commands import options
 from ondevice.converters.convert import convert
 from ondevice.errors import (
     BundleError,

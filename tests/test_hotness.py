@@ -22,8 +22,8 @@ from ondevice.bundle.files import write_durably
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST, Hotness, hotness_layout, hotness_text
 from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.activations import observe_gates, record_activations
-from ondevice.converters.hotness import firing_frequencies, write_hotness
+from ondevice.converters.training.activations import observe_gates, record_activations
+from ondevice.converters.training.hotness import firing_frequencies, write_hotness
 from ondevice.errors import BundleError, FlashReadError
 from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher

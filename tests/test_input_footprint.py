@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import ondevice
+from ondevice.commands.options import PART_BYTES, TextParts
 from ondevice.errors import BudgetError, UsageError
-from ondevice.options import PART_BYTES, TextParts
 from tests.bundles import convert_bundle, write_chat_checkpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")

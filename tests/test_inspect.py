@@ -7,9 +7,9 @@ import re
 import pytest
 
 from ondevice import api
+from ondevice.commands.reports import figures, residency
 from ondevice.errors import UsageError
-from ondevice.models import shipped_folder
-from ondevice.report import figures, residency
+from ondevice.runtime.models import shipped_folder
 from ondevice.stats import GenerationStats
 from tests.command_line import Run
 

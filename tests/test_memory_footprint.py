@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.calibrate import LayerThresholds, write_thresholds
-from ondevice.converters.layer_predictor import LayerPredictor
-from ondevice.converters.operating_points import HeldBack
-from ondevice.converters.predictors import store_predictor, write_predictors
+from ondevice.converters.training.predictors.layer_predictor import LayerPredictor
+from ondevice.converters.training.predictors.operating_points import HeldBack
+from ondevice.converters.training.predictors.train import store_predictor, write_predictors
+from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from tests.bundles import convert_bundle
 from tests.made_up_streams import add_streams
 from tests.models import save_safetensors, tensor_shapes, tiny_config

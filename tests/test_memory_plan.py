@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.backends.base import KVLayout
-from ondevice.budget_limits import require_fit
-from ondevice.bundle.streams import Streams
-from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
-from ondevice.errors import BudgetError, UsageError
-from ondevice.memory_plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
-from ondevice.memory_sizes import (
+from ondevice.budget.limits import require_fit
+from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
+from ondevice.budget.sizes import (
     activation_bytes,
     context_tokens,
     interleaved_bytes,
@@ -24,6 +21,9 @@ from ondevice.memory_sizes import (
     stream_bytes,
     stream_shape,
 )
+from ondevice.bundle.streams import Streams
+from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.errors import BudgetError, UsageError
 from ondevice.speculation.registry import drafter_bytes
 
 LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice import backend_choice
 from ondevice.backends.reference import ReferenceBackend, activate
-from ondevice.bench_prompts import BUILT_IN
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
-from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import BackendUnavailableError, BudgetError
 from ondevice.flash.reader import FlashReader
+from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.runtime import backend_choice
 from ondevice.units import memory_total
 from tests.bundles import copy_files
 from tests.engines import all_logits, error, random_tokens

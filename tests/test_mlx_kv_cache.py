@@ -16,10 +16,10 @@ import ondevice
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.reference import ReferenceBackend, _stored
 from ondevice.backends.token_tree import TokenTree
+from ondevice.budget.mlx_sizes import MLX_CACHE_BYTES, mlx_activation_bytes
 from ondevice.config import ModelConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError
-from ondevice.mlx_sizes import MLX_CACHE_BYTES, mlx_activation_bytes
 from ondevice.model.kv_cache import KVCache, KVLayout
 from tests.engines import error, random_tokens
 from tests.models import write_checkpoint

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice import backend_choice
+from ondevice.budget.mlx_sizes import MLX_STAGES
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
-from ondevice.mlx_sizes import MLX_STAGES
 from ondevice.model.loading import record_chunk
+from ondevice.runtime import backend_choice
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.engines import random_tokens
 from tests.mlx_models import ON_GPU, SHIPPED, loaded, smallest

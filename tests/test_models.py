@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ondevice.bundle.layout
-from ondevice import backend_choice, converters, models
+from ondevice import converters
 from ondevice.config import ModelConfig, RuntimeConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -20,6 +20,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.runtime import backend_choice, models
 
 
 @pytest.fixture

@@ -22,10 +22,11 @@ from ondevice.api import Model, load, verify
 from ondevice.backends.base import Float32
 from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle
-from ondevice.converters import neuron_order, output_folder
-from ondevice.converters.activations import Activations, observe_gates, record_activations
+from ondevice.converters import output_folder
 from ondevice.converters.convert import convert
-from ondevice.converters.neuron_order import co_firing_counts, nearest_neighbour_chain, order_neurons
+from ondevice.converters.training import neuron_order
+from ondevice.converters.training.activations import Activations, observe_gates, record_activations
+from ondevice.converters.training.neuron_order import co_firing_counts, nearest_neighbour_chain, order_neurons
 from ondevice.errors import BundleError, OndeviceError, UsageError
 from ondevice.sparsity.policies import fires
 from ondevice.training import train_predictors
@@ -206,7 +207,7 @@ def test_a_bundle_is_ordered_once(copied: Path, monkeypatch: pytest.MonkeyPatch)
     def stop(*arguments: object) -> None:
         raise StopError
 
-    monkeypatch.setattr("ondevice.converters.predictors.firing_frequencies", stop)
+    monkeypatch.setattr("ondevice.converters.training.predictors.train.firing_frequencies", stop)
     before = folder_bytes(copied)
     with pytest.raises(StopError):
         train_predictors(copied, pieces=pieces(1), order=True)
@@ -223,7 +224,7 @@ def test_a_full_disk_is_told_before_anything_is_recorded(
 ) -> None:
     before = folder_bytes(copied)
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    monkeypatch.setattr("ondevice.converters.predictors.record_activations", pytest.fail)
+    monkeypatch.setattr("ondevice.converters.training.predictors.train.record_activations", pytest.fail)
     with pytest.raises(OndeviceError, match="make room"):
         train_predictors(copied, pieces=pieces(1), order=True)
     assert folder_bytes(copied) == before

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ondevice.converters import operating_points
-from ondevice.converters.layer_predictor import RECALLS
-from ondevice.converters.operating_points import measure, thresholds
+from ondevice.converters.training.predictors import operating_points
+from ondevice.converters.training.predictors.layer_predictor import RECALLS
+from ondevice.converters.training.predictors.operating_points import measure, thresholds
 from ondevice.errors import UsageError
 
 NEURONS, BLOCK, BLOCKS = 6, 16, 40

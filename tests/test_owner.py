@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ondevice import owner as owner_module
 from ondevice.errors import FlashReadError, OndeviceError
-from ondevice.owner import OwnerThread
+from ondevice.runtime import owner as owner_module
+from ondevice.runtime.owner import OwnerThread
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from ondevice.api import Model, inspect, load, verify
 from ondevice.bundle.layout import neuron_file_name
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST, Predictors
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.predictors import PredictorOptions, rank_options, save_predictors
+from ondevice.converters.training.predictors.train import PredictorOptions, rank_options, save_predictors
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
@@ -284,7 +284,7 @@ def test_the_command_trains_and_the_mode_runs(ondevice: Run, plain_bundle: Path,
 def test_a_disk_without_room_is_told(
     plain_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ondevice.converters import activations
+    from ondevice.converters.training import activations
 
     monkeypatch.setattr(activations.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(OndeviceError, match="fewer tokens"):

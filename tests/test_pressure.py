@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ondevice.pressure import DEFAULT_PRESSURE, Bounds, Level, PressureState, Reading, advance
+from ondevice.budget.pressure import DEFAULT_PRESSURE, Bounds, Level, PressureState, Reading, advance
 
 GB, MB = 10**9, 10**6
 CEILING, FLOOR = 4 * GB, 2 * GB

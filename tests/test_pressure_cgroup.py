@@ -35,7 +35,7 @@ MODEL = """
 import json, sys
 import ondevice
 from ondevice import api
-from ondevice.pressure import PressureConfig
+from ondevice.budget.pressure import PressureConfig
 
 api.DEFAULT_PRESSURE = PressureConfig(
     interval_seconds=0.05, settle_seconds=0.2, calm_seconds=0.5, grow_seconds=0.1

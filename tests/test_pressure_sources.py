@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ondevice import pressure_sources
+from ondevice.budget import pressure_sources
+from ondevice.budget.pressure import Level, Reading
+from ondevice.budget.pressure_sources import LinuxSource, MacosSource, system_source
 from ondevice.errors import BackendUnavailableError
-from ondevice.pressure import Level, Reading
-from ondevice.pressure_sources import LinuxSource, MacosSource, system_source
 from ondevice.units import ProcessMemory
 from tests.fake_system import GIB, FakeSystem
 

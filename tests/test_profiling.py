@@ -14,14 +14,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from ondevice import plots, profiling
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
+from ondevice.commands.bench_reports import profile_table
 from ondevice.errors import BackendUnavailableError, FlashReadError, UsageError
 from ondevice.flash.throughput import measure_throughput, random_extents
-from ondevice.profiling import cache_misses, firing_of, profile, recorded_gates
-from ondevice.report import profile_table
+from ondevice.measure import plots, profiling
+from ondevice.measure.profiling import cache_misses, firing_of, profile, recorded_gates
 from ondevice.sparsity.policies import POLICIES
 from ondevice.sparsity.replay import Optimum, hit_rate
 from ondevice.units import PAGE_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.converters import additions
+from ondevice.converters.training import sidecars
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "weights" / "small-relu"))
 
@@ -32,4 +32,4 @@ def test_held_out_text_of_every_domain_measures_and_no_other(
     trained = predictors.trained(tmp_path, len(measured))
     shares = np.bincount([window[0] for window in trained]) / len(trained)
     assert shares == pytest.approx(list(MIXTURE.values()), abs=0.01)
-    assert additions.held_out([*trained, *measured]) == measured
+    assert sidecars.held_out([*trained, *measured]) == measured

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ondevice.budget.sizes import FETCH_DEPTH, fetch_shape
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.memory_sizes import FETCH_DEPTH, fetch_shape
 
 RECORDS = 600
 OFFSETS = (0, PARTS[0])

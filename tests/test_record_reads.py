@@ -14,7 +14,7 @@ from ondevice.api import Model, load
 from ondevice.bundle.layout import neuron_file_name
 from ondevice.errors import FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.models import find_model
+from ondevice.runtime.models import find_model
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 from tests.chat import PROMPT, fetch_with, squeeze
 from tests.fault_rounds import assert_nothing_leaked

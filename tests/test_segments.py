@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.budget.sizes import stream_shape
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
-from ondevice.memory_sizes import stream_shape
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Cancelled, Transformer

@@ -11,8 +11,8 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.memory_sizes import NARROW_TOKENS
-from ondevice.models import shipped_folder
+from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.runtime.models import shipped_folder
 from ondevice.stats import DraftStats
 from tests.bundles import copy_files
 from tests.chat import squeeze

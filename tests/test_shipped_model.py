@@ -13,7 +13,7 @@ import pytest
 
 import ondevice
 from ondevice.bundle.reader import Bundle
-from ondevice.models import shipped_folder
+from ondevice.runtime.models import shipped_folder
 from tests.chat import squeeze
 from tests.command_line import command
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import ondevice
-from ondevice.ablation import ablation
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
-from ondevice.kv_memory import KVMemory
-from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.measure.ablation import ablation
 from ondevice.model.transformer import Transformer
+from ondevice.runtime.key_value_store import KVMemory
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter

@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 
-from ondevice import plots, speculation_bench
 from ondevice.api import inspect, load, open_model
-from ondevice.bench_prompts import BUILT_IN, Task, paragraphs
 from ondevice.bundle.streams import STREAMS
+from ondevice.commands.bench_reports import comparison_table
 from ondevice.config import RuntimeConfig, SamplingConfig
-from ondevice.engine import Engine
 from ondevice.errors import (
     BackendUnavailableError,
     BudgetError,
@@ -27,11 +25,13 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.generate import Event
+from ondevice.measure import drafters, plots
+from ondevice.measure.drafters import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
+from ondevice.measure.prompts import BUILT_IN, Task, paragraphs
+from ondevice.runtime.engine import Engine
 from ondevice.speculation.draft_count import DraftCount
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, plain
-from ondevice.speculation_bench import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
-from ondevice.speculation_report import comparison_table
 from ondevice.stats import DraftStats, GenerationStats, median_stats
 from tests.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.chat import budget_between
@@ -227,14 +227,14 @@ def test_a_text_that_changes_is_an_error(
     ondevice: Run, chat_bundle: Path, found: Comparison, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found.require_same_texts()
-    continued = speculation_bench._continued
+    continued = drafters._continued
 
     def tampered(engine: Engine, prompt: Any, sampling: SamplingConfig) -> Any:
         text = continued(engine, prompt, sampling)
         wrong = engine._generator.labels.speculation == "lookup"
         return replace(text, tokens=(*text.tokens[:-1], 0)) if wrong else text
 
-    monkeypatch.setattr(speculation_bench, "_continued", tampered)
+    monkeypatch.setattr(drafters, "_continued", tampered)
     result = ondevice("bench", "-m", chat_bundle, "--speculation", "all", "--prompts", 1, "--max-tokens", 3)
     assert result.code == 1
     tasks = len(BUILT_IN)

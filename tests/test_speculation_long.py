@@ -27,12 +27,12 @@ from typing import Any
 
 import pytest
 
-import ondevice.engine
+import ondevice.runtime.engine
 from ondevice.api import Model, load
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.config import SamplingConfig
-from ondevice.memory_sizes import NARROW_TOKENS
-from ondevice.models import shipped_folder
 from ondevice.response import gather
+from ondevice.runtime.models import shipped_folder
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from tests.bundles import copy_files
@@ -255,7 +255,7 @@ def test_every_text_is_that_of_plain_decoding(
 ) -> None:
     expected = plain_texts(sparsity)
     if drafter == "auto":
-        monkeypatch.setattr(ondevice.engine, "LEAST_PASS_SECONDS", 0.0)
+        monkeypatch.setattr(ondevice.runtime.engine, "LEAST_PASS_SECONDS", 0.0)
     else:
         always_draft(monkeypatch, SIZES)
     counted, began = count_passes(monkeypatch), time.monotonic()

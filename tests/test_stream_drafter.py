@@ -12,12 +12,12 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.bench_prompts import BUILT_IN
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.config import SamplingConfig
-from ondevice.memory_sizes import NARROW_TOKENS
+from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.transformer import Narrowed, Pass
-from ondevice.models import shipped_folder
 from ondevice.response import Response
+from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
 from ondevice.speculation import registry
 from ondevice.speculation.drafters.streams import StreamDrafter, StreamDrafting

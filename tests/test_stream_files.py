@@ -17,6 +17,7 @@ from ondevice.api import load, verify
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.budget.sizes import stream_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import sidecar_text
 from ondevice.bundle.streams import (
@@ -28,20 +29,19 @@ from ondevice.bundle.streams import (
     stream_tensors,
     streams_text,
 )
+from ondevice.commands.training_reports import stream_table
 from ondevice.config import GROUP_SIZE
-from ondevice.converters.additions import write_tensors
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.quantize import dequantize, quantize_reference
-from ondevice.converters.streams import save_streams, write_streams
+from ondevice.converters.training.sidecars import write_tensors
+from ondevice.converters.training.streams.write import save_streams, write_streams
 from ondevice.errors import BundleError, CheckpointError, FlashReadError
 from ondevice.flash.reader import FlashReader
-from ondevice.memory_sizes import stream_bytes
 from ondevice.model import loading
 from ondevice.model.loading import bundle_files
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import StreamWeights
-from ondevice.report import stream_table
 from tests.bundles import convert_bundle, copy_files, open_sound, write_chat_checkpoint
 from tests.command_line import Run
 from tests.made_up_streams import add_streams, made_up_arrays

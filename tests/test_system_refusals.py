@@ -19,7 +19,7 @@ from ondevice.api import Model, load
 from ondevice.backends.cpu import CpuBackend
 from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
-from ondevice.owner import OwnerThread
+from ondevice.runtime.owner import OwnerThread
 from tests.chat import PROMPT
 
 MESSAGE = "the system refuses memory"

@@ -19,7 +19,7 @@ from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.thresholds import THRESHOLDS, Thresholds, importance_name
 from ondevice.config import Activation
-from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import (
     BackendUnavailableError,
     BundleError,
@@ -333,12 +333,12 @@ def test_the_command_trains_and_the_mode_runs(ondevice: Run, plain_bundle: Path,
 def test_a_failure_leaves_no_half_made_copy(
     plain_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ondevice.converters import calibrate
+    from ondevice.converters.training import thresholds
 
     def refuse(*arguments: object) -> None:
         raise OndeviceError("no disk today")
 
-    monkeypatch.setattr(calibrate, "record_inputs", refuse)
+    monkeypatch.setattr(thresholds, "record_inputs", refuse)
     with pytest.raises(OndeviceError, match="today"):
         train_thresholds(plain_bundle, pieces=made_up_pieces(), output=tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -13,7 +13,7 @@ import pytest
 from ondevice.api import load
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.thresholds import THRESHOLDS_MANIFEST, Thresholds
-from ondevice.converters.calibrate import LayerThresholds, save_thresholds, write_thresholds
+from ondevice.converters.training.thresholds import LayerThresholds, save_thresholds, write_thresholds
 from ondevice.errors import BundleError
 from tests.bundles import convert_bundle, open_sound, write_chat_checkpoint
 

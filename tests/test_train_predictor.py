@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.converters import arrays, fine_tune
-from ondevice.converters.fine_tune import FineTuning, Parameters, gradients
-from ondevice.converters.layer_predictor import (
+from ondevice.converters.training.predictors import arrays, fine_tune
+from ondevice.converters.training.predictors.fine_tune import FineTuning, Parameters, gradients
+from ondevice.converters.training.predictors.layer_predictor import (
     RECALLS,
     LayerPredictor,
     OperatingPoint,
     PredictorTraining,
     active_count,
 )
-from ondevice.converters.train_predictor import (
+from ondevice.converters.training.predictors.low_rank import (
     calibrate,
     choose_rank,
     principal_components,

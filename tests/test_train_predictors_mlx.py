@@ -17,19 +17,21 @@ import pytest
 
 pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice import backend_choice, training
+from ondevice import training
 from ondevice.backends.base import KVLayout
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.reader import Bundle
-from ondevice.converters import activations, predictors
-from ondevice.converters.activations import record_activations
-from ondevice.converters.arrays import NumpyArrays
-from ondevice.converters.fine_tune import gradients
-from ondevice.converters.mlx_arrays import MlxArrays
-from ondevice.converters.train_predictor import principal_components
+from ondevice.converters.training import activations
+from ondevice.converters.training.activations import record_activations
+from ondevice.converters.training.predictors import train
+from ondevice.converters.training.predictors.arrays import NumpyArrays
+from ondevice.converters.training.predictors.fine_tune import gradients
+from ondevice.converters.training.predictors.low_rank import principal_components
+from ondevice.converters.training.predictors.mlx_arrays import MlxArrays
 from ondevice.errors import BackendUnavailableError
 from ondevice.model.kv_cache import KVCache
+from ondevice.runtime import backend_choice
 from ondevice.training import train_predictors
 from tests.bundles import convert_bundle, made_up_pieces, write_chat_checkpoint
 from tests.command_line import Run
@@ -198,7 +200,7 @@ def test_the_backend_that_is_asked_for_runs_fits_and_measures(
         asked.append((name, options.get("backend") or given[0]))
         return called(*given, **options)
 
-    for module, name in ((predictors, "record_activations"), (predictors, "arrays_of"), (training, "load")):
+    for module, name in ((train, "record_activations"), (train, "arrays_of"), (training, "load")):
         monkeypatch.setattr(module, name, partial(noted, name, getattr(module, name)))
     (tmp_path / "text").write_text(400 * "the quick fox ")
     command = ("train", "predictors", "-m", bundle, "--text", tmp_path / "text", "--tokens", "600")
@@ -229,7 +231,7 @@ def test_on_the_cpu_nothing_imports_mlx(bundle: Path, tmp_path: Path) -> None:
         "from tests.bundles import made_up_pieces\n"
         f"train_predictors({str(bundle)!r}, pieces=made_up_pieces(), output={str(tmp_path / 'a')!r}, "
         "backend='cpu')\n"
-        "assert 'ondevice.converters.arrays' in sys.modules\n"
+        "assert 'ondevice.converters.training.predictors.arrays' in sys.modules\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'mlx']\n"
     )
     root = Path(__file__).resolve().parents[1]

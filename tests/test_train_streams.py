@@ -33,9 +33,9 @@ from tests.stream_twin import StreamTwin
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend  # noqa: E402
-from ondevice.converters import train_streams as training  # noqa: E402
-from ondevice.converters.activations import record_entering  # noqa: E402
-from ondevice.converters.stream_loss import (  # noqa: E402
+from ondevice.converters.training.activations import record_entering  # noqa: E402
+from ondevice.converters.training.streams import train as training  # noqa: E402
+from ondevice.converters.training.streams.loss import (  # noqa: E402
     STREAM_WEIGHT,
     ResidentBackend,
     TopLayers,
@@ -47,7 +47,7 @@ from ondevice.converters.stream_loss import (  # noqa: E402
     states,
     stream_loss,
 )
-from ondevice.converters.train_streams import StreamOptions  # noqa: E402
+from ondevice.converters.training.streams.train import StreamOptions  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 Arrays = dict[str, NDArray[Any]]
@@ -358,7 +358,7 @@ def test_without_mlx_there_is_no_training(
     import ondevice.converters
 
     monkeypatch.delattr(ondevice.converters, "train_streams")
-    monkeypatch.delitem(sys.modules, "ondevice.converters.train_streams")
+    monkeypatch.delitem(sys.modules, "ondevice.converters.training.streams.train")
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     with pytest.raises(BackendUnavailableError, match=r"ondevice\[mlx\]"):
         train_streams(bundle, pieces=pieces_of(), output=tmp_path / "made")

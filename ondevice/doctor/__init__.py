@@ -89,13 +89,13 @@ def _generation(backend: str) -> Check:
 
 
 def _model_folder(model: str | os.PathLike[str] | None) -> Path:
-    from ondevice.models import find_model
+    from ondevice.runtime.models import find_model
 
     return find_model(model)
 
 
 def _models_folder() -> Path:
-    from ondevice.models import model_home
+    from ondevice.runtime.models import model_home
 
     return model_home()
 

@@ -56,7 +56,7 @@ def read_recorded(folder: Path) -> Recorded:
     """The recording beside the model. Raises BundleError for none, a damaged one, and another model's."""
     from ondevice.bundle.files import contained, read_whole
     from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, parse_json
-    from ondevice.models import MANIFEST
+    from ondevice.runtime.models import MANIFEST
 
     data = read_whole(contained(folder.resolve(), RECORDED), MAX_JSON_BYTES)
     section = Section(parse_json(data, RECORDED), RECORDED)
@@ -192,7 +192,7 @@ def _written(model: Model, prompt: list[int], count: int) -> tuple[tuple[int, ..
 
 def shipped_bundle() -> Path | None:
     """The folder of the model that ships; None where there is none."""
-    from ondevice.models import find_model
+    from ondevice.runtime.models import find_model
 
     try:
         return find_model()

@@ -21,7 +21,7 @@ from measure import HERE
 
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
-from ondevice.profiling import WARM_UP_TOKENS, recorded_gates
+from ondevice.measure.profiling import WARM_UP_TOKENS, recorded_gates
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
 from ondevice.sparsity.replay import Optimum, hit_rate
 

@@ -24,12 +24,17 @@ from ondevice.backends.base import Float32
 from ondevice.bundle.layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import GROUP_SIZE
-from ondevice.converters.activations import Activations, gate_rows, record_activations
-from ondevice.converters.arrays import NumpyArrays
-from ondevice.converters.layer_predictor import LayerPredictor, OperatingPoint, PredictorTraining, bits
-from ondevice.converters.operating_points import measure, thresholds
-from ondevice.converters.predictors import store_predictor
-from ondevice.converters.train_predictor import split, train_layer
+from ondevice.converters.training.activations import Activations, gate_rows, record_activations
+from ondevice.converters.training.predictors.arrays import NumpyArrays
+from ondevice.converters.training.predictors.layer_predictor import (
+    LayerPredictor,
+    OperatingPoint,
+    PredictorTraining,
+    bits,
+)
+from ondevice.converters.training.predictors.low_rank import split, train_layer
+from ondevice.converters.training.predictors.operating_points import measure, thresholds
+from ondevice.converters.training.predictors.train import store_predictor
 
 RECALL = 0.95
 BITS, RANKS = (1, 2, 3, 4), (64, 128, 192)

@@ -22,11 +22,11 @@ from measure import machine, spread
 
 from ondevice.backends.mlx import compute_type
 from ondevice.backends.mlx_weights import RecordMemory
+from ondevice.budget.mlx_sizes import mlx_stream_shape
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.prefetch import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
-from ondevice.mlx_sizes import mlx_stream_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 BAR = 0.95

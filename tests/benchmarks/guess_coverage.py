@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 import ondevice
 from ondevice.backends import mlx
-from ondevice.bench_prompts import BUILT_IN
+from ondevice.measure.prompts import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
 Scores = NDArray[np.float32]

@@ -35,10 +35,10 @@ from ondevice.backends.base import Array, Float32
 from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
-from ondevice.engine import Engine
 from ondevice.errors import UnsupportedModelError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Narrowed, Pass
+from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 

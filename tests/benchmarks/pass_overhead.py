@@ -27,10 +27,10 @@ from measure import STEADY_TOKENS, machine
 
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
-from ondevice.engine import Engine
 from ondevice.kernels import _native
 from ondevice.model.transformer import Transformer
-from ondevice.preparation import prepare
+from ondevice.runtime.engine import Engine
+from ondevice.runtime.resolving import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES: tuple[Sparsity, ...] = ("dense", "exact", "predicted")

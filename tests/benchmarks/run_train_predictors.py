@@ -20,11 +20,11 @@ from measure import peak_memory_bytes
 from random_model import random_tokens
 
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.activations import Activations, gate_rows, record_activations
-from ondevice.converters.arrays import NumpyArrays
-from ondevice.converters.fine_tune import FineTuning
-from ondevice.converters.layer_predictor import LayerPredictor, active_count
-from ondevice.converters.predictors import PredictorOptions, fit_layer
+from ondevice.converters.training.activations import Activations, gate_rows, record_activations
+from ondevice.converters.training.predictors.arrays import NumpyArrays
+from ondevice.converters.training.predictors.fine_tune import FineTuning
+from ondevice.converters.training.predictors.layer_predictor import LayerPredictor, active_count
+from ondevice.converters.training.predictors.train import PredictorOptions, fit_layer
 from ondevice.training import PIECE_TOKENS
 
 

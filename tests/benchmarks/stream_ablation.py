@@ -28,13 +28,13 @@ from measure import machine, note
 
 from ondevice.api import Model, load
 from ondevice.backends.token_tree import TokenTree
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES
+from ondevice.budget.sizes import NARROW_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
-from ondevice.engine import Engine
-from ondevice.memory_plan import REPEAT_MARGIN_BYTES
-from ondevice.memory_sizes import NARROW_TOKENS
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Pass
+from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, StreamDrafter, StreamDrafting

@@ -36,10 +36,10 @@ from random_model import Shape, random_tokens, write_checkpoint
 
 from ondevice.bundle.predictors import PREDICTORS_MANIFEST
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.activations import record_activations
-from ondevice.converters.layer_predictor import LayerPredictor
-from ondevice.converters.operating_points import HeldBack
-from ondevice.converters.predictors import store_predictor, write_predictors
+from ondevice.converters.training.activations import record_activations
+from ondevice.converters.training.predictors.layer_predictor import LayerPredictor
+from ondevice.converters.training.predictors.operating_points import HeldBack
+from ondevice.converters.training.predictors.train import store_predictor, write_predictors
 
 Float32 = npt.NDArray[np.float32]
 

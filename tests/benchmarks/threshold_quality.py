@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ondevice.api import load
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.activations import Activations, record_inputs
-from ondevice.converters.additions import copy_bundle, held_out
-from ondevice.converters.calibrate import LayerGates, write_thresholds
+from ondevice.converters.training.activations import Activations, record_inputs
+from ondevice.converters.training.sidecars import copy_bundle, held_out
+from ondevice.converters.training.thresholds import LayerGates, write_thresholds
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import NeuronRecords, bundle_files
 from ondevice.scoring import Tally

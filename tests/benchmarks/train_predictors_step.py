@@ -27,8 +27,8 @@ from random_model import LLAMA_7B
 from synthetic import synthetic_bundle
 
 from ondevice.config import TRAIN_TOKENS
-from ondevice.converters.predictors import PredictorOptions
-from ondevice.converters.train_predictor import split
+from ondevice.converters.training.predictors.low_rank import split
+from ondevice.converters.training.predictors.train import PredictorOptions
 
 BOUND_BYTES = 3_000_000_000
 NIGHT_PROCESSOR_HOURS = 12.0

@@ -52,7 +52,7 @@ CONFIG = ModelConfig(
 
 def facts(mode: Any) -> Streams:
     """The streams that the command would train, but in STREAM_LAYERS layers."""
-    from ondevice.converters.train_streams import StreamOptions
+    from ondevice.converters.training.streams.train import StreamOptions
 
     options = StreamOptions(mode=mode)
     return Streams(
@@ -78,7 +78,7 @@ def random_top() -> Any:
 
     from ondevice.backends.mlx_float import MlxFeedForward
     from ondevice.backends.mlx_ops import MlxLinear
-    from ondevice.converters.stream_loss import TopLayers, top_config
+    from ondevice.converters.training.streams.loss import TopLayers, top_config
     from ondevice.model.weights import LayerWeights, ModelWeights
 
     width, neurons = CONFIG.hidden_size, CONFIG.intermediate_size
@@ -110,8 +110,8 @@ def step(spec: dict[str, Any]) -> dict[str, Any]:
     """One step over `windows` windows, in this process."""
     import mlx.core as mx
 
-    from ondevice.converters.stream_loss import Window
-    from ondevice.converters.train_streams import StreamOptions, Training
+    from ondevice.converters.training.streams.loss import Window
+    from ondevice.converters.training.streams.train import StreamOptions, Training
     from ondevice.training import PIECE_TOKENS
 
     mx.set_default_device(mx.cpu)
@@ -164,7 +164,7 @@ def measured(spec: dict[str, Any], blas: str | None) -> dict[str, Any]:
 
 def projected(mode: str, windows: int, tokens: int | None, row: dict[str, Any]) -> dict[str, Any]:
     """Hours for `tokens`, or as many as the default options train, and what was trained."""
-    from ondevice.converters.train_streams import StreamOptions
+    from ondevice.converters.training.streams.train import StreamOptions
 
     options, streams = StreamOptions(), facts(mode)
     tokens = tokens or options.steps * options.windows * options.run_tokens

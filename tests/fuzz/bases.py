@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.calibrate import LayerThresholds, write_thresholds
+from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.training import train_predictors
 from tests.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
 from tests.made_up_streams import add_streams

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ondevice.commands.training_reports import predictor_table
 from ondevice.config import RuntimeConfig
-from ondevice.converters.additions import MEASURED_SHARE
-from ondevice.report import predictor_table
+from ondevice.converters.training.sidecars import MEASURED_SHARE
 from ondevice.training import train_predictors
 from recipe.config import BUILD, CONTEXT, MIXTURE, MODEL_FOLDER
 from recipe.pack import Batches, held_out_windows, read_stream

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ondevice.converters.streams import write_streams
+from ondevice.converters.training.streams.write import write_streams
 from recipe import continuations, stream_evaluation
 from recipe.config import BUILD, CONTEXT, MODEL_FOLDER
 from recipe.export import model_of_bundle

@@ -1,0 +1,300 @@
+"""What every layer's feed-forward gets and what its gates are, over a text; recorded on disk for training.
+
+Gates are observed of models whose gates are exactly zero for most neurons, inputs of any.
+
+An engine runs the model dense, within the memory that its weights and a stream from flash need; each
+layer's record is a pair of files that are read back as they are needed. At 7B shape a token takes 300 KB.
+
+Legend: N tokens, L layers, D hidden size, F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.cpu import make_engine
+from ondevice.backends.fed_layer import BLOCK_NEURONS
+from ondevice.bundle.files import disk_errors, temporary_path
+from ondevice.bundle.reader import Bundle
+from ondevice.config import Sparsity
+from ondevice.converters.training.observed import ObservedCpu, Observer
+from ondevice.converters.training.predictors.arrays import TrainingBackend
+from ondevice.errors import OndeviceError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.sparsity.policies import fires
+from ondevice.sparsity.segments import SegmentPool
+from ondevice.units import PAGE_BYTES, format_bytes, usable_cores
+
+if TYPE_CHECKING:
+    from ondevice.converters.training.observed_mlx import ObservedMlx
+
+ObservedBackend: TypeAlias = "ObservedCpu | ObservedMlx"
+
+CHUNK_TOKENS = 256
+STREAM_BYTES = {"cpu": 2 << 20, "mlx": 16 << 20}
+"""Of a piece of a layer's neurons; MLX has fewer, larger ones, as each is launched by itself."""
+STREAM_SLOTS = 4
+
+
+class Activations:
+    """The records of `tokens` tokens of one model, in `folder`."""
+
+    def __init__(self, folder: Path, layers: int, hidden_size: int, neurons: int) -> None:
+        self._folder = folder
+        self._layers = layers
+        self._hidden_size = hidden_size
+        self._neurons = neurons
+        self.tokens = 0
+
+    def inputs(self, layer: int) -> NDArray[np.float16]:
+        """(N, D) what the layer's gates multiply, read from disk as it is used."""
+        values = np.memmap(self.path("inputs", layer), np.float16, "r")
+        return values.reshape(-1, self._hidden_size)
+
+    def fired(self, layer: int) -> NDArray[np.uint8]:
+        """(N, ceil(F / 8)) whether each neuron fired, eight to a byte as `numpy.packbits` has them."""
+        values = np.memmap(self.path("fired", layer), np.uint8, "r")
+        return values.reshape(-1, -(-self._neurons // 8))
+
+    @contextmanager
+    def recording(self) -> Iterator[Observer]:
+        """What takes the values in, chunk by chunk."""
+        with ExitStack() as stack:
+            files = [
+                tuple(stack.enter_context(self.path(kind, layer).open("wb")) for kind in ("inputs", "fired"))
+                for layer in range(self._layers)
+            ]
+
+            def add(layer: int, x: Float32, gates: Float32) -> None:
+                inputs, fired = files[layer]
+                inputs.write(x.astype(np.float16).tobytes())
+                fired.write(np.packbits(fires(gates), axis=1).tobytes())
+
+            yield add
+
+    def reorder(self, layer: int, order: NDArray[np.int32]) -> None:
+        """What neuron `order[i]` did is neuron i's from now on; order (F,) is a permutation.
+
+        Raises OndeviceError where the disk refuses.
+        """
+        fired, path = self.fired(layer), self.path("fired", layer)
+        temporary = temporary_path(path)
+        with disk_errors(path, "use a temporary folder (TMPDIR) with more room"):
+            with temporary.open("wb") as file:
+                for start in range(0, len(fired), CHUNK_TOKENS):
+                    bits = np.unpackbits(fired[start : start + CHUNK_TOKENS], axis=1, count=self._neurons)
+                    file.write(np.packbits(bits[:, order], axis=1).tobytes())
+            temporary.replace(path)
+
+    def path(self, kind: str, layer: int) -> Path:
+        """Of a layer's `inputs` or `fired`."""
+        return self._folder / f"{kind}-{layer:05d}"
+
+
+def record_activations(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    folder: Path,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+    *,
+    backend: TrainingBackend = "cpu",
+) -> Activations:
+    """Run `pieces` of token ids, each from an empty context, and record them in `folder`, in order.
+
+    backend: what runs them; ImportError for `mlx` without MLX. on_progress gets the tokens done. Raises
+    OndeviceError where the disk hasn't the room, FlashReadError.
+    """
+    config = bundle.config
+    total = sum(len(piece) for piece in pieces)
+    token_bytes = config.num_layers * (2 * config.hidden_size + -(-config.intermediate_size // 8))
+    check_room(folder, total, token_bytes, "activations")
+    activations = Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
+    with activations.recording() as observe:
+        observe_gates(bundle, pieces, observe, on_progress, backend=backend)
+    activations.tokens = total
+    return activations
+
+
+def record_inputs(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    folder: Path,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> Activations:
+    """Like `record_activations`, of any model, without what fired."""
+    config = bundle.config
+    total = sum(len(piece) for piece in pieces)
+    check_room(folder, total, config.num_layers * 2 * config.hidden_size, "activations")
+    activations = Activations(folder, config.num_layers, config.hidden_size, config.intermediate_size)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(activations.path("inputs", layer).open("wb"))
+            for layer in range(config.num_layers)
+        ]
+
+        def observe(layer: int, x: Float32) -> None:
+            files[layer].write(x.astype(np.float16).tobytes())
+
+        with _running(bundle, "dense", "cpu") as (model, observed):
+            observed.observe_inputs(observe)
+            _run(model, observed, pieces, on_progress)
+    activations.tokens = total
+    return activations
+
+
+def record_entering(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    path: Path,
+    layer: int,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> None:
+    """Run `pieces`, each from an empty context, and write what enters `layer` to `path`: (N, D) float32.
+
+    Whole pieces that an earlier run has written stay. Only the layers before run; their residual stream has
+    values that float16 hasn't. on_progress gets the tokens done. Raises what `record_inputs` raises.
+    """
+    token_bytes = 4 * bundle.config.hidden_size
+    written = path.stat().st_size // token_bytes if path.exists() else 0
+    ends = np.cumsum([len(piece) for piece in pieces])
+    done = int(np.searchsorted(ends, written, side="right"))
+    kept = int(ends[done - 1]) if done else 0
+    check_room(path.parent, int(ends[-1]) - kept, token_bytes, "hidden states")
+    with disk_errors(path, "make room, or use fewer tokens"), path.open("ab") as file:
+        file.truncate(kept * token_bytes)
+        if done == len(pieces):
+            return
+        with _running(bundle, "dense", "cpu") as (model, observed):
+            lower = _first_layers(model, layer)
+            for piece in pieces[done:]:
+                kv = _empty_context(lower, observed)
+                for start in range(0, len(piece), CHUNK_TOKENS):
+                    chunk = piece[start : start + CHUNK_TOKENS]
+                    x = lower.hidden_states(chunk, kv) if layer else lower.embedding(chunk)
+                    file.write(x.tobytes())
+                    kept += len(chunk)
+                    on_progress(kept)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _empty_context(model: Transformer, observed: ObservedBackend) -> KVCache:
+    layout = KVLayout(model.config, 16)
+    return KVCache(layout, lambda nbytes: observed.allocate_block(layout), arrays=observed.new_arrays(layout))
+
+
+def _first_layers(model: Transformer, count: int) -> Transformer:
+    """A model's first layers, at least one."""
+    count = max(1, count)
+    config = replace(model.config, num_layers=count, layer_windows=model.config.layer_windows[:count])
+    return Transformer(config, model.backend, replace(model.weights, layers=model.weights.layers[:count]))
+
+
+def observe_gates(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    observe: Observer,
+    on_progress: Callable[[int], None] = lambda tokens: None,
+    *,
+    backend: TrainingBackend = "cpu",
+) -> None:
+    """Run `pieces` of token ids, each from an empty context, and show what every layer's gates are.
+
+    backend: as for `record_activations`. on_progress gets the tokens done. Raises BundleError for a model
+    whose gates are hardly ever zero, which has no gates of their own to run; FlashReadError.
+    """
+    with _running(bundle, "exact", backend) as (model, observed):
+        observed.observe_gates(observe)
+        _run(model, observed, pieces, on_progress)
+
+
+def _run(
+    model: Transformer,
+    observed: ObservedBackend,
+    pieces: Sequence[Sequence[int]],
+    on_progress: Callable[[int], None],
+) -> None:
+    done = 0
+    for piece in pieces:
+        kv = _empty_context(model, observed)
+        for start in range(0, len(piece), CHUNK_TOKENS):
+            chunk = piece[start : start + CHUNK_TOKENS]
+            # Every token passes every layer; of the logits, which nobody wants, one row is computed.
+            next(model.every_logits(chunk, kv, 1))
+            done += len(chunk)
+            on_progress(done)
+
+
+def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
+    """Raises OndeviceError where the disk hasn't the room to record so many tokens."""
+    needed, free = tokens * token_bytes, shutil.disk_usage(folder).free
+    if needed > free:
+        raise OndeviceError(
+            f"{folder} has {format_bytes(free)} left and {what} of {tokens} tokens take "
+            f"{format_bytes(needed)}; use fewer tokens, or a temporary folder (TMPDIR) with more room"
+        )
+
+
+@contextmanager
+def _running(
+    bundle: Bundle, sparsity: Sparsity, backend: TrainingBackend
+) -> Iterator[tuple[Transformer, ObservedBackend]]:
+    """The model, with its gates where they are `exact`, and its engine, which is to be told what to show.
+
+    Its neurons are streamed from flash once per chunk, and none stays.
+    """
+    stride = bundle.neuron_layout.stride
+    neurons = max(1, STREAM_BYTES[backend] // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
+    with FlashReader(bundle_files(bundle, sparsity)) as reader, ExitStack() as undo:
+        observed = _observed(backend, neurons)
+        undo.callback(observed.close)
+        weights = load_weights(bundle, reader, observed, sparsity=sparsity)
+        pool = SegmentPool(
+            observed.feed_forwards,
+            reader,
+            segment_bytes=neurons * stride,
+            stream_neurons=neurons,
+            # Records that begin and end in the middle of a page.
+            slot_bytes=neurons * stride + 2 * PAGE_BYTES,
+            slots=STREAM_SLOTS,
+        )
+        undo.callback(pool.close)
+        yield Transformer(bundle.config, observed, weights), observed
+
+
+def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
+    """The engine, for pieces of so many neurons. MLX is imported for `mlx` alone; ImportError without it."""
+    if backend == "cpu":
+        return ObservedCpu(make_engine(usable_cores()), segment_neurons=neurons, stream_neurons=neurons)
+    from ondevice.converters.training.observed_mlx import ObservedMlx
+
+    return ObservedMlx(neurons)
+
+
+def gate_rows(bundle: Bundle, layer: int) -> Float32:
+    """(F, D) a layer's gate projection, as its quantised rows read back."""
+    layout = bundle.gate_layout
+    row = layout.parts[0][0]
+    count, stride = bundle.config.intermediate_size, layout.stride
+    file = bundle.gate_file(layer)
+    with FlashReader([file], threads=2) as reader:
+        records = reader.read(0, file.crc_start, count * stride).reshape(count, stride)
+    out = np.empty((count, row.padded_cols), dtype=np.float32)
+    _native.dequantize_rows(
+        make_engine(usable_cores()), bundle.quant.bits, records, bundle.config.hidden_size, out
+    )
+    return np.ascontiguousarray(out[:, : bundle.config.hidden_size])

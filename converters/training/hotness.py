@@ -1,0 +1,52 @@
+"""How often every neuron fires on a text, from recorded activations into the two files beside a bundle.
+
+The format is in `ondevice/bundle/hotness.py`. Memory: one layer's counts, and a few tokens of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.files import disk_errors, write_durably
+from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST, Hotness, frequencies_bytes, hotness_text
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import weights_digest
+from ondevice.config import ModelConfig
+from ondevice.converters.training.activations import Activations
+
+COUNTED_TOKENS = 256
+"""Tokens whose bits are unpacked together."""
+
+
+def firing_frequencies(activations: Activations, config: ModelConfig, tokens: int) -> Float32:
+    """(L, F) share of the first `tokens` recorded tokens, at least one, for which each neuron fired."""
+    layers, neurons = config.num_layers, config.intermediate_size
+    return np.stack([_share(activations.fired(layer)[:tokens], neurons) for layer in range(layers)])
+
+
+def write_hotness(bundle: Bundle, frequencies: Float32, tokens: int, output: Path) -> None:
+    """Both files into the folder `output`, frequencies (L, F) as counted on so many tokens.
+
+    The JSON file goes first and comes last, so that no crash leaves one that isn't true. Raises OndeviceError
+    where the disk refuses.
+    """
+    data = frequencies_bytes(frequencies, bundle.config)
+    hotness = Hotness(weights_digest(bundle.manifest), tokens, hashlib.sha256(data).hexdigest())
+    with disk_errors(output, "make room, or choose another --output"):
+        (output / HOTNESS_MANIFEST).unlink(missing_ok=True)
+        write_durably(output / HOTNESS, data)
+        write_durably(output / HOTNESS_MANIFEST, hotness_text(hotness))
+
+
+def _share(fired: NDArray[np.uint8], neurons: int) -> Float32:
+    """(F,) of fired (N, ceil(F / 8)), eight neurons to a byte."""
+    counts = np.zeros(neurons, dtype=np.int64)
+    for start in range(0, len(fired), COUNTED_TOKENS):
+        piece = np.unpackbits(fired[start : start + COUNTED_TOKENS], axis=1, count=neurons)
+        counts += piece.sum(axis=0, dtype=np.int64)
+    return (counts / len(fired)).astype(np.float32)

@@ -1,0 +1,21 @@
+"""The MLX engine, observed."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ondevice.backends.base import Norm
+from ondevice.backends.mlx import MlxBackend
+from ondevice.backends.mlx_ops import normed
+from ondevice.converters.training.observed import Observed
+
+
+class ObservedMlx(Observed, MlxBackend):
+    """On MLX's default device."""
+
+    def __init__(self, neurons: int) -> None:
+        """neurons: of a piece that is streamed, a multiple of 64."""
+        super().__init__(segment_neurons=neurons)
+
+    def normed(self, x: mx.array, norm: Norm) -> mx.array:
+        return normed(x, norm)

@@ -1,0 +1,1 @@
+"""Predictors of which feed-forward neurons fire: recorded, fitted, calibrated and written."""

@@ -1,0 +1,186 @@
+"""Moving predictors by gradient steps, so that their rank is spent on what fires.
+
+"LLM in a flash" (arXiv 2312.11514), appendix B, trains with a balanced loss that it doesn't spell out; ours
+is in `FineTuning`. Legend as in `layer_predictor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.random import Generator
+
+from ondevice.converters.training.predictors.arrays import Array, Arrays
+from ondevice.converters.training.predictors.layer_predictor import (
+    Fired,
+    Float32,
+    Ids,
+    LayerPredictor,
+    PredictorTraining,
+    Samples,
+    bits,
+    in_pieces,
+)
+
+MAGNITUDE_CAP = 4.0
+BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8
+
+Parameters: TypeAlias = tuple[Array, Array, Array]
+"""A predictor's down, up and bias as an `Arrays` holds them."""
+
+
+class FineTuning:
+    """Adam on balanced cross-entropy over the samples `ids`, an epoch at a time.
+
+    All predictors see the same minibatches; numpy moves them in place. Memory, beside four times the
+    predictors: a byte for every gate that fires, and a few (B, F) of a minibatch.
+    """
+
+    def __init__(
+        self,
+        predictors: Sequence[LayerPredictor],
+        inputs: Samples,
+        fired: Fired,
+        gate: Float32,
+        ids: Ids,
+        active: int,
+        config: PredictorTraining,
+        rng: Generator,
+        arrays: Arrays,
+    ) -> None:
+        """ids: ascending; active: how often neurons fire for them. gate: (F, D), multiplied once for all."""
+        self._inputs, self._fired, self._ids = inputs, fired, ids
+        self._config, self._rng, self._neurons, self._arrays = config, rng, len(gate), arrays
+        values = len(ids) * len(gate)
+        self._balance = np.float32(((values - active) / active) ** config.balance)
+        self._magnitudes = (
+            _Magnitudes(inputs, fired, gate, ids, active, arrays) if config.weigh_magnitude else None
+        )
+        self._descents = [_Adam(predictor, config.learning_rate, arrays) for predictor in predictors]
+        self._steps = config.epochs * -(-len(ids) // config.batch_samples)
+        self._step = 0
+
+    @property
+    def predictors(self) -> list[LayerPredictor]:
+        """Those that are moved, as they are now."""
+        return [descent.predictor for descent in self._descents]
+
+    def keep(self, rank: int) -> None:
+        """Move none but the one of this rank from now on."""
+        self._descents = [descent for descent in self._descents if descent.rank == rank]
+
+    def epoch(self) -> None:
+        """A pass over all samples, one of `config.epochs`."""
+        order = self._rng.permutation(self._ids)
+        for first in range(0, len(order), self._config.batch_samples):
+            x, y, weights = self._minibatch(order[first : first + self._config.batch_samples])
+            # The step before was computed while the host put this minibatch together; no more are under way.
+            self._arrays.wait(*self._moved())
+            self._step += 1
+            for descent in self._descents:
+                slopes = gradients(self._arrays, descent.parameters, x, y, weights)
+                descent.step(slopes, self._step, self._steps)
+            self._arrays.begin(*self._moved())
+
+    def _minibatch(self, batch: Ids) -> tuple[Array, Array, Array]:
+        """x (B, D), y (B, F) what fired, and how much each counts (B, F)."""
+        x, y = self._inputs[batch].astype(np.float32), bits(self._fired, batch, self._neurons)
+        weights = np.ones(y.shape, dtype=np.float32)
+        magnitudes = 1 if self._magnitudes is None else self._magnitudes.of(batch)
+        weights[y] = magnitudes * self._balance
+        return self._arrays.load(x), self._arrays.load(y), self._arrays.load(weights)
+
+    def _moved(self) -> Iterator[Array]:
+        """All that a step moves."""
+        return (array for descent in self._descents for state in descent.states for array in state)
+
+
+def gradients(
+    arrays: Arrays, parameters: Parameters, x: Array, y: Array, weights: Array
+) -> tuple[Array, Array, Array]:
+    """Of the weighted binary cross-entropy, summed over neurons, mean of samples, for down, up and bias.
+
+    x: (B, D); y: (B, F) what fired; weights: (B, F) how much each counts.
+    """
+    down, up, bias = parameters
+    xp, samples = arrays.namespace, len(x)
+
+    def error_of(scores: Array, y: Array, weights: Array) -> tuple[Array]:
+        scores = scores + bias
+        small = xp.exp(-xp.abs(scores))
+        chance = xp.where(scores >= 0, 1.0, small) / (1 + small)
+        return ((chance - y) * weights / samples,)
+
+    hidden = x @ down.T
+    (error,) = arrays.changed(error_of, (hidden @ up.T,), y, weights)
+    return (error @ up).T @ x, error.T @ hidden, error.sum(axis=0)
+
+
+class _Magnitudes:
+    """Gates of what fires, in means of them and at most MAGNITUDE_CAP, rounded to a byte each."""
+
+    def __init__(
+        self, inputs: Samples, fired: Fired, gate: Float32, ids: Ids, active: int, arrays: Arrays
+    ) -> None:
+        self._ids = ids
+        self._codes = np.empty(active, dtype=np.uint8)
+        self._ends = np.zeros(len(ids) + 1, dtype=np.int64)
+        unit, done, samples, rows = 0.0, 0, 0, arrays.load(gate)
+        for piece in in_pieces(ids):
+            y = bits(fired, piece, len(gate))
+            products = arrays.load(inputs[piece].astype(np.float32)) @ rows.T
+            gates = np.maximum(arrays.to_numpy(products)[y], 0)
+            # The mean of the first samples: so many values that all of them have no other.
+            unit = unit or (float(gates.mean()) if len(gates) else 0.0)
+            shares = np.minimum(gates / max(unit, 1e-12) / MAGNITUDE_CAP, 1)
+            self._codes[done : done + len(gates)] = np.rint(255 * shares)
+            self._ends[samples + 1 : samples + 1 + len(piece)] = done + np.cumsum(y.sum(axis=1))
+            done, samples = done + len(gates), samples + len(piece)
+
+    def of(self, batch: Ids) -> Float32:
+        """Those of what fires for the samples of a batch, sample by sample, by ascending neuron."""
+        places = np.searchsorted(self._ids, batch)
+        codes = [self._codes[self._ends[place] : self._ends[place + 1]] for place in places]
+        return np.concatenate(codes).astype(np.float32) * np.float32(MAGNITUDE_CAP / 255)
+
+
+class _Adam:
+    """Steps of Adam (arXiv 1412.6980) on one predictor's arrays, at rates relative to their size."""
+
+    def __init__(self, predictor: LayerPredictor, learning_rate: float, arrays: Arrays) -> None:
+        parameters = (predictor.down, predictor.up, predictor.bias)
+        self.rank = predictor.rank
+        self._arrays = arrays
+        self._rates = [learning_rate * float(np.sqrt(np.mean(p * p))) for p in parameters]
+        self.states: list[tuple[Array, ...]] = [
+            tuple(arrays.load(values) for values in (p, np.zeros_like(p), np.zeros_like(p)))
+            for p in parameters
+        ]
+        """Of down, up and bias: values, and means of their slopes and of these squared."""
+
+    @property
+    def parameters(self) -> Parameters:
+        down, up, bias = (values for values, _, _ in self.states)
+        return down, up, bias
+
+    @property
+    def predictor(self) -> LayerPredictor:
+        down, up, bias = (self._arrays.to_numpy(values) for values in self.parameters)
+        return LayerPredictor(down, up, bias)
+
+    def step(self, slopes: Sequence[Array], step: int, steps: int) -> None:
+        """One of `steps` steps, counted from 1, down the slopes of down, up and bias."""
+        fall = (1 - (step - 1) / steps) * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
+        for index, (rate, slope) in enumerate(zip(self._rates, slopes, strict=True)):
+            function = partial(_moved, self._arrays.namespace, rate * fall)
+            self.states[index] = self._arrays.changed(function, self.states[index], slope)
+
+
+def _moved(xp: Any, rate: float, p: Array, mean: Array, square: Array, g: Array) -> tuple[Array, ...]:
+    """Values and both means after a step down the slope g."""
+    mean = mean + (1 - BETA1) * (g - mean)
+    square = square + (1 - BETA2) * (g * g - square)
+    return p - rate * mean / (xp.sqrt(square) + EPSILON), mean, square

@@ -1,0 +1,307 @@
+"""Predictors for a finished bundle: record activations, fit each layer, quantise, calibrate, write the files.
+
+The maths is in `train_predictor`; the format in `ondevice/bundle/predictors.py`. Memory: one layer at a time,
+of `train_layer`'s bound, beside the quantised predictors themselves; the recorded activations are on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.layout import RowLayout, padded
+from ondevice.bundle.predictors import (
+    PREDICTORS_SIDECAR,
+    OperatingPoint,
+    Predictors,
+    predictor_tensors,
+    predictors_text,
+)
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import weights_digest
+from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
+from ondevice.converters.quantize import QuantizedRows, quantize
+from ondevice.converters.training import neuron_order
+from ondevice.converters.training.activations import Activations, gate_rows, record_activations
+from ondevice.converters.training.hotness import firing_frequencies, write_hotness
+from ondevice.converters.training.predictors.arrays import Arrays, TrainingBackend, arrays_of
+from ondevice.converters.training.predictors.layer_predictor import (
+    RECALLS,
+    Fired,
+    LayerPredictor,
+    PredictorTraining,
+    Samples,
+    bits,
+)
+from ondevice.converters.training.predictors.layer_predictor import OperatingPoint as MeasuredPoint
+from ondevice.converters.training.predictors.low_rank import split, train_layer
+from ondevice.converters.training.predictors.operating_points import HeldBack, measure, thresholds
+from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
+from ondevice.errors import UnsupportedModelError
+from ondevice.kernels import _native
+from ondevice.units import usable_cores
+
+SCORED_TOKENS = 256
+"""Tokens whose scores are computed together."""
+MOST_OF_GATE = 0.5
+"""A predictor's bytes, of those of the gates that it stands for: a larger one saves too little."""
+
+OnProgress = Callable[[float, str], None]
+"""Gets the share that is done, from 0 to 1, and what is being done."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PredictorOptions:
+    """tokens: of the text, at most. measured_share: of them, which measure, and neither train nor calibrate.
+
+    ranks: what each layer's is chosen from, multiples of 64; those that take more than MOST_OF_GATE are left
+    out. bits: of the stored matrices; half the bits and twice the rank select less at equal recall.
+    """
+
+    tokens: int = TRAIN_TOKENS
+    measured_share: float = MEASURED_SHARE
+    ranks: tuple[int, ...] = (64, 128, 192, 256, 384, 512)
+    bits: Literal[4, 8, 16] = 4
+    seed: int = 0
+    training: PredictorTraining = field(default_factory=PredictorTraining)
+
+
+@dataclass(frozen=True)
+class StoredPredictor:
+    """One layer's predictor as the file holds it."""
+
+    bits: Literal[4, 8, 16]
+    down: QuantizedRows
+    up: QuantizedRows
+    bias: Float32
+    points: tuple[MeasuredPoint, ...]
+
+    @property
+    def rank(self) -> int:
+        return len(self.down.codes)
+
+
+def train_predictors(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    output: Path,
+    options: PredictorOptions,
+    on_progress: OnProgress = lambda fraction, what: None,
+    *,
+    backend: TrainingBackend,
+    order: bool,
+) -> Predictors:
+    """Fit predictors to `bundle` on pieces of token ids and write them to its folder `output`, or a copy's.
+
+    The last pieces, of `measured_share` of all tokens, neither train nor calibrate: all rates are theirs. How
+    often each neuron fired on the others is written as well. What predictors cost in quality is for the
+    caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an earlier
+    training left in `output` is replaced.
+
+    backend: what runs the model and fits; thresholds are set on what our own kernels make of the stored
+    matrices, so that predictors mean the same whatever fitted them. ImportError for `mlx` without MLX.
+    order: first put the neurons of the bundle in `output` in the order that the text suggests, unless an
+    earlier text has. Raises what `order_neurons` raises too.
+    """
+    measured = sum(len(piece) for piece in check(bundle, pieces, options))
+    total = sum(len(piece) for piece in pieces)
+    trained, layers = total - measured, bundle.config.num_layers
+    order = order and bundle.manifest.provenance.ordered_tokens is None
+    if order:
+        neuron_order.check(Bundle.open(output))
+    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
+        activations = record_activations(
+            bundle,
+            pieces,
+            Path(scratch),
+            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
+            backend=backend,
+        )
+        started = 0.5
+        if order:
+            # What was recorded stands for the ordered bundle too, which rounds otherwise and no more.
+            bundle = neuron_order.order_neurons(
+                Bundle.open(output),
+                activations,
+                trained,
+                lambda done, what: on_progress(0.5 + 0.1 * done, what),
+            )
+            started = 0.6
+        frequencies = firing_frequencies(activations, bundle.config, trained)
+        write_hotness(bundle, frequencies, trained, output)
+        stored, arrays = [], arrays_of(backend)
+        for layer in range(layers):
+            on_progress(started + (1 - started) * layer / layers, f"layer {layer + 1} of {layers}")
+            stored.append(fit_layer(bundle, activations, layer, trained, options, arrays))
+    predictors = write_predictors(bundle, stored, output, trained, measured)
+    on_progress(1.0, "written")
+    return predictors
+
+
+def check(
+    bundle: Bundle, pieces: Sequence[Sequence[int]], options: PredictorOptions
+) -> Sequence[Sequence[int]]:
+    """The pieces that measure and don't train: the last, at least one and never all.
+
+    Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError for too little text.
+    """
+    if not bundle.config.zeros_gates:
+        raise UnsupportedModelError(
+            f"{bundle.name} has {bundle.config.hidden_act} gates, which are hardly ever exactly zero: "
+            "there is nothing to predict; it takes relu or relu2"
+        )
+    return held_out(pieces, options.measured_share)
+
+
+def save_predictors(predictors: Predictors, folder: Path) -> None:
+    """Write `predictors.json`, durably: the last step, which makes them part of the bundle."""
+    save_sidecar(PREDICTORS_SIDECAR, predictors_text(predictors), folder)
+
+
+def fit_layer(
+    bundle: Bundle,
+    activations: Activations,
+    layer: int,
+    trained: int,
+    options: PredictorOptions,
+    arrays: Arrays,
+) -> StoredPredictor:
+    """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices.
+
+    The first `trained` recorded tokens train it and, those that are held back from that, set its thresholds;
+    the others measure it.
+    """
+    gate = gate_rows(bundle, layer)
+    inputs, fired = activations.inputs(layer), activations.fired(layer)
+    rng = np.random.default_rng([options.seed, layer])
+    ranks = rank_options(options, len(gate), gate.shape[1], bundle.quant.bits)
+    chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng, arrays)
+    _, held = split(trained, options.training)
+    # What judged ranks is free to calibrate, since other samples measure from here on.
+    calibrating = np.union1d(held.calibrating, held.measuring)
+    held = HeldBack(calibrating, np.arange(trained, len(inputs)), held.block)
+    return store_predictor(chosen, inputs, fired, held, options.bits)
+
+
+def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: int) -> list[int]:
+    """The ranks to choose a layer's from: of those that leave enough of the gate's memory, all, or the least.
+
+    gate_bits: of the stored gate (neurons, width).
+    """
+    most = MOST_OF_GATE * neurons * RowLayout(width, gate_bits).nbytes
+    down = RowLayout(width, options.bits).nbytes
+    ranks = [
+        rank for rank in options.ranks if rank * down + neurons * RowLayout(rank, options.bits).nbytes <= most
+    ]
+    return sorted({min(rank, neurons, width) for rank in ranks or [GROUP_SIZE]})
+
+
+def store_predictor(
+    predictor: LayerPredictor, inputs: Samples, fired: Fired, held: HeldBack, stored_bits: Literal[4, 8, 16]
+) -> StoredPredictor:
+    """A layer's predictor, quantised, its thresholds set on some of the samples and measured on others.
+
+    inputs (N, D), fired: see `Samples` and `Fired`; held: none of them trained it. Scores are those of the
+    runtime's own kernels.
+    """
+    engine = _native.Engine(usable_cores(), "auto")
+    (neurons, _), width = predictor.up.shape, predictor.down.shape[1]
+    rank = padded(predictor.rank, GROUP_SIZE)
+    matrices = _padded(predictor.down, rank, width), _padded(predictor.up, neurons, rank)
+    down, up = (quantize(engine, matrix, stored_bits, "a predictor") for matrix in matrices)
+    first, second = _matrix(engine, down, width, stored_bits), _matrix(engine, up, rank, stored_bits)
+
+    def scores(x: Samples) -> Float32:
+        return _scores(engine, first, second, predictor.bias, x)
+
+    ids = held.calibrating
+    found = thresholds(scores(inputs[ids]), bits(fired, ids, neurons), held.block)
+    wanted = list(zip(RECALLS, found, strict=True))
+    points = measure(scores, inputs, fired, held.measuring, neurons, wanted)
+    log.info("rank %d: %s", rank, ", ".join(f"{100 * point.selected:.1f} %" for point in points))
+    return StoredPredictor(stored_bits, down, up, predictor.bias, points)
+
+
+def _scores(
+    engine: _native.Engine,
+    down: _native.Matrix,
+    up: _native.Matrix,
+    bias: Float32,
+    inputs: Samples,
+) -> Float32:
+    """(T, F) as the runtime's kernels compute them."""
+    scores = np.empty((len(inputs), up.rows), dtype=np.float32)
+    for start in range(0, len(inputs), SCORED_TOKENS):
+        x = inputs[start : start + SCORED_TOKENS].astype(np.float32)
+        hidden = np.empty((len(x), down.rows), dtype=np.float32)
+        down.forward(engine, x, None, hidden)
+        up.forward(engine, hidden, bias, scores[start : start + len(x)])
+    return scores
+
+
+def _matrix(engine: _native.Engine, rows: QuantizedRows, cols: int, bits: int) -> _native.Matrix:
+    matrix = _native.Matrix(len(rows.codes), cols, bits)
+    matrix.load_rows(engine, 0, rows.codes, rows.scales.view(np.uint16), rows.biases.view(np.uint16))
+    return matrix
+
+
+def _padded(matrix: Float32, rows: int, cols: int) -> Float32:
+    """With zeros up to (rows, cols): the rank that storage takes."""
+    return np.pad(matrix, ((0, rows - len(matrix)), (0, cols - matrix.shape[1])))
+
+
+def write_predictors(
+    bundle: Bundle, stored: Sequence[StoredPredictor], output: Path, trained: int, measured: int
+) -> Predictors:
+    """Both files, the JSON file last."""
+    ranks = tuple(layer.rank for layer in stored)
+    bits = stored[0].bits
+    tensors = predictor_tensors(bundle.config, bits, ranks)
+    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, _tensor_bytes(stored, bits), output)
+    predictors = Predictors(
+        model=weights_digest(bundle.manifest),
+        bits=bits,
+        ranks=ranks,
+        trained_tokens=trained,
+        measured_tokens=measured,
+        perplexity=None,
+        points=tuple(
+            _whole_point(points) for points in zip(*(layer.points for layer in stored), strict=True)
+        ),
+        sha256=sha256,
+        crcs=crcs,
+    )
+    save_predictors(predictors, output)
+    return predictors
+
+
+def _tensor_bytes(stored: Sequence[StoredPredictor], bits: int) -> Iterator[NDArray[np.uint8]]:
+    """uint8 (n,) each, in the order of `predictor_tensors`."""
+    for layer in stored:
+        for rows in (layer.down, layer.up):
+            affine = () if bits == 16 else (rows.scales, rows.biases)
+            for array in (rows.codes, *affine):
+                yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        yield layer.bias.astype("<f4").view(np.uint8)
+
+
+def _whole_point(layers: Sequence[MeasuredPoint]) -> OperatingPoint:
+    return OperatingPoint(
+        recall=layers[0].recall,
+        offsets=tuple(-float(layer.threshold) for layer in layers),
+        false_negatives=tuple(float(layer.false_negatives) for layer in layers),
+        false_positives=tuple(float(layer.false_positives) for layer in layers),
+        selected=tuple(float(layer.selected) for layer in layers),
+        perplexity=None,
+        agreement=None,
+    )

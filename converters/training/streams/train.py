@@ -1,0 +1,400 @@
+"""Streams for a finished bundle: record what enters their layers, train adapters, measure and write them.
+
+The loss is in `stream_loss`, the format in `ondevice/bundle/streams.py`. Whatever is needed to go on after a
+stop lies in a folder of its own, and the numbers are then those of a training that never stopped. Memory: the
+layers that have streams and the head in float32, and one window's gradients; what enters is on disk.
+
+Legend: N tokens, D hidden size, S streams.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx import optimizers
+from numpy.random import Generator
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.files import disk_errors, temporary_path, write_durably
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import weights_digest
+from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MAX_STREAMS, StreamMode, Streams
+from ondevice.config import TRAIN_TOKENS, ModelConfig
+from ondevice.converters.training.activations import record_entering
+from ondevice.converters.training.sidecars import held_out
+from ondevice.converters.training.streams.loss import (
+    TopLayers,
+    Window,
+    acceptance,
+    initial_parameters,
+    load_top,
+    longest_run,
+    right_guesses,
+    stored_parameters,
+    stream_loss,
+)
+from ondevice.converters.training.streams.write import write_streams
+from ondevice.errors import OndeviceError, UsageError
+
+MOST_LAYERS = 8
+WARM_UP_SHARE = 0.05
+"""Of the steps: the learning rate rises, before it falls as a cosine."""
+MOST_GRADIENT = 1.0
+"""Norm of all gradients together, at most."""
+MOST_RESIDENT_TOKENS = 16
+SAVE_SECONDS = 60.0
+ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
+_WRITTEN_FACTS = ("model", "sha256", "crcs")
+_REMEDY = "make room, or choose another --output"
+
+OnProgress = Callable[[float, str], None]
+"""Gets the share that is done, from 0 to 1, and what is being done."""
+OnStep = Callable[[int, float], None]
+"""Gets, after each step, the tokens whose streams have been trained, and the step's loss in nats."""
+Pieces = Sequence[Sequence[int]]
+ReadWindow = Callable[[], Window]
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What streams are to be, and how they are trained.
+
+    gamma: streams of a token. layers: the last ones, which have streams; 0: half of them, MOST_LAYERS at
+    most. attention_rank, feed_forward_rank: smaller where the adapters would have more than `most_of_model`
+    of the model's parameters. bits: of the stored matrices. tokens: of the text, at most. learning_rate: its
+    highest. batch_tokens: whose streams a step trains, about, run_tokens of a window; the others are their
+    context.
+    """
+
+    mode: StreamMode = "lossless"
+    gamma: int = 4
+    layers: int = 0
+    attention_rank: int = 32
+    feed_forward_rank: int = 80
+    pruning_rank: int = 8
+    most_of_model: float = 0.04
+    bits: Literal[4, 8, 16] = 8
+    tokens: int = TRAIN_TOKENS
+    learning_rate: float = 4e-3
+    batch_tokens: int = 960
+    run_tokens: int = 60
+    steps: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value out of range."""
+        longest, most_rank = longest_run(self.gamma), f"1 to {MAX_ADAPTER_RANK}"
+        checks = (
+            ("mode", self.mode in ("lossless", "shared"), "'lossless' or 'shared'"),
+            ("gamma", 1 <= self.gamma <= MAX_STREAMS, f"from 1 to {MAX_STREAMS}"),
+            ("layers", self.layers >= 0, "0 (half of them) or more"),
+            ("attention_rank", 1 <= self.attention_rank <= MAX_ADAPTER_RANK, most_rank),
+            ("feed_forward_rank", 1 <= self.feed_forward_rank <= MAX_ADAPTER_RANK, most_rank),
+            ("pruning_rank", 0 <= self.pruning_rank <= MAX_PRUNING_RANK, f"from 0 to {MAX_PRUNING_RANK}"),
+            ("most_of_model", 0.0 < self.most_of_model <= 1.0, "above 0 and at most 1"),
+            ("bits", self.bits in (4, 8, 16), "4, 8 or 16"),
+            ("learning_rate", 0.0 < self.learning_rate <= 1.0, "above 0 and at most 1"),
+            ("batch_tokens", self.batch_tokens >= 1, "1 or more"),
+            ("run_tokens", 1 <= self.run_tokens <= longest, f"1 to {longest}"),
+            ("steps", self.steps >= 1, "1 or more"),
+            ("seed", self.seed >= 0, "0 or more"),
+        )
+        for name, valid, range_text in checks:
+            if not valid:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; it must be {range_text}")
+
+    @property
+    def windows(self) -> int:
+        """Of a step."""
+        return -(-self.batch_tokens // self.run_tokens)
+
+
+@dataclass(frozen=True)
+class TrainedStreams:
+    """Adapters by the names of `streams.safetensors`, float32; `facts` but for their file's checksums."""
+
+    facts: Streams
+    arrays: Mapping[str, Float32]
+
+    def write(self, folder: Path) -> Streams:
+        """Add them to the bundle in `folder`. Raises what `write_streams` raises."""
+        facts = {name: value for name, value in vars(self.facts).items() if name not in _WRITTEN_FACTS}
+        return write_streams(folder, self.arrays, **facts)
+
+
+def check(bundle: Bundle, pieces: Pieces, options: StreamOptions) -> Pieces:
+    """The pieces that measure and don't train: the last, at least one and never all.
+
+    Raises UsageError for too little text, or more stream layers than the model has.
+    """
+    if options.layers > bundle.config.num_layers:
+        raise UsageError(f"layers is {options.layers}; {bundle.name} has {bundle.config.num_layers}")
+    measured = held_out(pieces)
+    trained = pieces[: len(pieces) - len(measured)]
+    if not all(any(_long_enough(piece, options) for piece in some) for some in (trained, measured)):
+        least = options.gamma + 2
+        raise UsageError(f"all pieces of the text are shorter than {least} tokens; give it longer ones")
+    return measured
+
+
+def train_streams(
+    bundle: Bundle,
+    pieces: Pieces,
+    folder: Path,
+    options: StreamOptions,
+    on_progress: OnProgress = lambda fraction, what: None,
+    on_step: OnStep = lambda tokens, loss: None,
+) -> TrainedStreams:
+    """Train streams for `bundle` on pieces of token ids, and measure what is to be stored of them.
+
+    folder: where all is kept that a second call with the same arguments goes on from; it stays. The last
+    pieces, MEASURED_SHARE of all, measure. Raises what `check` raises, UsageError if `folder` is of another
+    training, OndeviceError where the disk has no room, another process trains there, or the loss isn't
+    finite; FlashReadError.
+    """
+    measured = check(bundle, pieces, options)
+    facts = _facts(bundle, pieces, measured, options)
+    with _claimed(folder, _identity(bundle, pieces, options)):
+        total = sum(len(piece) for piece in pieces)
+        record_entering(
+            bundle,
+            pieces,
+            folder / ENTERING,
+            facts.first_layer,
+            lambda tokens: on_progress(0.1 * tokens / total, f"hidden states of {tokens} of {total} tokens"),
+        )
+        top = load_top(bundle, facts.first_layer)
+        windows = _windows(pieces, folder / ENTERING, bundle.config.hidden_size, options)
+        trained = len(pieces) - len(measured)
+        training = Training(facts, top, bundle.config, options, folder / STATE)
+        training.run([window for index, window in windows if index < trained], on_progress, on_step)
+        on_progress(0.95, "acceptance")
+        arrays = {name: np.array(values) for name, values in training.parameters.items()}
+        model = top.model(stored_parameters(arrays, facts.bits), facts)
+        right = [right_guesses(model, window()) for index, window in windows if index >= trained]
+    on_progress(1.0, "trained")
+    return TrainedStreams(replace(facts, acceptance=acceptance(right)), arrays)
+
+
+def forget(folder: Path) -> None:
+    """Delete what a training that is over has kept in `folder`. Raises OndeviceError."""
+    with disk_errors(folder, "delete it yourself"):
+        for name in (STATE, ENTERING, IDENTITY):
+            for path in (folder / name, temporary_path(folder / name)):
+                path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: StreamOptions) -> Streams:
+    """Shape and text of the streams; `acceptance` and checksums are nobody's yet."""
+    config = bundle.config
+    layers = options.layers or min(MOST_LAYERS, max(1, config.num_layers // 2))
+    measured_tokens = sum(len(piece) for piece in measured)
+    facts = Streams(
+        model=weights_digest(bundle.manifest),
+        mode=options.mode,
+        bits=options.bits,
+        streams=options.gamma,
+        first_layer=config.num_layers - layers,
+        attention_rank=options.attention_rank,
+        feed_forward_rank=options.feed_forward_rank,
+        pruning_rank=options.pruning_rank,
+        trained_tokens=sum(len(piece) for piece in pieces) - measured_tokens,
+        measured_tokens=measured_tokens,
+        acceptance=(0.0,) * options.gamma,
+        sha256="",
+        crcs=(),
+    )
+    factor = options.most_of_model * bundle.parameters / facts.adapter_parameters(config)
+    if factor >= 1.0:
+        return facts
+    ranks = (max(1, int(factor * rank)) for rank in (options.attention_rank, options.feed_forward_rank))
+    attention_rank, feed_forward_rank = ranks
+    return replace(facts, attention_rank=attention_rank, feed_forward_rank=feed_forward_rank)
+
+
+def _identity(bundle: Bundle, pieces: Pieces, options: StreamOptions) -> bytes:
+    """What must be the same for a training to go on."""
+    text = hashlib.sha256()
+    for piece in pieces:
+        text.update(len(piece).to_bytes(8, "little") + np.array(piece, dtype="<i8").tobytes())
+    content = {"model": weights_digest(bundle.manifest), "text": text.hexdigest(), "options": asdict(options)}
+    return json.dumps(content, sort_keys=True, indent=1).encode()
+
+
+@contextmanager
+def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
+    """The folder, made if need be, ours alone and of this training. Raises UsageError, OndeviceError."""
+    with disk_errors(folder, "choose an --output that you may write beside"):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with disk_errors(folder, "another process trains there: wait for it, or stop it"):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path = folder / IDENTITY
+        if not path.exists():
+            with disk_errors(path, _REMEDY):
+                write_durably(path, identity)
+        elif path.read_bytes() != identity:
+            raise UsageError(
+                f"{folder} holds an unfinished training of another model, another text or other options; "
+                "go on with these, delete it, or choose another --output"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _long_enough(piece: Sequence[int], options: StreamOptions) -> bool:
+    """Whether the streams of one token at least have all their tokens in the piece."""
+    return len(piece) >= options.gamma + 2
+
+
+def _windows(
+    pieces: Pieces, entering: Path, hidden_size: int, options: StreamOptions
+) -> list[tuple[int, ReadWindow]]:
+    """The pieces that are long enough, by index, to be read when they are used."""
+    values = np.memmap(entering, np.float32, "r").reshape(-1, hidden_size)
+    starts = np.cumsum([0, *(len(piece) for piece in pieces)])
+
+    def read(index: int) -> Window:
+        rows = values[starts[index] : starts[index + 1]]
+        return Window(pieces[index], mx.array(np.array(rows)))
+
+    return [(i, partial(read, i)) for i, piece in enumerate(pieces) if _long_enough(piece, options)]
+
+
+class Training:
+    """Parameters and Adam's moments (arXiv 1412.6980), which move step by step and are saved now and then."""
+
+    def __init__(
+        self, facts: Streams, top: TopLayers, config: ModelConfig, options: StreamOptions, path: Path
+    ) -> None:
+        """path: of what is saved; what an earlier run has left there is gone on from."""
+        self._facts, self._top, self._options, self._path = facts, top, options, path
+        self._zeros_gates = config.zeros_gates
+        self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
+        self.parameters = initial_parameters(facts, config, options.seed)
+        self._adam.init(self.parameters)
+        self._step = self._tokens = 0
+        if path.exists():
+            self._restore()
+
+    def run(self, windows: Sequence[ReadWindow], on_progress: OnProgress, on_step: OnStep) -> None:
+        """All steps that are left."""
+        steps, saved = self._options.steps, time.monotonic()
+        while self._step < steps:
+            loss = self.step(windows)
+            if time.monotonic() - saved >= SAVE_SECONDS or self._step == steps:
+                self._save()
+                saved = time.monotonic()
+            on_step(self._tokens, loss)
+            what = f"step {self._step} of {steps}, {self._tokens} tokens, loss {loss:.3f}"
+            on_progress(0.1 + 0.85 * self._step / steps, what)
+
+    def step(self, windows: Sequence[ReadWindow]) -> float:
+        """The mean loss of its windows, before it moves. Raises OndeviceError if it isn't finite."""
+        options = self._options
+        rng = np.random.default_rng([options.seed, 1, self._step])
+        total, sums = 0.0, dict[str, Any]()
+        for number in range(self._step * options.windows, (self._step + 1) * options.windows):
+            epoch, place = divmod(number, len(windows))
+            order = np.random.default_rng([options.seed, 2, epoch]).permutation(len(windows))
+            loss, gradients = self._gradients(windows[order[place]](), rng)
+            total += loss
+            sums = {name: sums[name] + array if sums else array for name, array in gradients.items()}
+            mx.eval(sums)
+        loss = total / options.windows
+        if not math.isfinite(loss):
+            raise OndeviceError(
+                f"the loss is {loss} at step {self._step} with a learning rate of {options.learning_rate}; "
+                "choose a lower one"
+            )
+        means = {name: array / options.windows for name, array in sums.items()}
+        means, _ = optimizers.clip_grad_norm(means, MOST_GRADIENT)
+        self._adam.learning_rate = learning_rate(options, self._step)
+        self.parameters = self._adam.apply_gradients(means, self.parameters)
+        mx.eval(self.parameters, self._adam.state)
+        self._step += 1
+        return loss
+
+    def _gradients(self, window: Window, rng: Generator) -> tuple[float, dict[str, Any]]:
+        """Loss, and its gradients by every parameter, of a run of the window at random."""
+        count = self._facts.streams
+        length = len(window.tokens) - count - 1
+        tokens = min(self._options.run_tokens, length)
+        start = int(rng.integers(length - tokens + 1))
+        # As drawn whatever the model, so that one seed means one order of runs.
+        masked, resident = rng.random() < 0.5, int(rng.integers(1, MOST_RESIDENT_TOKENS + 1))
+        loss, gradients = mx.value_and_grad(stream_loss)(
+            self.parameters,
+            self._facts,
+            self._top,
+            window,
+            range(start, start + tokens),
+            resident if masked and self._zeros_gates else 0,
+        )
+        mx.eval(loss, gradients)
+        self._tokens += tokens
+        return float(loss.item()), gradients
+
+    def _state(self) -> dict[str, NDArray[Any]]:
+        """Everything that decides what is to come, by name."""
+        state = self._adam.state
+        arrays = {f"parameter/{name}": np.array(values) for name, values in self.parameters.items()}
+        for moment in ("m", "v"):
+            arrays |= {f"{moment}/{name}": np.array(state[name][moment]) for name in self.parameters}
+        return arrays | {"counts": np.array([self._step, self._tokens], dtype=np.int64)}
+
+    def _save(self) -> None:
+        with disk_errors(self._path, _REMEDY):
+            write_durably(self._path, save(self._state()))
+
+    def _restore(self) -> None:
+        """Raises OndeviceError for a file that isn't the state of such a training."""
+        try:
+            arrays, own = load(self._path.read_bytes()), self._state()
+            for name in sorted(own.keys() | arrays.keys()):
+                found, expected = _kind(arrays.get(name)), _kind(own.get(name))
+                if found != expected:
+                    raise ValueError(f"{name} is {found}; it must be {expected}")
+            step, tokens = (int(count) for count in arrays["counts"])
+            if not 0 <= step <= self._options.steps or tokens < 0:
+                raise ValueError(f"it is at step {step} of {self._options.steps}, after {tokens} tokens")
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise OndeviceError(
+                f"{self._path} can't be gone on from: {error}; delete {self._path.parent} to start again"
+            ) from error
+        self._step, self._tokens = step, tokens
+        self.parameters = {name: mx.array(arrays[f"parameter/{name}"]) for name in self.parameters}
+        for name in self.parameters:
+            self._adam.state[name] = {moment: mx.array(arrays[f"{moment}/{name}"]) for moment in ("m", "v")}
+        self._adam.state["step"] = mx.array(step, mx.uint64)
+
+
+def _kind(array: NDArray[Any] | None) -> str:
+    """Of a saved array, what must be as it was."""
+    return "missing" if array is None else f"{array.dtype} {array.shape}"
+
+
+def learning_rate(options: StreamOptions, step: int) -> float:
+    """Of a step, the first of which is 0: a rise, then half a cosine down to nothing."""
+    rise = max(1.0, WARM_UP_SHARE * options.steps)
+    fall = 0.5 * (1.0 + math.cos(math.pi * step / options.steps))
+    return options.learning_rate * min(1.0, (step + 1) / rise) * fall

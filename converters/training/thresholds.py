@@ -1,0 +1,252 @@
+"""Thresholds for a finished bundle: how large a gate must be for its neuron to count, layer by layer.
+
+The format is in `ondevice/bundle/thresholds.py`. What enters every layer is recorded on disk while the model
+runs dense, 2 bytes a value; then one layer at a time is in memory: its gate and up projections, packed,
+histograms of 8 MB and the gates of `CHUNK_TOKENS` tokens. At 7B shape that is 70 MB, and 262 KB of disk a
+token.
+
+Legend: N tokens, D hidden size, F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.backends.cpu import contributions, make_engine
+from ondevice.backends.reference import read_rows
+from ondevice.bundle.layout import RowLayout
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.sidecar import weights_digest
+from ondevice.bundle.thresholds import (
+    THRESHOLDS_SIDECAR,
+    ThresholdPoint,
+    Thresholds,
+    threshold_tensors,
+    thresholds_text,
+)
+from ondevice.config import TRAIN_TOKENS, Activation
+from ondevice.converters.training.activations import record_inputs
+from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
+from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.model.loading import NeuronRecords, bundle_files, record_chunk
+from ondevice.units import usable_cores
+
+TARGETS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+CHUNK_TOKENS = 64
+READ_BYTES = 4 << 20
+"""Records of a layer that are read at a time."""
+BUCKET_BITS = 12
+"""Of a float32's 32, left out of its bucket: a bucket is 1/2048 of its values wide."""
+BUCKETS = 1 << (31 - BUCKET_BITS)
+
+OnProgress = Callable[[float, str], None]
+"""Gets the share that is done, from 0 to 1, and what is being done."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ThresholdOptions:
+    """tokens: of the text, at most. measured_share: of them, which measure and don't calibrate.
+
+    targets: the shares of neurons to leave out, ascending.
+    """
+
+    tokens: int = TRAIN_TOKENS
+    measured_share: float = MEASURED_SHARE
+    targets: tuple[float, ...] = TARGETS
+
+
+@dataclass(frozen=True)
+class LayerThresholds:
+    """One layer's. importance: (F,); thresholds and skipped, the share left out, by target."""
+
+    importance: Float32
+    thresholds: tuple[float, ...]
+    skipped: tuple[float, ...]
+
+
+def calibrate_thresholds(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    output: Path,
+    options: ThresholdOptions,
+    on_progress: OnProgress = lambda fraction, what: None,
+) -> Thresholds:
+    """Set thresholds for `bundle` on pieces of token ids and write them to the folder `output`.
+
+    The last pieces, of `measured_share` of all tokens, only measure. What thresholds cost in quality is for
+    the caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an
+    earlier calibration left in `output` is replaced.
+    """
+    measured = sum(len(piece) for piece in check(bundle, pieces, options))
+    total = sum(len(piece) for piece in pieces)
+    calibrated, layers = total - measured, bundle.config.num_layers
+    found = []
+    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
+        activations = record_inputs(
+            bundle,
+            pieces,
+            Path(scratch),
+            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
+        )
+        with FlashReader(bundle_files(bundle)) as reader:
+            for layer in range(layers):
+                on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
+                gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+                inputs = activations.inputs(layer)
+                importance = gates.importance(inputs[:calibrated])
+                found.append(gates.thresholds(importance, inputs, calibrated, options.targets))
+                log.info("layer %d: %s", layer, " ".join(f"{value:.4g}" for value in found[-1].thresholds))
+    thresholds = write_thresholds(bundle, found, output, options.targets, calibrated, measured)
+    on_progress(1.0, "written")
+    return thresholds
+
+
+def check(
+    bundle: Bundle, pieces: Sequence[Sequence[int]], options: ThresholdOptions
+) -> Sequence[Sequence[int]]:
+    """The pieces that measure and don't calibrate: the last, at least one and never all.
+
+    Raises UnsupportedModelError for a model whose gates have a threshold of their own, UsageError for too
+    little text.
+    """
+    if bundle.config.zeros_gates:
+        raise UnsupportedModelError(
+            f"{bundle.name} has {bundle.config.hidden_act} gates, whose threshold is zero: --sparsity exact "
+            "leaves out what counts for nothing and keeps the text; thresholds are for silu and gelu"
+        )
+    return held_out(pieces, options.measured_share)
+
+
+class LayerGates:
+    """One layer's gate and up projections, packed, and the lengths of its neurons' down columns."""
+
+    def __init__(self, bundle: Bundle, source: NeuronRecords) -> None:
+        """Reads the layer's records. Raises FlashReadError where they don't match their checksums."""
+        self._engine = make_engine(usable_cores())
+        self._activation: Activation = bundle.config.hidden_act
+        neurons, row = source.num_neurons, RowLayout(source.hidden_size, source.bits)
+        self._gate, self._up = (_native.Matrix(neurons, row.cols, row.bits) for _ in range(2))
+        self._down_lengths = np.empty(neurons, dtype=np.float32)
+        gate_at, up_at = source.layout.part_offsets
+        step = max(1, READ_BYTES // source.layout.stride)
+        for first in range(0, neurons, step):
+            records = source.read(first, min(step, neurons - first))
+            for matrix, offset in ((self._gate, gate_at), (self._up, up_at)):
+                row0, codes, scales, biases = record_chunk(records, offset, row, first)
+                matrix.load_rows(self._engine, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
+            down = read_rows(records, up_at + row.nbytes, row)
+            self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
+
+    def thresholds(
+        self, importance: Float32, inputs: NDArray[np.float16], calibrated: int, targets: Sequence[float]
+    ) -> LayerThresholds:
+        """Thresholds by the first `calibrated` of inputs (N, D), what they leave out by the others.
+
+        importance: (F,), `importance` of the inputs that calibrate; all ones make one threshold of the layer.
+        Raises BundleError where products aren't finite.
+        """
+        counted, measured = (
+            self._histogram(values, importance) for values in (inputs[:calibrated], inputs[calibrated:])
+        )
+        buckets = [quantile_bucket(counted, target) for target in targets]
+        thresholds = [bucket_end(bucket) for bucket in buckets]
+        if not np.isfinite(thresholds).all():
+            raise BundleError("a layer's gates aren't finite: its weights are not a usable model's")
+        return LayerThresholds(
+            importance,
+            tuple(thresholds),
+            tuple(float(measured[: bucket + 1].sum() / measured.sum()) for bucket in buckets),
+        )
+
+    def importance(self, inputs: NDArray[np.float16]) -> Float32:
+        """(F,) the length of what a neuron adds for an activated gate of 1: rms(up) * |down|.
+
+        Leaving out the smallest |act(gate)| * importance then costs the least expected squared error, if gate
+        and up are independent and neurons' columns orthogonal.
+        """
+        squares = np.zeros(self._up.rows)
+        for up in self._products(self._up, inputs):
+            squares += np.einsum("tf,tf->f", up, up, dtype=np.float64)
+        importance: Float32 = (np.sqrt(squares / max(1, len(inputs))) * self._down_lengths).astype(np.float32)
+        return importance
+
+    def _histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
+        """(BUCKETS,) how many contributions of neurons lie in each bucket."""
+        counts = np.zeros(BUCKETS, dtype=np.int64)
+        for gates in self._products(self._gate, inputs):
+            contributions(self._engine, gates, importance, self._activation, gates)
+            counts += np.bincount(bucket_of(gates), minlength=BUCKETS)
+        return counts
+
+    def _products(self, matrix: _native.Matrix, inputs: NDArray[np.float16]) -> Iterator[Float32]:
+        """(at most CHUNK_TOKENS, F) of `inputs` (N, D), as the runtime's kernels compute them."""
+        for start in range(0, len(inputs), CHUNK_TOKENS):
+            x = inputs[start : start + CHUNK_TOKENS].astype(np.float32)
+            products = np.empty((len(x), matrix.rows), dtype=np.float32)
+            matrix.forward(self._engine, x, None, products)
+            yield products
+
+
+def bucket_of(values: Float32) -> NDArray[np.uint32]:
+    """(n,) the buckets of values, which are all zero or more: the leading bits of floats order as they do."""
+    return values.reshape(-1).view(np.uint32) >> np.uint32(BUCKET_BITS)
+
+
+def bucket_end(bucket: int) -> float:
+    """The largest value of a bucket."""
+    return float(np.uint32(((bucket + 1) << BUCKET_BITS) - 1).view(np.float32))
+
+
+def quantile_bucket(counts: NDArray[np.int64], share: float) -> int:
+    """The first bucket up to whose end lie at least `share` of all that was counted."""
+    return int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
+
+
+def write_thresholds(
+    bundle: Bundle,
+    layers: Sequence[LayerThresholds],
+    output: Path,
+    targets: Sequence[float],
+    calibrated: int,
+    measured: int,
+) -> Thresholds:
+    """Both files, the JSON file last."""
+    arrays = (layer.importance.astype("<f4").view(np.uint8) for layer in layers)
+    sha256, crcs = write_tensors(THRESHOLDS_SIDECAR, threshold_tensors(bundle.config), arrays, output)
+    thresholds = Thresholds(
+        model=weights_digest(bundle.manifest),
+        calibrated_tokens=calibrated,
+        measured_tokens=measured,
+        perplexity=None,
+        points=tuple(
+            ThresholdPoint(
+                sparsity=target,
+                thresholds=tuple(layer.thresholds[index] for layer in layers),
+                skipped=tuple(layer.skipped[index] for layer in layers),
+                perplexity=None,
+                agreement=None,
+            )
+            for index, target in enumerate(targets)
+        ),
+        sha256=sha256,
+        crcs=crcs,
+    )
+    save_thresholds(thresholds, output)
+    return thresholds
+
+
+def save_thresholds(thresholds: Thresholds, folder: Path) -> None:
+    """Write `thresholds.json`, durably: the last step, which makes them part of the bundle."""
+    save_sidecar(THRESHOLDS_SIDECAR, thresholds_text(thresholds), folder)

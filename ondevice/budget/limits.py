@@ -1,0 +1,143 @@
+"""What a budget may be: what `auto` makes of it, the refusal of one that can't be met, doubts about the rest.
+
+Knows plans, and what the machine and its control groups say; it loads nothing. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ondevice.budget.plan import Plan
+from ondevice.errors import BudgetError
+from ondevice.units import PAGE_BYTES, MemoryRoom, format_bytes, group_rooms
+
+MOST_RESERVE_BYTES = 256 << 20
+RESERVE_PART = 16
+"""`auto` keeps back one part in so many of a machine or control group, up to MOST_RESERVE_BYTES. A group was
+charged with 0.5 % of a budget beside it (1.9 MB of 450: page tables, the kernel's own); the rest of the
+reserve is for programs that share the group."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What `auto` may take."""
+
+    room: MemoryRoom
+    """Where memory is scarcest for this process."""
+    held_bytes: int
+    """By this process already."""
+    reserve_bytes: int
+    """Of what is available, what is kept back."""
+    usable_bytes: int
+    """By the whole process."""
+
+    @property
+    def words(self) -> str:
+        """Why it is so much, for messages."""
+        held, free, total, reserve = map(
+            format_bytes,
+            (self.held_bytes, self.room.available_bytes, self.room.limit_bytes, self.reserve_bytes),
+        )
+        return (
+            f" (auto: this process holds {held}; {free} of the {total} of {self.room.name} are free, and "
+            f"{reserve} of them are kept back for other programs, page tables and the kernel)"
+        )
+
+
+def group_limit() -> MemoryRoom | None:
+    """The control group that allows least, if one has a limit."""
+    return min(group_rooms(), key=lambda room: room.limit_bytes, default=None)
+
+
+def allowance(held_bytes: int, rooms: Sequence[MemoryRoom]) -> Allowance:
+    """What `auto` may take of the scarcest of `rooms`. held_bytes: by this process already."""
+    found = []
+    for room in rooms:
+        part = max(room.available_bytes // 10, min(MOST_RESERVE_BYTES, room.limit_bytes // RESERVE_PART))
+        reserve = min(room.available_bytes, part)
+        # What the process holds may be charged to another group: its programs' text is to who ran them first.
+        most = min(room.limit_bytes, held_bytes + room.available_bytes)
+        found.append(Allowance(room, held_bytes, reserve, most - reserve))
+    return min(found, key=lambda it: it.usable_bytes)
+
+
+def auto_budget(plan: Plan, found: Allowance) -> int:
+    """The budget that `auto` means: what may be taken, never more than the planned model can use."""
+    return min(plan.full_bytes, found.usable_bytes)
+
+
+def require_fit(plan: Plan, name: str, origin: str = "", fitting_context: int = 0) -> None:
+    """Raises BudgetError where the plan doesn't fit, with the smallest budget that works and what takes it.
+
+    name: of the model. origin: where the budget comes from, if the user didn't name it. fitting_context: the
+    longest that would fit, 0 for none.
+    """
+    if plan.fits:
+        return
+    smallest, limit = plan.minimum_budget_bytes, plan.limit
+    allowed = "" if limit is None else f"{format_bytes(limit.limit_bytes)} ({limit.limit_bytes} bytes)"
+    too_large = limit is not None and smallest > limit.limit_bytes
+    dense = "" if plan.sparsity == "dense" else ", or load with --sparsity dense"
+    smaller = ", or take --speculation off" if plan.draft_bytes else ""
+    context = f"; --max-context {fitting_context} would fit" if fitting_context else ""
+    less = f"or lower --max-context or --kv-bits{dense}{smaller}{context}"
+    if not plan.suffices:
+        problem = f"is too small for {name}"
+        raising = "Name a larger --dram-budget" if origin else "Raise --dram-budget"
+        if limit is not None and too_large:
+            raising = f"Raise the limit of {limit.name}, {allowed}, and name a larger --dram-budget"
+        remedy = f"{raising}, {less}"
+    else:
+        assert limit is not None, "nothing else is in the way of a budget that suffices"
+        problem = (
+            f"is more than {limit.name} allows, {allowed}, and {name} would take "
+            f"{format_bytes(plan.total_bytes)} of it"
+        )
+        less = less if too_large else f"or take --dram-budget {limit.limit_bytes} or less"
+        remedy = f"Raise that limit, {less}"
+    listed = ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in plan.minimum_parts.items())
+    raise BudgetError(
+        f"a DRAM budget of {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes){origin} {problem}: "
+        f"the smallest that works is {smallest} bytes ({format_bytes(smallest)}: {listed}). {remedy}.",
+        required_bytes=smallest,
+    )
+
+
+def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[MemoryRoom]) -> list[str]:
+    """Why the user's budget may be more than there is, though the plan fits it.
+
+    name: of the model. held_bytes: by this process already.
+    """
+    smallest = min(rooms, key=lambda room: room.limit_bytes)
+    scarcest = min(rooms, key=lambda room: room.available_bytes)
+    found = []
+    if plan.budget_bytes >= smallest.limit_bytes + PAGE_BYTES:
+        found.append(
+            f"a DRAM budget of {format_bytes(plan.budget_bytes)} is more than all "
+            f"{format_bytes(smallest.limit_bytes)} of {smallest.name}; {name} takes up to "
+            f"{format_bytes(plan.total_bytes)} of it"
+        )
+    wanted = plan.total_bytes - held_bytes
+    if wanted > scarcest.available_bytes:
+        found.append(
+            f"{name} takes up to {format_bytes(wanted)} more than this process holds, and "
+            f"{format_bytes(scarcest.available_bytes)} of the {format_bytes(scarcest.limit_bytes)} of "
+            f"{scarcest.name} are free now: close other programs, or take a smaller budget"
+        )
+    return found
+
+
+def context_words(plan: Plan) -> str:
+    """The context that a plan has, and why not a longer one."""
+    why = f", as {plan.wanted_context} would not fit" if plan.wanted_context else ""
+    return f"context {plan.max_context} tokens{why}"
+
+
+def verdict(plan: Plan, fitting_context: int) -> str:
+    """Whether a plan fits, in words, and what would help. fitting_context: the longest that would, or 0."""
+    if plan.fits:
+        return "yes"
+    limit = plan.limit
+    allowed = "" if limit is None else f"; {limit.name} allows {format_bytes(limit.limit_bytes)}"
+    return f"no{allowed}{f'; --max-context {fitting_context} would fit' if fitting_context else ''}"

@@ -1,0 +1,218 @@
+"""`ondevice bench`: how fast a model runs here, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from ondevice.commands.opening import loaded_model, prepared_model
+from ondevice.commands.options import (
+    Command,
+    Text,
+    add_options,
+    complete_path,
+    json_option,
+    model_option,
+    option,
+    whole_text,
+)
+from ondevice.commands.terminal import print_result, progress, say, take_interrupts
+from ondevice.config import SamplingConfig
+from ondevice.errors import UsageError
+from ondevice.measure.prompts import BUILT_IN, MOST_PROMPTS, Task, paragraphs
+from ondevice.settings import (
+    MAX_CONTEXT,
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    runtime_config,
+    sampling_config,
+)
+
+BENCH_PROMPT_TOKENS, BENCH_MAX_TOKENS, BENCH_RUNS, BENCH_WARM_UP_TOKENS = 128, 64, 3, 8
+ABLATION_MAX_TOKENS = 16
+EVERY_DRAFTER = "all"
+_RUNTIME = {name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "speculation"}
+_SAMPLING = {name: entry for name, entry in SAMPLING_OPTIONS.items() if name != "max_tokens"}
+_ONLY_COMPARED = ("text", "chat", "prompts", "output", *_SAMPLING)
+_NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
+"""Of the parameters of `bench`: those that --speculation all alone takes, and those that it doesn't."""
+
+
+@click.command(cls=Command)
+@model_option
+@option(
+    "--prompt-tokens",
+    type=click.IntRange(1, MAX_CONTEXT),
+    default=BENCH_PROMPT_TOKENS,
+    help="Length of the prompt.",
+)
+@option(
+    "--max-tokens",
+    type=click.IntRange(0),
+    default=BENCH_MAX_TOKENS,
+    help=f"Tokens to generate; with --ablation, {ABLATION_MAX_TOKENS} if not given.",
+)
+@option("--runs", type=click.IntRange(1), default=BENCH_RUNS, help="Repetitions; medians are shown.")
+@option(
+    "--ablation",
+    is_flag=True,
+    help='Take the ideas of "LLM in a flash" one by one: a row each of where time and bytes go, run once.',
+)
+@option(
+    "--speculation",
+    type=click.Choice([*RUNTIME_OPTIONS["speculation"].choices, EVERY_DRAFTER]),
+    default=str(RUNTIME_OPTIONS["speculation"].default),
+    help=f"How tokens are drafted; {EVERY_DRAFTER}: compare every way that the model can have with none.",
+)
+@option(
+    "--text",
+    metavar="FILE|-",
+    type=Text(),
+    multiple=True,
+    shell_complete=complete_path,
+    help=f"With --speculation {EVERY_DRAFTER}: prompts in place of those that ship, separated by empty "
+    "lines; may be given several times, a task each.",
+)
+@option("--chat", is_flag=True, help="The prompts of --text are a user's messages, for the chat template.")
+@option(
+    "--prompts",
+    type=click.IntRange(1),
+    default=MOST_PROMPTS,
+    help=f"With --speculation {EVERY_DRAFTER}: prompts of a task at most, spread over its text.",
+)
+@option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help=f"With --speculation {EVERY_DRAFTER}: a new folder for speculation.png and speculation.json.",
+)
+@add_options(_RUNTIME, _SAMPLING)
+@json_option
+@click.pass_context
+def bench(
+    context: click.Context,
+    /,
+    model: str | None,
+    prompt_tokens: int,
+    max_tokens: int,
+    runs: int,
+    ablation: bool,
+    speculation: str,
+    text: tuple[str, ...],
+    chat: bool,
+    prompts: int,
+    output: Path | None,
+    as_json: bool,
+    **values: Any,
+) -> None:
+    """Measure how fast a model runs, once it is warm: medians of a few runs over a made-up prompt.
+
+    With --ablation, one configuration after the other: everything read from flash for every token, only the
+    neurons, only those that are selected, with a cache, in one read each, and overlapped with computing. The
+    first tokens behind the prompt warm up and aren't counted. Give a --dram-budget smaller than the model.
+
+    With --speculation all, every drafter that the model can have on every kind of text, beside plain decoding
+    in the same run: tokens per pass, guesses and how many of them were right by depth, time per pass, reads,
+    and the speed over plain decoding, greedily if no sampling is asked for. That texts stay the same is
+    checked: if one doesn't, the exit code is 1.
+    """
+    compared = speculation == EVERY_DRAFTER
+    _refuse(context, _NEVER_COMPARED if compared else _ONLY_COMPARED, compared)
+    if compared:
+        tasks = [task.at_most(prompts) for task in _tasks(context, text, chat)]
+        sampling = replace(sampling_config(values), max_tokens=max_tokens)
+        compare(model, tasks, sampling, output, as_json, values)
+        return
+    values["speculation"] = speculation
+    if ablation:
+        if context.get_parameter_source("runs") is ParameterSource.COMMANDLINE:
+            raise UsageError(
+                f"--runs {runs}: --ablation runs every row once; ask for more --max-tokens instead"
+            )
+        given = context.get_parameter_source("max_tokens") is not ParameterSource.DEFAULT
+        run_ablation(model, prompt_tokens, max_tokens if given else ABLATION_MAX_TOKENS, as_json, values)
+        return
+    from ondevice.commands import reports
+    from ondevice.runtime.resolving import check_tokens
+    from ondevice.scoring import benchmark_report
+    from ondevice.stats import median_stats
+
+    prepared = prepared_model(model, values)
+    check_tokens(prepared, range(prompt_tokens), max_tokens)
+    with loaded_model(prepared) as loaded:
+        # Memory fills in the first passes: they aren't what a run of any length is like.
+        loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
+        measured = []
+        for index in range(runs):
+            measured.append(loaded.measure(prompt_tokens, max_tokens))
+            say(f"run {index + 1} of {runs}: {reports.figures(measured[-1], loaded.plan)}")
+        shown = reports.figures(median_stats(measured), loaded.plan)
+        print_result(as_json, benchmark_report(measured, loaded.kernel_target), shown)
+
+
+def run_ablation(
+    model: str | None, prompt_tokens: int, max_tokens: int, as_json: bool, values: dict[str, Any]
+) -> None:
+    """Measure and print the table of `bench --ablation`."""
+    from ondevice.commands.bench_reports import ablation_table
+    from ondevice.measure.ablation import ablation
+
+    runtime = runtime_config(values)
+    take_interrupts()
+    with progress() as show:
+        found = ablation(
+            model,
+            runtime,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            warm_up_tokens=BENCH_WARM_UP_TOKENS,
+            on_progress=show,
+        )
+    print_result(as_json, found.to_dict(), ablation_table(found))
+
+
+def compare(
+    model: str | None,
+    tasks: list[Task],
+    sampling: SamplingConfig,
+    output: Path | None,
+    as_json: bool,
+    values: dict[str, Any],
+) -> None:
+    """Measure and print what `bench --speculation all` does. Raises TextChangedError once it is printed."""
+    from ondevice.commands.bench_reports import comparison_table
+    from ondevice.measure import plots
+    from ondevice.measure.drafters import compare_drafters
+
+    runtime = runtime_config(values)
+    take_interrupts()
+    with progress() as show:
+        found = plots.draw_comparison(
+            output, lambda: compare_drafters(model, runtime, tasks, sampling, on_progress=show)
+        )
+    print_result(as_json, found.to_dict(), comparison_table(found))
+    found.require_same_texts()
+
+
+def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> None:
+    """Raises UsageError for what the command line has and this kind of benchmark doesn't take."""
+    flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            kind = "with" if compared else "without"
+            raise UsageError(f"{flags[name]} has no meaning {kind} --speculation {EVERY_DRAFTER}")
+
+
+def _tasks(context: click.Context, texts: tuple[str, ...], chat: bool) -> list[Task]:
+    """A task for every text, else those that ship. Raises UsageError for a text that isn't there."""
+    # Set elsewhere than in the command line, a text is meant for `eval`.
+    if context.get_parameter_source("text") is not ParameterSource.COMMANDLINE:
+        if chat:
+            raise UsageError("--chat says what the prompts of --text are; give both")
+        return list(BUILT_IN)
+    return [Task(Path(text).stem, paragraphs(whole_text(text)), chat) for text in texts]

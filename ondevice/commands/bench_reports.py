@@ -1,0 +1,181 @@
+"""Tables of `bench` and `profile`, for people: the ablation, drafters compared, profiles. Prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import mean, median
+
+from ondevice.commands.reports import percent, short
+from ondevice.measure.ablation import BEFORE, Ablation
+from ondevice.measure.drafters import ALL_TASKS, OFF, Comparison, DrafterRow
+from ondevice.measure.profiling import Profile
+from ondevice.stats import DraftStats, per_second
+from ondevice.units import format_bytes
+
+PROFILE_SPANS = (8, 32)
+"""Neighbouring tokens whose distinct neurons the table has; the plot has all."""
+
+
+def profile_table(found: Profile) -> str:
+    """`profile` for people: neurons by layer, misses by size of the cache, reads by size; notes."""
+    lines = [f"{found.model}: {found.num_layers} layers of {found.num_neurons} neurons"]
+    if found.firing is not None and found.misses is not None:
+        firing, misses = found.firing, found.misses
+        spans = [span for span in PROFILE_SPANS if span <= len(firing.distinct[0])]
+        rows = [
+            (f"layer {layer}", [active, also, *(distinct[span - 1] for span in spans)])
+            for layer, (active, also, distinct) in enumerate(
+                zip(firing.active, firing.also_before, firing.distinct, strict=True)
+            )
+        ]
+        means = [mean(column) for column in zip(*(shares for _, shares in rows), strict=True)]
+        lines += [
+            f"{found.tokens} tokens: {found.text}",
+            "",
+            _columns("neurons", ["fire", "before too", *(f"in {span} tokens" for span in spans)]),
+            *(_columns(name, map(percent, shares)) for name, shares in [*rows, ("mean", means)]),
+            "",
+            _columns("misses of a cache of", map(percent, misses.shares)),
+            *(_columns(name, map(percent, rates)) for name, rates in misses.policies.items()),
+            _columns("at best (Belady)", map(percent, misses.optimum)),
+        ]
+    threads = sorted({rate.threads for rate in found.reads.rates})
+    sizes = sorted({rate.read_bytes for rate in found.reads.rates})
+    rates = {(rate.read_bytes, rate.threads): rate.bytes_per_second for rate in found.reads.rates}
+    lines += ["", _columns(f"{found.reads.io} reads, GB/s", [f"{count} threads" for count in threads])]
+    for nbytes in sizes:
+        lines.append(_columns(f"{nbytes >> 10} KiB", [_gigabytes(rates[nbytes, count]) for count in threads]))
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _columns(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<22}" + "".join(f"  {cell:>12}" for cell in cells)
+
+
+def _gigabytes(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e9:.2f}"
+
+
+ABLATION_COLUMNS = (
+    *("neurons", "rest", "MB", "reads", "GB/s"),
+    *("I/O", "waited", "managed", "compute", "total", "tokens/s"),
+)
+
+
+def ablation_table(found: Ablation) -> str:
+    """What every row holds, reads and takes per token, and what each step changes."""
+    lines = [
+        f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, {found.rows[0].io} reads; means of "
+        f"{found.max_tokens} tokens, behind {found.prompt_tokens} of prompt and {found.warm_up_tokens} that "
+        "warm up",
+        "",
+        f"{'':<10}{'in memory, MB':>18}{'read per token':>18}{'reading':>9}{'ms per token':>45}{'':>9}",
+        _cells("", ABLATION_COLUMNS),
+    ]
+    for row in found.rows:
+        held = (row.feed_forward_bytes / 1e6, row.resident_bytes / 1e6)
+        read = (row.flash_bytes / 1e6, row.flash_reads, row.bytes_per_second / 1e9)
+        reading = (row.io_seconds, row.waited_seconds)
+        seconds = (*reading, row.managed_seconds, row.compute_seconds, row.total_seconds)
+        times = (1e3 * value for value in seconds)
+        lines.append(_cells(row.name, map(short, (*held, *read, *times, 1 / row.total_seconds))))
+    lines += ["", "what changes: bytes / rate = I/O, and the total"]
+    for row in found.rows[1:]:
+        before = found.row(BEFORE[row.name])
+        change = (
+            _factor(row.flash_bytes, before.flash_bytes),
+            _factor(row.bytes_per_second, before.bytes_per_second),
+            _factor(row.io_seconds, before.io_seconds),
+        )
+        lines.append(
+            f"{row.name:<10} after {before.name:<10}{' / '.join(change[:2])} = {change[2]}; total "
+            f"{_factor(row.total_seconds, before.total_seconds)}"
+        )
+    return "\n".join([*lines, *_overlap_lines(found), *(f"note: {note}" for note in found.notes)])
+
+
+def _overlap_lines(found: Ablation) -> list[str]:
+    if found.overlap_ratio is None:
+        return []
+    apart, row = found.row("all"), found.row("overlap")
+    longer, own = (max(it.io_seconds, it.compute_seconds) for it in (apart, row))
+    return [
+        "",
+        f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
+        f"compute in `all` ({1e3 * longer:.1f} ms), {found.own_overlap_ratio:.2f} x that of its own "
+        f"({1e3 * own:.1f} ms)",
+        f"guesses found {percent(row.guess_recall)} of what was missing and read "
+        f"{row.guess_wasted_bytes / 1e6:.2f} MB per token in vain",
+    ]
+
+
+def _cells(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<10}" + "".join(f"{cell:>9}" for cell in cells)
+
+
+def _factor(after: float, before: float) -> str:
+    """`x 0.12`; a dash where there is nothing to compare."""
+    return f"x {short(after / before)}" if before > 0 else "-"
+
+
+SHOWN_DEPTHS = 4
+"""Of the acceptance by depth; JSON has all."""
+_DRAFTER_COLUMNS = ("tokens/pass", "guesses", "ms/pass", "drafting", "tokens/s", "flash/token")
+
+
+def comparison_table(found: Comparison) -> str:
+    """Every task's rows, those of all tasks last; then whether texts stayed the same, and notes."""
+    greedy = "greedy" if found.sampling.temperature == 0 else f"temperature {found.sampling.temperature:g}"
+    prompts = found.row(ALL_TASKS, OFF).prompts
+    lines = [
+        f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, --sparsity {found.sparsity}, "
+        f"{found.io} reads; {prompts} prompts, {found.sampling.max_tokens} tokens at most, {greedy}",
+        "",
+        _drafter_line("", "", _DRAFTER_COLUMNS, "over off", "right at depth 1, 2, ..., of so many drafts"),
+    ]
+    for task in found.tasks:
+        lines.append("")
+        of_task = [row for row in found.rows if row.task == task]
+        lines += [_row_line(task if row is of_task[0] else "", row) for row in of_task]
+    if found.changed:
+        lines += ["", f"{len(found.changed)} of {found.texts} texts are NOT those of plain decoding"]
+    else:
+        lines += ["", f"all {found.texts} texts of drafters are those of plain decoding, token for token"]
+    lines += _decisions(found)
+    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+
+
+def _decisions(found: Comparison) -> list[str]:
+    """What `auto` last decided on each task."""
+    rows = [row for row in found.rows if row.drafter == "auto" and row.task != ALL_TASKS]
+    return ["", *(f"auto at the end of {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
+
+
+def _row_line(task: str, row: DrafterRow) -> str:
+    guesses = f"{row.guesses_per_draft:.1f}" if row.drafting.drafts else "-"
+    rate = per_second(row.tokens, row.seconds)
+    cells = (
+        f"{row.tokens_per_pass:.2f}",
+        guesses,
+        f"{1e3 * row.seconds_per_pass:.2f}",
+        f"{1e3 * row.drafting_seconds_per_pass:.2f}",
+        f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}",
+        format_bytes(round(row.flash_bytes_per_token)),
+    )
+    if row.drafter == OFF:
+        return _drafter_line(task, OFF, cells, "", "")
+    ratios = row.speed_ups
+    over = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"
+    return _drafter_line(task, row.drafter, cells, over, _by_depth(row.drafting))
+
+
+def _by_depth(drafting: DraftStats) -> str:
+    shares = zip(drafting.acceptance_by_depth, drafting.guessed_by_depth, strict=True)
+    shown = [f"{100 * share:.0f} % of {count}" for share, count in shares]
+    more = ["..."] if len(shown) > SHOWN_DEPTHS else []
+    return ", ".join(shown[:SHOWN_DEPTHS] + more) or "-"
+
+
+def _drafter_line(task: str, drafter: str, cells: tuple[str, ...], over: str, depths: str) -> str:
+    numbers = "".join(f"{cell:>13}" for cell in cells)
+    return f"{task[:12]:<13}{drafter:<10}{numbers}  {over:<21}  {depths}".rstrip()

@@ -1,0 +1,152 @@
+"""`ondevice chat`: what is said, typed or piped, answered turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from textwrap import indent
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+from click.core import ParameterSource
+
+from ondevice.commands.opening import loaded_model, prepared_model, say_figures
+from ondevice.commands.options import Command, Text, add_options, model_option, option
+from ondevice.commands.terminal import say, write_events
+from ondevice.config import SamplingConfig, WhenFull
+from ondevice.errors import ContextOverflowError, OndeviceError
+from ondevice.settings import (
+    RUNTIME_OPTIONS,
+    SAMPLING_OPTIONS,
+    sampling_config,
+    with_model_defaults,
+)
+
+if TYPE_CHECKING:
+    from ondevice.api import Model
+    from ondevice.commands.chat_input import Interrupts, Turn
+    from ondevice.session import Session
+
+
+@click.command(cls=Command)
+@model_option
+@option("--system-prompt", type=Text(), help="What the model is told first.")
+@option(
+    "--when-full",
+    type=click.Choice(get_args(WhenFull)),
+    default="drop",
+    help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
+)
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@click.pass_context
+def chat(
+    context: click.Context,
+    /,
+    model: str | None,
+    system_prompt: str | None,
+    when_full: WhenFull,
+    **values: Any,
+) -> None:
+    """Talk to a model; /help lists what else can be asked. From a pipe, every line is a turn.
+
+    Sampling follows the model's own generation_config.json where no option says otherwise.
+    """
+    from ondevice import api
+    from ondevice.bundle.about import read_about
+    from ondevice.commands import chat_input
+    from ondevice.commands.slash_commands import is_known_command
+
+    chosen = {
+        name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+    prepared = prepared_model(model, values)
+    tokenizer = api.text_tokenizer(prepared)
+    with loaded_model(prepared) as loaded:
+        sampling = _sampling(loaded, sampling_config(values), chosen)
+        if about := read_about(loaded.bundle.path):
+            say(f"{loaded.name}, in its maker's words:\n{indent(about, '  ')}")
+        session = loaded.session(system_prompt, when_full=when_full)
+        if loaded.chat_template.is_default:
+            say("this model has no chat template: it continues a plain User and Assistant transcript")
+        limits = chat_input.Limits(tokenizer, loaded.plan.max_context, loaded.config.max_context)
+        with chat_input.Interrupts() as interrupts:
+            talk = _Talk(loaded, session, sampling, interrupts)
+            for turn in chat_input.read_turns(say, interrupts, limits, is_known_command):
+                if talk.take(turn):
+                    break
+        say_figures(loaded)
+    if talk.refused:
+        context.exit(ContextOverflowError.exit_code)
+
+
+def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> SamplingConfig:
+    """With what the model's authors recommend where the person didn't choose, and a seed; both are said."""
+    recommended = model.bundle.manifest.generation
+    sampling, taken = with_model_defaults(sampling, recommended, chosen)
+    sampling = sampling.seeded()
+    if sampling.is_random and "seed" not in chosen:
+        say(f"seed {sampling.seed}, drawn at random: --seed {sampling.seed} gives the same replies again")
+    if not sampling.is_random:
+        # Of what is left, nothing but the penalty of repetitions counts.
+        taken = {name: value for name, value in taken.items() if name == "repetition_penalty"}
+    if taken:
+        listed = ", ".join(f"{name} {value}" for name, value in taken.items())
+        say(f"as the model's authors recommend: {listed}")
+    return sampling
+
+
+@dataclass
+class _Talk:
+    """A conversation with a person, or with a pipe, whose errors end it but for what is too long."""
+
+    model: Model
+    session: Session
+    sampling: SamplingConfig
+    interrupts: Interrupts
+    refused: bool = False
+    """Whether a line of a pipe was too long to be answered."""
+
+    def take(self, turn: Turn) -> bool:
+        """Do what is asked, or answer it, and say what went wrong. Whether the chat ends with it."""
+        from ondevice.commands import slash_commands as commands
+
+        if turn.text in commands.QUIT:
+            return True
+        try:
+            with self.interrupts.heard():
+                if turn.refusal is not None:
+                    raise turn.refusal
+                self._take(turn.text)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            say("")
+        except OndeviceError as error:
+            advice = commands.advice(error, self.session)
+            if sys.stdin.isatty():
+                say(f"error: {error.for_command_line}{advice}")
+            elif turn.refusal is not None or self._is_too_long(error):
+                say(f"error: {error.for_command_line}{advice}; line {turn.number} of stdin wasn't answered")
+                self.refused = True
+            else:
+                error.add_note(f"line {turn.number} of stdin, and what follows it, wasn't answered{advice}")
+                raise
+        return False
+
+    def _is_too_long(self, error: OndeviceError) -> bool:
+        """Whether it was this message alone that the context has no room for: others may be answered."""
+        return isinstance(error, ContextOverflowError) and self.session.when_full == "drop"
+
+    def _take(self, line: str) -> None:
+        from ondevice.commands import slash_commands as commands
+
+        if commands.is_command(line):
+            say(commands.chat_command(self.model, self.session, line))
+            return
+        before = self.session.dropped_turns
+        events = self.session.stream_response(commands.message(line), sampling=self.sampling)
+        reason = write_events(events)
+        if reason == "length":
+            say(commands.cut_short(self.model.stats, self.sampling, self.session))
+        if before == 0 < self.session.dropped_turns:
+            say(commands.forgets(self.model, self.session))

@@ -1,0 +1,193 @@
+"""What is said to a chat: typed or pasted at a terminal, or piped. Prints nothing but a prompt."""
+
+from __future__ import annotations
+
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType, ModuleType, TracebackType
+
+from ondevice.commands.options import TextParts, decode_text
+from ondevice.commands.slash_commands import is_command
+from ondevice.errors import ContextOverflowError, UsageError
+from ondevice.generate import check_prompt
+from ondevice.tokenizer import Tokenizer
+from ondevice.tokenizer.base import MAX_TOKEN_CHARS
+
+PASTE_SECONDS = 0.05
+"""Within which a terminal hands over the next line of a paste, and in which nobody types one."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One thing said. `number` is its line's in a pipe; of a terminal, how many came before it."""
+
+    number: int
+    text: str
+    refusal: ContextOverflowError | None = None
+    """Why it can't be answered, whatever was said before: then `text` isn't all of it."""
+
+
+class Interrupts:
+    """Inside its `with`, a person's Ctrl-C raises KeyboardInterrupt only while it is `heard`, and once.
+
+    People press it twice: the second must not hit what handles the first. From a pipe nothing changes.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.getsignal(signal.SIGINT)
+        if sys.stdin.isatty() and self._before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While this lasts; to be left by the exception, too."""
+        self._heard = True
+        try:
+            yield
+        finally:
+            self._heard = False
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._heard:
+            self._heard = False
+            raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a line of a pipe may hold: no more than the context has room for."""
+
+    tokenizer: Tokenizer
+    max_context: int
+    model_context: int
+    """The model's own limit."""
+
+
+def read_turns(
+    tell: Callable[[str], None],
+    interrupts: Interrupts,
+    limits: Limits,
+    ends_paste: Callable[[str], bool],
+) -> Iterator[Turn]:
+    """What a person types, or the lines of a pipe; empty ones are skipped.
+
+    ends_paste: whether a line is something to do by itself, which doesn't belong to what is pasted before it.
+    Raises UsageError for a line of a pipe that isn't text; a person is told, and asked again.
+    """
+    if not sys.stdin.isatty():
+        yield from _piped(limits)
+        return
+    for number, text in enumerate(_typed(tell, interrupts, ends_paste), 1):
+        if text:
+            yield Turn(number, text)
+
+
+def _piped(limits: Limits) -> Iterator[Turn]:
+    """No more of a line is held than the context has room for; what is left of it is skipped."""
+    source, number = TextParts("-"), 0
+    while True:
+        number += 1
+        text, refusal = _within(limits, source.line())
+        if not text:
+            return
+        source.end_line()
+        if refusal is not None or text.strip():
+            yield Turn(number, text.strip(), refusal)
+
+
+def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowError | None]:
+    """As much of a line as has been read before it is clear whether it is too long, and why it is."""
+    taken = [next(line, "")]
+    if is_command(taken[0].lstrip()):
+        return taken[0], None
+
+    def parts() -> Iterator[str]:
+        chars = len(taken[0])
+        yield taken[0]
+        for part in line:
+            taken.append(part)
+            chars += len(part)
+            yield part
+            # There are tokenizers that make nothing of white space.
+            if chars > MAX_TOKEN_CHARS * limits.max_context:
+                raise ContextOverflowError(
+                    f"the line has {chars} characters or more, and the context holds {limits.max_context} "
+                    "tokens; shorten it"
+                )
+
+    try:
+        # What a template adds comes on top.
+        ids = limits.tokenizer.encode_within(parts(), add_bos=False, most=limits.max_context)
+        if ids:
+            check_prompt(ids, limits.max_context, limits.model_context)
+    except ContextOverflowError as error:
+        return "".join(taken), error
+    return "".join(taken), None
+
+
+def _typed(
+    tell: Callable[[str], None], interrupts: Interrupts, ends_paste: Callable[[str], bool]
+) -> Iterator[str]:
+    """Messages as they are typed. Lines that wait already when one has been read were pasted with it."""
+    with suppress(ImportError):
+        # input() then has editing and a history, and takes what is pasted as one text.
+        _take_pastes_whole(import_module("readline"))
+    while True:
+        lines: list[str] = []
+        try:
+            with interrupts.heard():
+                lines.append(_typed_line("> "))
+                while not ends_paste(lines[-1]) and _is_waiting():
+                    lines.append(_typed_line(""))
+        except KeyboardInterrupt:
+            tell("\n(Ctrl-D quits)")
+            continue
+        except UsageError as error:
+            tell(f"error: {error.for_command_line}")
+            continue
+        except EOFError:
+            if not lines:
+                tell("")
+                return
+        last = [lines.pop()] if len(lines) > 1 and ends_paste(lines[-1]) else []
+        yield from ("\n".join(lines).strip(), *last)
+
+
+def _take_pastes_whole(readline: ModuleType) -> None:
+    if "libedit" not in (readline.__doc__ or ""):
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
+def _is_waiting() -> bool:
+    return bool(select.select([sys.stdin.fileno()], [], [], PASTE_SECONDS)[0])
+
+
+def _typed_line(prompt: str) -> str:
+    return decode_text(_input_bytes(prompt), "the line").rstrip()
+
+
+def _input_bytes(prompt: str) -> bytes:
+    """What was typed, whether or not Python could decode it."""
+    try:
+        return input(prompt).encode("utf-8", "surrogateescape")
+    except UnicodeDecodeError as error:
+        return error.object
+    except SystemError as error:
+        # What Python makes of a second interrupt while input() raises for the first.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            raise error.__cause__ from None
+        raise

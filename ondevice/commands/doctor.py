@@ -1,0 +1,49 @@
+"""`ondevice doctor`: this machine and this installation, self-tested."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ondevice.commands.options import Command, json_option, model_option
+from ondevice.commands.terminal import print_result, progress, take_interrupts
+from ondevice.errors import OndeviceError
+
+if TYPE_CHECKING:
+    from ondevice.doctor.check import Report
+
+STATUS_WIDTH = 9
+
+
+@click.command(cls=Command)
+@model_option
+@json_option
+@click.pass_context
+def doctor(context: click.Context, /, model: str | None, as_json: bool) -> None:
+    """Examine this machine and this installation: versions, kernels, memory, MLX, folders, flash, backends.
+
+    The model that ships writes a few tokens on every backend, which are compared with recorded ones. --model
+    names one to examine too, and to measure the device it lies on. The exit code is 1 if a check failed, 0 if
+    there are warnings at most.
+    """
+    from ondevice.doctor import examine
+
+    take_interrupts()
+    with progress() as show:
+        found = examine(model, on_progress=show)
+    print_result(as_json, found.to_dict(), report_text(found))
+    if not found.ok:
+        context.exit(OndeviceError.exit_code)
+
+
+def report_text(found: Report) -> str:
+    """A line for every check, its remedy under it, and how many are not as they should be."""
+    width = max(len(check.name) for check in found.checks) + 2
+    lines = []
+    for check in found.checks:
+        lines.append(f"{check.status:{STATUS_WIDTH}}{check.name:{width}}{check.value}")
+        if check.remedy:
+            lines.append(f"{'':{STATUS_WIDTH}}{'':{width}}-> {check.remedy}")
+    counted = f"{found.count('failed')} failed, {found.count('warning')} with a warning"
+    return "\n".join([*lines, f"{len(found.checks)} checks in {found.seconds:.1f} s: {counted}"])

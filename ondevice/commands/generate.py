@@ -1,0 +1,48 @@
+"""`ondevice generate`: a text continued as it stands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ondevice.commands.opening import loaded_model, prepared_model, say_figures
+from ondevice.commands.options import Command, Text, TextParts, add_options, json_option, model_option, option
+from ondevice.commands.terminal import print_json, say, write_events
+from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
+
+
+@click.command(cls=Command)
+@model_option
+@option(
+    "--prompt",
+    "-p",
+    required=True,
+    type=Text(),
+    metavar="TEXT|-",
+    help="The text to continue; - reads stdin.",
+)
+@add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@json_option
+def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
+    """Continue a text as it stands. Greedy unless --temp says otherwise."""
+    from ondevice import api
+    from ondevice.runtime.resolving import check_tokens
+
+    sampling = sampling_config(values)
+    text = TextParts(prompt) if prompt == "-" else [prompt]
+    prepared = prepared_model(model, values)
+    # No further than the context holds: a prompt from stdin may have no end.
+    tokens = api.text_tokenizer(prepared).encode_within(text, most=prepared.plan.max_context)
+    check_tokens(prepared, tokens)
+    with loaded_model(prepared) as loaded:
+        if as_json:
+            response = loaded.generate(tokens=tokens, sampling=sampling)
+            print_json(response.to_dict())
+        else:
+            write_events(loaded.stream(tokens=tokens, sampling=sampling))
+        if loaded.stats.context_full:
+            room = loaded.plan.max_context < loaded.config.max_context
+            more = "--max-context makes room" if room else "that is the model's limit"
+            say(f"(cut short: the context of {loaded.plan.max_context} tokens is full; {more})")
+        say_figures(loaded)

@@ -1,0 +1,28 @@
+"""`ondevice inspect`: what a model needs and can do, before it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ondevice.commands.options import Command, add_options, json_option, model_option, option
+from ondevice.commands.terminal import print_result
+from ondevice.settings import RUNTIME_OPTIONS, runtime_config
+
+
+@click.command(cls=Command)
+@model_option
+@option("--list", "listing", is_flag=True, help="List the models that are here, and the short names.")
+@add_options(RUNTIME_OPTIONS)
+@json_option
+def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> None:
+    """Say what a model needs and can do, before loading anything."""
+    from ondevice import api
+    from ondevice.commands.inspection import inspection, inspection_text, model_list, model_list_text
+
+    if listing:
+        print_result(as_json, model_list(), model_list_text())
+        return
+    prepared = api.open_model(model, runtime_config(values))
+    print_result(as_json, inspection(prepared), inspection_text(prepared))

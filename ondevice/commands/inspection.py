@@ -1,0 +1,110 @@
+"""What `inspect` says of a model, for people and as JSON; the models that are here. Prints nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.budget.limits import context_words, verdict
+from ondevice.bundle.reader import Bundle
+from ondevice.commands.reports import parts, percent, residency, size
+from ondevice.commands.training_reports import stream_figures
+from ondevice.runtime.models import ALIASES, SparsityMode, known_models, model_home, sparsity_modes
+from ondevice.runtime.resolving import Prepared
+from ondevice.units import format_bytes
+
+
+def model_list() -> dict[str, Any]:
+    """`inspect --list --json`: the bundles by name, where they lie, and the short names of checkpoints."""
+    return {
+        "models": {name: str(path) for name, path in known_models().items()},
+        "folder": str(model_home()),
+        "aliases": dict(ALIASES),
+    }
+
+
+def model_list_text() -> str:
+    """`inspect --list` for people."""
+    found = model_list()
+    models = found["models"].items()
+    return "\n".join(
+        [
+            f"models, by name ({found['folder']} and what ships):",
+            *([f"  {name:<24}{path}" for name, path in models] or ["  none"]),
+            "short names, which `ondevice convert NAME` downloads and converts:",
+            *(f"  {name:<24}{source}" for name, source in found["aliases"].items()),
+        ]
+    )
+
+
+def inspection(prepared: Prepared) -> dict[str, Any]:
+    """`inspect --json`; `minimum_budget_bytes` is that of the modes named with it, the plan's of its own."""
+    bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
+    found, cuts = bundle.predictors, bundle.thresholds
+    modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
+    return {
+        "model": bundle.name,
+        "architecture": bundle.config.architecture,
+        "parameters": bundle.parameters,
+        "bundle_bytes": bundle.bundle_bytes,
+        "quantisation": bundle.quant.name,
+        "sparsity_modes": [mode.name for mode in modes if mode.available],
+        "predictor_recalls": [] if found is None else [point.recall for point in found.points],
+        "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
+        "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
+        "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
+        "speculation": prepared.runtime.speculation,
+        "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
+        "minimum_budget_sparsity": frugal.plan.sparsity,
+        "minimum_budget_speculation": frugal.runtime.speculation,
+        "minimum_budget_context": frugal.plan.max_context,
+        "fitting_context": prepared.fitting_context,
+        "plan": plan.to_json(),
+    }
+
+
+def inspection_text(prepared: Prepared) -> str:
+    """`inspect` for people: the model, its modes and why, the plan part by part."""
+    bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
+    config = bundle.config
+    lines = [
+        f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
+        f"bundle {size(bundle.bundle_bytes)}",
+        "sparsity modes:",
+        *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
+        f"streams: {_streams_line(bundle)}",
+        *(f"{key}: {bundle.damaged[key].for_command_line}" for key in ("hotness",) if key in bundle.damaged),
+        f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
+        f"with {_modes_taken(prepared)}:",
+        *(_part_line(what, nbytes) for what, nbytes in [*parts(plan), ("total", plan.total_bytes)]),
+        *([residency(plan)] if plan.fits else []),
+        *([] if frugal is prepared else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
+        f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
+        *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),
+        f"everything resident: {size(plan.full_bytes)}",
+        f"fits: {verdict(plan, prepared.fitting_context)}",
+        *(f"warning: {warning}" for warning in prepared.budget_warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _modes_taken(prepared: Prepared) -> str:
+    shortened = f" --max-context {prepared.plan.max_context}" if prepared.plan.wanted_context else ""
+    return f"--sparsity {prepared.plan.sparsity} --speculation {prepared.runtime.speculation}{shortened}"
+
+
+def _part_line(what: str, nbytes: int, width: int = 24) -> str:
+    return f"  {what:<{width}}{format_bytes(nbytes):>9}{nbytes:>16}"
+
+
+def _mode_line(mode: SparsityMode) -> str:
+    return f"  {mode.name:<10}{'yes' if mode.available else 'no'}: {mode.reason}"
+
+
+def _streams_line(bundle: Bundle) -> str:
+    found = bundle.streams
+    if found is None:
+        damage = bundle.damaged.get("streams")
+        return "none" if damage is None else damage.for_command_line
+    accepted = ", ".join(map(percent, found.acceptance))
+    added = found.adapter_parameters(bundle.config) + found.embedding_parameters(bundle.config)
+    return f"{found.streams}, {found.mode}, {added:,} parameters; accepted {accepted}"

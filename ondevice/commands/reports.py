@@ -1,0 +1,137 @@
+"""Plans, figures and progress as lines of text, for people. Prints nothing."""
+
+from __future__ import annotations
+
+import re
+
+from ondevice.budget.limits import context_words
+from ondevice.budget.plan import Plan
+from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.runtime.budget_watch import MemoryPressure
+from ondevice.stats import GenerationStats
+from ondevice.units import format_bytes
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def plan_summary(plan: Plan) -> str:
+    """The plan in two lines, as commands show it before they load; a third where the context is short."""
+    shortened = f"\n      {context_words(plan)}" if plan.wanted_context else ""
+    return (
+        f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
+        f"      {residency(plan)}{shortened}"
+    )
+
+
+def pressure_summary(found: MemoryPressure) -> str:
+    """What memory pressure has done to a budget, in a line."""
+    now, own = format_bytes(found.budget_bytes), format_bytes(found.user_budget_bytes)
+    return (
+        f"memory pressure: {found.level}; the budget is {now} of {own}, has shrunk {found.shrinks} times and "
+        f"grown {found.growths} times"
+    )
+
+
+def residency(plan: Plan) -> str:
+    """What will be in memory, and what is read from flash: `figures` counts it by the same plan."""
+    least = plan.segment.least
+    start, full = (
+        plan.segments_for(kv, NARROW_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
+    )
+    total = plan.segment.total - least
+    if plan.reads_once:
+        return "everything will be resident, read from flash once, as tokens first need it"
+    if not plan.streams:
+        return "the feed-forward will be resident; a row of the embedding is read from flash for each token"
+    if plan.sparsity != "dense":
+        return (
+            f"room for {share(start, total)} of the neurons at the start, {share(full, total)} at "
+            f"{plan.max_context} tokens; of the others, those that are selected are read from flash"
+        )
+    return (
+        f"feed-forward to be resident: {share(start, total)} at the start, {share(full, total)} at "
+        f"{plan.max_context} tokens; the rest streams from flash"
+    )
+
+
+def share(part: int, whole: int) -> str:
+    """A percentage; 100 % of nothing."""
+    return f"{100 * part // whole if whole else 100} %"
+
+
+def size(nbytes: int) -> str:
+    """`4.00 GB (4000000000 bytes)`."""
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
+
+
+def figures(stats: GenerationStats, plan: Plan) -> str:
+    """The closing line of a generation. What fills memory once is no token's: it isn't divided by them."""
+
+    def read(nbytes: int) -> str:
+        if plan.reads_once:
+            return format_bytes(nbytes)
+        return f"{format_bytes(nbytes // max(1, stats.generated_tokens))}/token"
+
+    filling = " to fill memory" if plan.reads_once else ""
+    guesses = (
+        f"; guessed {100.0 * stats.guess_recall:.0f} % of the rest, {read(stats.guess_wasted_bytes)} in vain"
+        if stats.guess_recall or stats.guess_wasted_bytes
+        else ""
+    )
+    waits = (
+        f"; {stats.synchronisations / max(1, stats.forward_passes):.1f} waits for the device a pass, "
+        f"{stats.synchronised_seconds:.2f} s in all"
+        if stats.synchronisations
+        else ""
+    )
+    return (
+        f"{stats.generated_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
+        f"prompt {stats.prompt_tokens} tokens, {stats.prefill_tokens_per_second:.1f} tokens/s; "
+        f"first token {stats.time_to_first_token_seconds:.2f} s; "
+        f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
+        f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}{waits}"
+        f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
+    )
+
+
+def short(number: float) -> str:
+    """Three digits, or all that stand before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def harmless(text: str) -> str:
+    """For a terminal: control characters, with which a text could steer it, as U+FFFD."""
+    return _CONTROLS.sub("\ufffd", text)
+
+
+def duration(seconds: float | None) -> str:
+    """`3 min 20 s`; a question mark where it isn't known."""
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def parts(plan: Plan) -> list[tuple[str, int]]:
+    """The plan, part by part, in bytes; parts of no bytes are left out."""
+    parts = [
+        ("weights of every token", plan.resident_weights_bytes),
+        ("predictors", plan.predictor_bytes),
+        ("KV cache", plan.kv_cache_bytes),
+        ("feed-forward, resident", plan.neuron_cache_bytes),
+        ("streaming buffers", plan.staging_bytes),
+        ("working memory", plan.activation_bytes),
+        ("drafts", plan.draft_bytes),
+        ("process", plan.process_bytes),
+        ("other models", plan.others_bytes),
+    ]
+    return [(what, nbytes) for what, nbytes in parts if nbytes]
+
+
+def _parts_line(plan: Plan) -> str:
+    return ", ".join(f"{what} {format_bytes(nbytes)}" for what, nbytes in parts(plan))

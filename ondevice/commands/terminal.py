@@ -1,0 +1,89 @@
+"""What the command line writes: text and JSON to stdout, everything about them to stderr."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from ondevice.generate import Event
+
+
+def say(message: str, newline: bool = True) -> None:
+    # A file's name may hold what no encoding has.
+    click.echo(message.encode("utf-8", "backslashreplace").decode("utf-8"), err=True, nl=newline)
+
+
+def take_interrupts() -> None:
+    """From here on an interrupt is an exception, which there is something to clean up after."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _writer() -> Callable[[str], None]:
+    """What writes a model's text: as it is, but for a terminal without what could steer it."""
+    from ondevice.commands.reports import harmless
+
+    shown = harmless if sys.stdout and sys.stdout.isatty() else str
+
+    def write(text: str) -> None:
+        # Without `color`, a pipe would lose what looks like a terminal's sequences.
+        click.echo(shown(text), nl=False, color=True)
+        sys.stdout.flush()
+
+    return write
+
+
+def print_json(value: dict[str, Any]) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
+    """The one for programs, or the one for people."""
+    if as_json:
+        print_json(value)
+    else:
+        click.echo(text)
+
+
+def write_events(events: Iterator[Event]) -> str | None:
+    """Write a text as it comes; what was interrupted still ends its line. Returns why it ended."""
+    begun, reason, write = False, None, _writer()
+    try:
+        for event in events:
+            begun, reason = True, event.finish_reason
+            write(event.text)
+        return reason
+    finally:
+        events.close()  # type: ignore[attr-defined]
+        if begun:
+            write("\n")
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[float, str], None]]:
+    """A progress line on a terminal, and a line per tenth elsewhere."""
+    terminal = sys.stderr.isatty()
+    last = [-1.0, -1.0]
+
+    def show(fraction: float, what: str) -> None:
+        now = time.monotonic()
+        if terminal and now - last[1] > 0.1:
+            say(f"\r\x1b[K{100 * fraction:3.0f} %  {what}", newline=False)
+            last[1] = now
+        elif not terminal and int(10 * fraction) > int(10 * last[0]):
+            say(f"{100 * fraction:3.0f} %  {what}")
+            last[0] = fraction
+
+    try:
+        yield show
+    finally:
+        if terminal and last[1] >= 0:
+            say("\r\x1b[K", newline=False)

@@ -1,0 +1,174 @@
+"""`ondevice train`: what a bundle can do without, and runs better with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ondevice.commands.options import (
+    CommandGroup,
+    TextParts,
+    add_options,
+    complete_path,
+    json_option,
+    model_option,
+    option,
+)
+from ondevice.commands.terminal import print_result, progress, take_interrupts
+from ondevice.config import TRAIN_TOKENS, BackendName
+from ondevice.settings import RUNTIME_OPTIONS
+
+if TYPE_CHECKING:
+    from ondevice.bundle.streams import StreamMode
+
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What every training takes."""
+    decorators = (
+        model_option,
+        option(
+            "--text",
+            required=True,
+            metavar="FILE|-",
+            shell_complete=complete_path,
+            help="The text to learn from.",
+        ),
+        option(
+            "--output",
+            "-o",
+            type=click.Path(path_type=Path),
+            help="A new folder for a copy that has them.",
+        ),
+        option(
+            "--tokens",
+            type=click.IntRange(1),
+            default=TRAIN_TOKENS,
+            help="Tokens of the text to use at most.",
+        ),
+        json_option,
+    )
+    for decorate in reversed(decorators):
+        command = decorate(command)
+    return command
+
+
+measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
+"""Beside them, what every training takes whose result runs to be measured."""
+engine_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
+"""Beside them, what a training takes that more than one engine can do."""
+
+
+@click.group(cls=CommandGroup)
+def train() -> None:
+    """Train what a bundle can do without, and runs better with."""
+
+
+@train.command()
+@training_options
+@engine_options
+@measuring_options
+def predictors(
+    model: str | None,
+    text: str,
+    output: Path | None,
+    tokens: int,
+    as_json: bool,
+    backend: BackendName,
+    dram_budget: str,
+) -> None:
+    """Train predictors of which neurons fire, for --sparsity predicted.
+
+    They are measured on the last tenth of the text, which neither trains them nor sets their thresholds: what
+    they miss, what they select in vain, and what that costs in perplexity. Models with ReLU gates only, and
+    --backend cpu or mlx, which runs the model, fits and measures.
+    """
+    from ondevice import training
+    from ondevice.commands import training_reports as reports
+
+    content = TextParts(text)
+    take_interrupts()
+    with progress() as show:
+        found = training.train_predictors(
+            model,
+            content,
+            output=output,
+            tokens=tokens,
+            backend=backend,
+            dram_budget=dram_budget,
+            on_progress=show,
+        )
+    print_result(as_json, reports.trained_figures(found), reports.predictor_table(found))
+
+
+@train.command()
+@training_options
+@measuring_options
+def thresholds(
+    model: str | None, text: str, output: Path | None, tokens: int, as_json: bool, dram_budget: str
+) -> None:
+    """Calibrate how large a gate must be for its neuron to count, for --sparsity threshold.
+
+    Thresholds are measured on the last tenth of the text, which they aren't calibrated on: how many neurons
+    they leave out, and what that costs in perplexity. Models with SiLU or GELU gates only.
+    """
+    from ondevice import training
+    from ondevice.commands import training_reports as reports
+
+    content = TextParts(text)
+    take_interrupts()
+    with progress() as show:
+        found = training.train_thresholds(
+            model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
+        )
+    print_result(as_json, reports.trained_figures(found), reports.threshold_table(found))
+
+
+@train.command()
+@training_options
+@option(
+    "--mode",
+    type=click.Choice(("lossless", "shared")),
+    required=True,
+    help="lossless: the text stays what it is; shared: the model changes with its streams.",
+)
+@option("--steps", type=click.IntRange(1), help="Gradient steps; the more, the longer, the better.")
+@option("--replace", is_flag=True, help="Replace the model's own streams, if it has some.")
+def streams(
+    model: str | None,
+    text: str,
+    output: Path | None,
+    tokens: int,
+    as_json: bool,
+    mode: StreamMode,
+    steps: int | None,
+    replace: bool,
+) -> None:
+    """Train streams, which guess several tokens at once, for --speculation streams.
+
+    They are measured on the last tenth of the text, which doesn't train them: how often each guesses right
+    where all before it had. What was interrupted goes on if the same command is given again. Takes MLX.
+    """
+    from ondevice import training
+    from ondevice.bundle.reader import Bundle
+    from ondevice.commands import training_reports as reports
+    from ondevice.runtime.models import find_model
+
+    content = TextParts(text)
+    take_interrupts()
+    chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
+    with progress() as show:
+        found = training.train_streams(
+            model,
+            content,
+            mode=mode,
+            output=output,
+            replace=replace,
+            tokens=tokens,
+            on_progress=show,
+            **chosen,
+        )
+    config = Bundle.open(find_model(model)).config
+    print_result(as_json, reports.stream_figures(found, config), reports.stream_table(found, config))

@@ -1,0 +1,396 @@
+"""What every drafter brings, beside plain decoding, on one model in one run, and whether texts stay the same.
+
+Every prompt is continued without guesses and with each drafter in turn, in an order that rotates, by one
+loaded model: what else the machine does meets all alike. Each begins with memory as after loading, and with
+what it has learned of the prompts before. It knows nothing of files and tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any, Final
+
+from ondevice.api import Name, open_model, text_tokenizer
+from ondevice.budget.limits import require_fit
+from ondevice.bundle.reader import Bundle
+from ondevice.chat_template import ChatTemplate
+from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.errors import (
+    BudgetError,
+    BundleError,
+    ContextOverflowError,
+    TextChangedError,
+    UnsupportedModelError,
+    UsageError,
+)
+from ondevice.measure.prompts import Task
+from ondevice.runtime.backend_choice import on_kernels
+from ondevice.runtime.engine import Engine
+from ondevice.runtime.resolving import Prepared, budget_bytes, check_tokens, prepare
+from ondevice.scoring import benchmark_prompt, machine
+from ondevice.speculation.registry import DRAFTERS, runs_streams
+from ondevice.stats import DraftStats, per_second
+from ondevice.tokenizer import Tokenizer
+from ondevice.units import format_bytes
+
+OFF: Final = "off"
+ALL_TASKS = "all"
+LEAST_TOKENS = 2
+"""Of a text: the first comes with the prompt's pass."""
+WARM_UP_TOKENS = 8
+
+OnProgress = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One drafter's continuation of one prompt; flash_bytes of its decode passes, which gave `decoded`."""
+
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+    decoded: int
+    passes: int
+    seconds: float
+    flash_bytes: int
+    drafting: DraftStats
+
+
+@dataclass(frozen=True)
+class DrafterRow:
+    """One drafter on one task: sums over its texts' decode passes, which gave `tokens`, in bytes and seconds.
+
+    speed_ups: of each text that has a decode pass, over the same text without guesses; none of `off` itself.
+    """
+
+    task: str
+    drafter: str
+    prompts: int
+    tokens: int
+    passes: int
+    seconds: float
+    flash_bytes: int
+    drafting: DraftStats
+    speed_ups: tuple[float, ...]
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes if self.passes else 1.0
+
+    @property
+    def seconds_per_pass(self) -> float:
+        return self.seconds / self.passes if self.passes else 0.0
+
+    @property
+    def drafting_seconds_per_pass(self) -> float:
+        """Of it, what preparing and growing drafts took."""
+        spent = self.drafting.preparing_seconds + self.drafting.growing_seconds
+        return spent / self.passes if self.passes else 0.0
+
+    @property
+    def flash_bytes_per_token(self) -> float:
+        return self.flash_bytes / self.tokens if self.tokens else 0.0
+
+    @property
+    def guesses_per_draft(self) -> float:
+        """Nodes but for the root."""
+        return self.drafting.guesses / self.drafting.drafts if self.drafting.drafts else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        known = len(self.speed_ups) > 0
+        return {
+            "task": self.task,
+            "drafter": self.drafter,
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "passes": self.passes,
+            "tokens_per_pass": self.tokens_per_pass,
+            "tokens_per_second": per_second(self.tokens, self.seconds),
+            "seconds_per_pass": self.seconds_per_pass,
+            "drafting_seconds_per_pass": self.drafting_seconds_per_pass,
+            "flash_bytes_per_token": self.flash_bytes_per_token,
+            "guesses_per_draft": self.guesses_per_draft,
+            "drafting": self.drafting.to_dict(),
+            "speed_up": median(self.speed_ups) if known else None,
+            "speed_up_least": min(self.speed_ups) if known else None,
+            "speed_up_most": max(self.speed_ups) if known else None,
+        }
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A text that differs from plain decoding's: prompt, from 0 on, of a task."""
+
+    task: str
+    prompt: int
+    drafter: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows by task, then by drafter, `off` first; at the end those of all tasks together.
+
+    budget_bytes: what --dram-budget means for plain decoding. held_bytes: by drafter, what its plan has more
+    than that of plain decoding. notes: what is missing or doubtful, and why, in sentences for people.
+    """
+
+    model: str
+    budget_bytes: int
+    sparsity: str
+    io: str
+    kernel_target: str
+    sampling: SamplingConfig
+    held_bytes: Mapping[str, int]
+    rows: tuple[DrafterRow, ...]
+    changed: tuple[Changed, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """In order; the last is all of them."""
+        return tuple(dict.fromkeys(row.task for row in self.rows))
+
+    @property
+    def texts(self) -> int:
+        """That drafters have written."""
+        return sum(row.prompts for row in self.rows if row.task == ALL_TASKS and row.drafter != OFF)
+
+    def row(self, task: str, drafter: str) -> DrafterRow:
+        return next(row for row in self.rows if (row.task, row.drafter) == (task, drafter))
+
+    def require_same_texts(self) -> None:
+        """Raises TextChangedError if a drafter's text isn't that of plain decoding."""
+        if self.changed:
+            first, count = self.changed[0], len(self.changed)
+            raise TextChangedError(
+                f"{count} of {self.texts} texts aren't those of plain decoding, the first by {first.drafter} "
+                f"on prompt {first.prompt + 1} of {first.task}: a fault of this program; please report it, "
+                "and take --speculation off until it is mended"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        sampling = asdict(self.sampling)
+        shown = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens")
+        return {
+            "model": self.model,
+            "dram_budget_bytes": self.budget_bytes,
+            "sparsity": self.sparsity,
+            "io": self.io,
+            "sampling": {name: sampling[name] for name in shown},
+            "held_bytes": dict(self.held_bytes),
+            "rows": [row.to_dict() for row in self.rows],
+            "changed": [asdict(text) for text in self.changed],
+            "notes": list(self.notes),
+            "machine": machine(self.kernel_target),
+        }
+
+
+def compare_drafters(
+    model: Name | None,
+    runtime: RuntimeConfig,
+    tasks: Sequence[Task],
+    sampling: SamplingConfig,
+    *,
+    on_progress: OnProgress = lambda fraction, what: None,
+) -> Comparison:
+    """Continue every prompt with every drafter that the model can have, runtime.speculation aside.
+
+    Every drafter plans memory as it would by itself; what those that rest hold is beside the budget.
+    sampling.max_tokens: of every text, 2 or more. on_progress gets the share done, and what is being done.
+
+    Raises, before a weight is read, UsageError for texts of fewer tokens, no prompts or a model without a
+    tokenizer, ContextOverflowError for a prompt that is too long, BackendUnavailableError where guesses could
+    change texts, BudgetError if not even plain decoding fits; and what `load` and a generation raise.
+    """
+    if sampling.max_tokens < LEAST_TOKENS:
+        raise UsageError(
+            f"--max-tokens {sampling.max_tokens}: a text's first token comes with its prompt's pass; ask for "
+            f"{LEAST_TOKENS} or more"
+        )
+    # One for all, or texts couldn't be the same.
+    sampling = sampling.seeded()
+    runtime = on_kernels(runtime, "the comparison of --speculation all")
+    arms, notes = _arms(model, runtime)
+    plain = arms[OFF]
+    prompts = _prompts(plain, tasks, sampling.max_tokens)
+    base = next(
+        (it for it in arms.values() if runs_streams(it.runtime.speculation, it.bundle.streams)), plain
+    )
+    with closing(Engine(base, _never)) as engine:
+        found = _measured(engine, arms, prompts, sampling, on_progress)
+        io, kernel_target = engine.io, engine.kernel_target
+    on_progress(1.0, "done")
+    rows = [_row(task, name, texts) for task, texts in _with_all(found).items() for name in arms]
+    return Comparison(
+        model=plain.bundle.name,
+        budget_bytes=plain.plan.budget_bytes,
+        sparsity=plain.runtime.sparsity,
+        io=io,
+        kernel_target=kernel_target,
+        sampling=sampling,
+        held_bytes=_held_bytes(arms),
+        rows=tuple(rows),
+        changed=tuple(_changed(found)),
+        notes=(*notes, *_notes(arms)),
+    )
+
+
+def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepared], list[str]]:
+    """Plain decoding and every drafter, as each would be by itself, and why others are missing."""
+    plain = open_model(model, replace(runtime, speculation="off"))
+    plain.require_fit()
+    arms, notes = {OFF: plain}, []
+    for name in DRAFTERS:
+        speculation: dict[str, Any] = {"speculation": name}
+        if name == "auto":
+            # Beside a second model it would be that one.
+            speculation["draft_model"] = ""
+        try:
+            arm = prepare(plain.bundle, replace(plain.runtime, **speculation))
+            # Alike: one tokenizer, and what the process held before any of them.
+            plan = replace(arm.plan, process_bytes=plain.plan.process_bytes)
+            plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
+            require_fit(plan, plain.bundle.name)
+        except (UnsupportedModelError, UsageError, BudgetError, BundleError) as error:
+            # What is damaged here is the drafter's own: plain decoding has opened all that the model needs.
+            notes.append(f"without {name}: {error.for_command_line}")
+            continue
+        if arm.runtime.speculation != name:
+            notes.append(f"without {name}: its memory is what plain decoding would lack under this budget")
+            continue
+        arms[name] = replace(arm, plan=plan, tokenizer=plain.tokenizer)
+    return arms, notes
+
+
+def _prompts(prepared: Prepared, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
+    """Token ids of every task's prompts."""
+    tokenizer = text_tokenizer(prepared)
+    template = _chat_template(prepared.bundle, tokenizer) if any(task.chat for task in tasks) else None
+    found: dict[str, list[list[int]]] = {}
+    for task in tasks:
+        if not task.prompts or task.name in found or task.name == ALL_TASKS:
+            raise UsageError(f"the task {task.name!r} has no prompts, or shares its name; rename its file")
+        found[task.name] = []
+        for index, prompt in enumerate(task.prompts):
+            if template is not None and task.chat:
+                ids = template.encode([{"role": "user", "content": prompt}], tokenizer)
+            else:
+                ids = tokenizer.encode(prompt)
+            try:
+                check_tokens(prepared, ids, max_tokens)
+            except ContextOverflowError as error:
+                error.add_note(f"it is prompt {index + 1} of {task.name}")
+                raise
+            found[task.name].append(ids)
+    if not found:
+        raise UsageError("there are no prompts to continue")
+    return found
+
+
+def _chat_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate:
+    file = bundle.manifest.tokenizer.chat_template
+    return ChatTemplate.load(None if file is None else bundle.read_small(file), tokenizer)
+
+
+def _measured(
+    engine: Engine,
+    arms: Mapping[str, Prepared],
+    prompts: Mapping[str, Sequence[Sequence[int]]],
+    sampling: SamplingConfig,
+    on_progress: OnProgress,
+) -> dict[str, list[dict[str, _Text]]]:
+    """By task, each prompt's texts by drafter."""
+    warm_up = benchmark_prompt(WARM_UP_TOKENS, next(iter(arms.values())).bundle.config.vocab_size)
+    for arm in arms.values():
+        engine.draft_as(arm)
+        _continued(engine, warm_up, replace(sampling, max_tokens=WARM_UP_TOKENS))
+    found: dict[str, list[dict[str, _Text]]] = {}
+    # Tasks in turns: a machine that slows down does so for all of them.
+    longest = max(map(len, prompts.values()))
+    queue = [(task, index) for index in range(longest) for task in prompts if index < len(prompts[task])]
+    for done, (task, index) in enumerate(queue):
+        turn = done % len(arms)
+        texts = {}
+        for place, name in enumerate([*arms, *arms][turn : turn + len(arms)]):
+            on_progress((done + place / len(arms)) / len(queue), f"{task} {index + 1}, {name}")
+            engine.draft_as(arms[name])
+            texts[name] = _continued(engine, prompts[task][index], sampling)
+        found.setdefault(task, []).append(texts)
+    return {task: found[task] for task in prompts}
+
+
+def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) -> _Text:
+    tokens: list[int] = []
+    before = None
+    for event in engine.generate(None, prompt, sampling, _never):
+        if event.token is not None:
+            tokens.append(event.token)
+        # The first event is the end of the prompt's pass.
+        before = before or engine.counters()
+    assert before is not None
+    assert event.stats is not None
+    stats = event.stats
+    return _Text(
+        tokens=tuple(tokens),
+        finish_reason=event.finish_reason,
+        decoded=round(stats.accepted_tokens_per_pass * stats.decode_passes),
+        passes=stats.decode_passes,
+        seconds=stats.decode_seconds,
+        flash_bytes=engine.counters().flash_bytes_read - before.flash_bytes_read,
+        drafting=stats.drafting,
+    )
+
+
+def _with_all(found: dict[str, list[dict[str, _Text]]]) -> dict[str, list[dict[str, _Text]]]:
+    return found | {ALL_TASKS: [texts for of_task in found.values() for texts in of_task]}
+
+
+def _row(task: str, drafter: str, texts: Sequence[Mapping[str, _Text]]) -> DrafterRow:
+    own = [of_prompt[drafter] for of_prompt in texts]
+    pairs = [(of_prompt[OFF], of_prompt[drafter]) for of_prompt in texts if drafter != OFF]
+    return DrafterRow(
+        task=task,
+        drafter=drafter,
+        prompts=len(own),
+        tokens=sum(text.decoded for text in own),
+        passes=sum(text.passes for text in own),
+        seconds=sum(text.seconds for text in own),
+        flash_bytes=sum(text.flash_bytes for text in own),
+        drafting=sum((text.drafting for text in own), DraftStats()),
+        speed_ups=tuple(plain.seconds / text.seconds for plain, text in pairs if text.seconds > 0),
+    )
+
+
+def _changed(found: Mapping[str, Sequence[Mapping[str, _Text]]]) -> list[Changed]:
+    return [
+        Changed(task, index, name)
+        for task, of_task in found.items()
+        for index, texts in enumerate(of_task)
+        for name, text in texts.items()
+        if (text.tokens, text.finish_reason) != (texts[OFF].tokens, texts[OFF].finish_reason)
+    ]
+
+
+def _held_bytes(arms: Mapping[str, Prepared]) -> dict[str, int]:
+    return {name: arm.plan.draft_bytes - arms[OFF].plan.draft_bytes for name, arm in arms.items()}
+
+
+def _notes(arms: Mapping[str, Prepared]) -> list[str]:
+    plan = arms[OFF].plan
+    notes = []
+    held = sum(_held_bytes(arms).values())
+    if plan.streams and held:
+        notes.append(
+            "each drafter has the memory that it would have by itself, and those that rest keep theirs: the "
+            f"process may hold up to {format_bytes(held)} more than the budget"
+        )
+    if not plan.streams:
+        notes.append("everything is resident: a lower --dram-budget shows what drafts save of reads")
+    return notes
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,267 @@
+"""Profiles and comparisons of drafters drawn, beside their numbers. The one module that needs matplotlib.
+
+It draws without a display, and matplotlib's global state stays as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import util
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ondevice.api import Name
+from ondevice.bundle.files import disk_errors
+from ondevice.config import PROFILE_TOKENS
+from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.measure.drafters import ALL_TASKS, OFF, Comparison
+from ondevice.measure.profiling import Profile, profile
+from ondevice.sparsity.policies import DEFAULT_POLICY
+from ondevice.training import OnProgress, Text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NUMBERS = "profile.json"
+SPARSITY, AGGREGATED = "sparsity.svg", "aggregated_neurons.svg"
+MISSES, READS = "cache_misses.svg", "read_throughput.svg"
+SPECULATION, SPECULATION_NUMBERS = "speculation.png", "speculation.json"
+INCHES = (6.4, 4.0)
+COMPARISON_INCHES, COMPARISON_DPI = (9.0, 10.0), 120
+BARS_WIDTH = 0.8
+"""Of the distance between two tasks, what a task's bars take."""
+TICKED_LAYERS = 40
+"""With more layers, not every bar has its number."""
+
+
+def draw_profile(
+    output: Path | None,
+    model: Name | None = None,
+    text: Text | None = None,
+    *,
+    tokens: int = PROFILE_TOKENS,
+    on_progress: OnProgress = lambda fraction, what: None,
+) -> Profile:
+    """What `profiling.profile` finds, drawn in the new or empty folder `output`, if there is one.
+
+    Raises, before anything is measured, BackendUnavailableError without matplotlib, UsageError for an output
+    that holds something and OndeviceError for one that can't be made; and what `profile` and `draw` raise.
+    """
+    with nullcontext() if output is None else _new_folder(output):
+        found = profile(model, text, tokens=tokens, on_progress=on_progress)
+        if output is not None:
+            draw(found, output)
+    return found
+
+
+def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> Comparison:
+    """What `compare()` finds, drawn in the new or empty folder `output`, if there is one: PNG and JSON.
+
+    Raises what `draw_profile` raises before anything is measured, OndeviceError where the disk refuses, and
+    what `compare` raises.
+    """
+    with nullcontext() if output is None else _new_folder(output):
+        found = compare()
+        if output is not None:
+            with disk_errors(output, "make room, or choose another --output"):
+                _save_comparison(found, output / SPECULATION)
+                _write_numbers(output / SPECULATION_NUMBERS, found.to_dict())
+    return found
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[None]:
+    """The folder to draw in, gone again if nothing came into it."""
+    if util.find_spec("matplotlib") is None:
+        raise BackendUnavailableError(
+            "drawing takes matplotlib, which isn't installed: pip install 'ondevice[plots]'; or leave out "
+            "--output: the numbers are printed without it"
+        )
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UsageError(f"{output} exists and isn't an empty folder; choose another --output")
+    with disk_errors(output, "choose another --output"):
+        output.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            # Refused, unless it is empty.
+            output.rmdir()
+
+
+def draw(found: Profile, folder: Path) -> list[Path]:
+    """Write the profile's plots and `profile.json` to a folder; returns the files.
+
+    A model whose gates are hardly ever zero has one plot, of reads. Raises OndeviceError where the disk
+    refuses.
+    """
+    drawn: dict[str, Callable[[Profile, Axes], None]] = {READS: _draw_reads}
+    if found.firing is not None:
+        drawn = {SPARSITY: _draw_sparsity, AGGREGATED: _draw_aggregated, MISSES: _draw_misses} | drawn
+    with disk_errors(folder, "make room, or choose another --output"):
+        for name, draw_on in drawn.items():
+            _save(found, folder / name, draw_on)
+        _write_numbers(folder / NUMBERS, found.to_dict())
+    return [*(folder / name for name in drawn), folder / NUMBERS]
+
+
+def _write_numbers(path: Path, numbers: dict[str, Any]) -> None:
+    text = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _save(found: Profile, path: Path, draw_on: Callable[[Profile, Axes], None]) -> None:
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    # Text stays text, and equal numbers give equal bytes.
+    settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": path.name}
+    # The style is ours whatever the person's own matplotlibrc says.
+    with matplotlib.style.context("default"), matplotlib.rc_context(settings):
+        figure = Figure(figsize=INCHES, layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(True, alpha=0.3)
+        axes.set_axisbelow(True)
+        draw_on(found, axes)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _draw_sparsity(found: Profile, axes: Axes) -> None:
+    assert found.firing is not None
+    zeros = [100 * (1 - share) for share in found.firing.active]
+    mean = sum(zeros) / len(zeros)
+    axes.bar(range(len(zeros)), zeros)
+    axes.axhline(mean, color="black", linestyle="--", linewidth=1, label=f"mean {mean:.1f} %")
+    axes.set(xlabel="layer", ylabel="gates that are zero, %", ylim=(0, 100))
+    if len(zeros) <= TICKED_LAYERS:
+        axes.set_xticks(range(len(zeros)))
+    axes.legend(loc="lower right")
+    _title(axes, found.model, "activation sparsity by layer")
+
+
+def _draw_aggregated(found: Profile, axes: Axes) -> None:
+    import matplotlib
+
+    assert found.firing is not None
+    curves = [[100 * share for share in layer] for layer in found.firing.distinct]
+    spans = range(1, len(curves[0]) + 1)
+    colours = matplotlib.colormaps["viridis"]
+    for layer, curve in enumerate(curves):
+        # The legend names the ends of the scale, which says what is in between.
+        named = layer in (0, len(curves) - 1)
+        colour = colours(layer / max(1, len(curves) - 1))
+        axes.plot(spans, curve, color=colour, linewidth=1, label=f"layer {layer}" if named else None)
+    mean = [sum(column) / len(curves) for column in zip(*curves, strict=True)]
+    axes.plot(spans, mean, color="black", linewidth=2.5, label="mean")
+    axes.set(xlabel="neighbouring tokens", ylabel="distinct neurons that fire, %", ylim=(0, 100))
+    axes.legend(loc="lower right")
+    _title(axes, found.model, "aggregated neurons")
+
+
+def _draw_misses(found: Profile, axes: Axes) -> None:
+    assert found.misses is not None
+    sizes = [100 * share for share in found.misses.shares]
+    # Some policies hardly differ: where lines lie on each other, both are to be seen.
+    for (policy, rates), style in zip(
+        found.misses.policies.items(), itertools.cycle(("-", "-.")), strict=False
+    ):
+        name = f"{policy} (default)" if policy == DEFAULT_POLICY else policy
+        axes.plot(sizes, [100 * rate for rate in rates], style, marker="o", markersize=3, label=name)
+    optimum = [100 * rate for rate in found.misses.optimum]
+    axes.plot(sizes, optimum, color="black", linestyle="--", label="offline optimum (Belady)")
+    axes.set(xlabel="neurons in the cache, %", ylabel="firing neurons that miss it, %", ylim=(0, 100))
+    axes.set_xlim(0, 100)
+    axes.legend(loc="upper right")
+    _title(axes, found.model, "cache misses by policy")
+
+
+def _draw_reads(found: Profile, axes: Axes) -> None:
+    rates = [rate for rate in found.reads.rates if rate.bytes_per_second is not None]
+    for threads in sorted({rate.threads for rate in rates}):
+        points = [
+            (rate.read_bytes / 1024, rate.bytes_per_second / 1e9)
+            for rate in rates
+            if rate.threads == threads and rate.bytes_per_second is not None
+        ]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=f"{threads} reader threads")
+    axes.set_xscale("log", base=2)
+    sizes = sorted({rate.read_bytes // 1024 for rate in found.reads.rates})
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set(xlabel="size of a read, KiB", ylabel="GB/s")
+    axes.set_ylim(bottom=0)
+    if rates:
+        axes.legend()
+    _title(axes, found.model, f"random {found.reads.io} reads of neuron files")
+
+
+def _save_comparison(found: Comparison, path: Path) -> None:
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    with matplotlib.style.context("default"):
+        figure = Figure(figsize=COMPARISON_INCHES, dpi=COMPARISON_DPI, layout="constrained")
+        speeds, tokens, depths = figure.subplots(3)
+        for axes in (speeds, tokens, depths):
+            axes.grid(True, alpha=0.3)
+            axes.set_axisbelow(True)
+        _draw_speed_ups(found, speeds)
+        _draw_tokens(found, tokens)
+        _draw_depths(found, depths)
+        figure.legend(*speeds.get_legend_handles_labels(), loc="outside upper center", ncols=8)
+        figure.savefig(path, format="png", metadata={"Software": None})
+
+
+def _drafters(found: Comparison) -> list[str]:
+    return [row.drafter for row in found.rows if row.task == ALL_TASKS and row.drafter != OFF]
+
+
+def _bars(found: Comparison) -> Iterator[tuple[str, list[float], float]]:
+    """Each drafter with its bars' middles, one for every task, and their width."""
+    drafters = _drafters(found)
+    width = BARS_WIDTH / max(1, len(drafters))
+    for place, drafter in enumerate(drafters):
+        shift = (place - (len(drafters) - 1) / 2) * width
+        yield drafter, [task + shift for task in range(len(found.tasks))], width
+
+
+def _draw_speed_ups(found: Comparison, axes: Axes) -> None:
+    for drafter, middles, width in _bars(found):
+        # A text may have no pass to compare.
+        ratios = [found.row(task, drafter).speed_ups or (1.0,) for task in found.tasks]
+        heights = [median(of_task) for of_task in ratios]
+        below = [height - min(of_task) for height, of_task in zip(heights, ratios, strict=True)]
+        above = [max(of_task) - height for height, of_task in zip(heights, ratios, strict=True)]
+        axes.bar(middles, heights, width, yerr=(below, above), label=drafter, error_kw={"linewidth": 1})
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(found.tasks)), [_plain(task) for task in found.tasks])
+    axes.set(ylabel="speed over plain decoding")
+    _title(axes, found.model, "median of pairs, with least and most")
+
+
+def _draw_tokens(found: Comparison, axes: Axes) -> None:
+    for drafter, middles, width in _bars(found):
+        axes.bar(middles, [found.row(task, drafter).tokens_per_pass for task in found.tasks], width)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks(range(len(found.tasks)), [_plain(task) for task in found.tasks])
+    axes.set(ylabel="tokens per pass")
+
+
+def _draw_depths(found: Comparison, axes: Axes) -> None:
+    for drafter in _drafters(found):
+        shares = [100 * share for share in found.row(ALL_TASKS, drafter).drafting.acceptance_by_depth]
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=4, label=drafter)
+    axes.set(xlabel="depth in the draft", ylabel="right, all before being right, %", ylim=(0, 105))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _title(axes: Axes, model: str, what: str) -> None:
+    axes.set_title(_plain(f"{model}: {what}"), fontsize="medium")
+
+
+def _plain(text: str) -> str:
+    """A dollar would begin a formula."""
+    return text.replace("$", r"\$")

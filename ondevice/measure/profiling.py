@@ -1,0 +1,310 @@
+"""What a model does on a text and what its flash gives: sparsity, what caches would hold, read throughput.
+
+Only gates that become exactly zero tell which neurons fire; of other models only reads are measured, and
+`Profile.notes` say why. Drawing is `plots`' work.
+
+Legend: L layers, T tokens, F neurons of a layer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.api import Model, Name, open_model
+from ondevice.backends.base import Float32
+from ondevice.bundle.reader import Bundle
+from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, RuntimeConfig
+from ondevice.errors import UsageError
+from ondevice.flash.reader import DEFAULT_THREADS
+from ondevice.flash.throughput import Throughput, measure_throughput
+from ondevice.runtime.resolving import Prepared
+from ondevice.scoring import benchmark_prompt
+from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
+from ondevice.sparsity.replay import Optimum, hit_rate
+from ondevice.training import OnProgress, Text, text_pieces
+from ondevice.units import format_bytes
+
+SPANS = 32
+"""Most neighbouring tokens whose neurons are counted together."""
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
+"""Sizes of caches, of all neurons."""
+WARM_UP_TOKENS = 64
+"""Tokens that fill the caches and aren't counted, at most a quarter of all."""
+PROMPTS = (
+    "Once upon a time",
+    "The most important thing to know about the city is",
+    "I'm looking for a restaurant. What do you recommend?",
+    "def main():",
+)
+OWN_PIECE_TOKENS = 256
+OWN_TEMPERATURE = 0.8
+"""Of the model's own text: the likeliest one repeats itself, which would flatter every cache."""
+MANY_THREADS = 32
+"""On which small reads come near the device's rate."""
+LITTLE_BYTES = 256 << 20
+"""Less than this a device may have in memory of its own."""
+
+
+@dataclass(frozen=True)
+class Firing:
+    """Which neurons fire, by layer, as shares of the layer's F from 0 to 1.
+
+    active: (L) for one token. also_before: (L) of the firing, those that fired for the token before as well.
+    distinct: (L, S) those that fire at least once in windows of 1 to S neighbouring tokens; every S the mean
+    over the same places in the text.
+    """
+
+    active: tuple[float, ...]
+    also_before: tuple[float, ...]
+    distinct: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class CacheMisses:
+    """Of the neurons that fire, those that a cache hasn't, from 0 to 1: one for each of `shares`.
+
+    shares: what a cache holds, of all neurons. policies: with the runtime's own, as it divides memory among
+    layers. optimum: with the future known (Belady). warm_up_tokens: how many weren't counted.
+    """
+
+    shares: tuple[float, ...]
+    policies: dict[str, tuple[float, ...]]
+    optimum: tuple[float, ...]
+    warm_up_tokens: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """tokens: of the text that ran, 0 if none did. firing, misses: None where gates are hardly ever zero.
+
+    notes: what is missing or doubtful, and why, in sentences for people.
+    """
+
+    model: str
+    text: str
+    tokens: int
+    num_layers: int
+    num_neurons: int
+    """F, of one layer."""
+    firing: Firing | None
+    misses: CacheMisses | None
+    reads: Throughput
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        shown = asdict(self)
+        if self.misses is not None:
+            shown["misses"]["default_policy"] = DEFAULT_POLICY
+        return shown
+
+
+def profile(
+    model: Name | None = None,
+    text: Text | None = None,
+    *,
+    pieces: Sequence[Sequence[int]] | None = None,
+    tokens: int = PROFILE_TOKENS,
+    on_progress: OnProgress = lambda fraction, what: None,
+) -> Profile:
+    """Measure a model on the first `tokens` tokens of `text`, or on text of its own.
+
+    pieces: token ids instead of a text, each read from an empty context. on_progress gets the share done,
+    from 0 to 1, and what is being done. The run holds what every token needs and all gates in memory, and
+    4 * L * F bytes per token on disk.
+
+    Raises UsageError for too little text, OndeviceError where the disk has no room, and what `load` raises.
+    """
+    prepared = open_model(model, RuntimeConfig())
+    bundle, config = prepared.bundle, prepared.bundle.config
+    notes: list[str] = []
+    firing = misses = None
+    source, total = "none", 0
+    if config.zeros_gates:
+        source, pieces = _pieces(prepared, text, pieces, tokens, on_progress)
+        total = sum(map(len, pieces))
+        with recorded_gates(
+            bundle, pieces, lambda done: on_progress(0.3 + 0.2 * done / total, "gates")
+        ) as gates:
+            firing = firing_of(gates, list(map(len, pieces)))
+            misses = cache_misses(gates, lambda done: on_progress(0.5 + 0.4 * done, "caches"))
+    else:
+        notes.append(
+            f"{config.hidden_act} gates are hardly ever exactly zero, so every neuron counts for every token;"
+            " there is no sparsity to show, nothing for a cache to choose, and no text was run"
+        )
+    on_progress(0.9, "reads")
+    reads = measure_throughput(
+        [bundle.neuron_file(layer) for layer in range(config.num_layers)], (DEFAULT_THREADS, MANY_THREADS)
+    )
+    on_progress(1.0, "done")
+    return Profile(
+        model=bundle.name,
+        text=source,
+        tokens=total,
+        num_layers=config.num_layers,
+        num_neurons=config.intermediate_size,
+        firing=firing,
+        misses=misses,
+        reads=reads,
+        notes=(*notes, *read_doubts(reads.io, reads.file_bytes), *_read_notes(reads)),
+    )
+
+
+def firing_of(gates: Float32, lengths: Sequence[int]) -> Firing:
+    """gates: (L, T, F) of pieces of text of so many tokens each, at least one of them of two or more."""
+    spans = min(SPANS, max(lengths))
+    ends = np.cumsum(lengths).tolist()
+    ranges = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    starts = np.concatenate([np.arange(piece.start, piece.stop - spans + 1) for piece in ranges])
+    second = np.concatenate([np.arange(piece.start + 1, piece.stop) for piece in ranges])
+    active, also_before, distinct = [], [], []
+    for layer in gates:
+        fired = fires(layer)
+        active.append(float(fired.mean()))
+        again, counted = fired[second] & fired[second - 1], fired[second]
+        also_before.append(int(again.sum()) / max(1, int(counted.sum())))
+        distinct.append(_distinct_shares(fired, starts, spans))
+    return Firing(tuple(active), tuple(also_before), tuple(distinct))
+
+
+def cache_misses(gates: Float32, on_progress: Callable[[float], None] = lambda fraction: None) -> CacheMisses:
+    """gates: (L, T, F). on_progress gets the share done."""
+    layers, tokens, neurons = gates.shape
+    warm_up = min(WARM_UP_TOKENS, tokens // 4)
+    slots = [int(share * layers * neurons) for share in SHARES]
+    policies: dict[str, tuple[float, ...]] = {}
+    for number, policy in enumerate(POLICIES):
+        rates = []
+        for index, count in enumerate(slots):
+            on_progress((number + index / len(slots)) / (len(POLICIES) + 1))
+            rates.append(1 - hit_rate(gates, policy, count, warm_up))
+        policies[policy] = tuple(rates)
+    on_progress(len(POLICIES) / (len(POLICIES) + 1))
+    best = Optimum(gates, warm_up)
+    return CacheMisses(SHARES, policies, tuple(1 - best.hit_rate(count) for count in slots), warm_up)
+
+
+@contextmanager
+def recorded_gates(
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    on_progress: Callable[[int], None] = lambda tokens: None,
+) -> Iterator[Float32]:
+    """(L, T, F) gates before the activation, of pieces of token ids that are each read from an empty context.
+
+    They are on disk, read as they are used, and gone afterwards. on_progress gets the tokens done. Raises
+    OndeviceError where the disk has no room, BundleError for a model whose gates are hardly ever zero.
+    """
+    from ondevice.converters.training.activations import check_room, observe_gates
+
+    config, tokens = bundle.config, sum(map(len, pieces))
+    with tempfile.TemporaryDirectory(prefix="ondevice-gates-") as scratch:
+        check_room(Path(scratch), tokens, 4 * config.num_layers * config.intermediate_size, "gates")
+        shape = (config.num_layers, tokens, config.intermediate_size)
+        gates = np.memmap(Path(scratch) / "gates", np.float32, "w+", shape=shape)
+        written = [0] * config.num_layers
+
+        def observe(layer: int, x: Float32, values: Float32) -> None:
+            start = written[layer]
+            gates[layer, start : start + len(values)] = values
+            written[layer] += len(values)
+
+        observe_gates(bundle, pieces, observe, on_progress)
+        yield gates
+
+
+def _distinct_shares(fired: NDArray[np.bool_], starts: NDArray[np.intp], spans: int) -> tuple[float, ...]:
+    """Mean share of neurons that fire in 1 to `spans` tokens from each of `starts` on; fired: (T, F)."""
+    united = np.zeros((len(starts), fired.shape[1]), dtype=np.bool_)
+    shares = []
+    for later in range(spans):
+        united |= fired[starts + later]
+        shares.append(float(united.mean()))
+    return tuple(shares)
+
+
+def _pieces(
+    prepared: Prepared,
+    text: Text | None,
+    pieces: Sequence[Sequence[int]] | None,
+    tokens: int,
+    on_progress: OnProgress,
+) -> tuple[str, Sequence[Sequence[int]]]:
+    """What runs, and in words what it is."""
+    if text is not None and pieces is not None:
+        raise UsageError("give either a text or pieces of token ids")
+    if tokens < PROFILE_LEAST:
+        raise UsageError(f"tokens is {tokens}; it must be {PROFILE_LEAST} or more")
+    if text is None and pieces is None:
+        return _own_text(prepared, tokens, lambda done: on_progress(0.3 * done / tokens, "writing text"))
+    found = text_pieces(prepared, text, tokens) if text is not None else [list(p) for p in pieces or () if p]
+    total = sum(map(len, found))
+    if total < PROFILE_LEAST:
+        raise UsageError(f"the text has {total} tokens; a profile takes {PROFILE_LEAST} or more")
+    return "the text given", found
+
+
+def _own_text(
+    prepared: Prepared, tokens: int, on_progress: Callable[[int], None]
+) -> tuple[str, list[list[int]]]:
+    """Continuations of fixed prompts, as the model samples them, until they have `tokens` tokens."""
+    config = prepared.bundle.config
+    length = min(OWN_PIECE_TOKENS, prepared.plan.max_context)
+    if prepared.tokenizer is None:
+        prompts, named = [benchmark_prompt(8, config.vocab_size)], "made-up token ids"
+    else:
+        prompts = [prepared.tokenizer.encode(prompt) for prompt in PROMPTS]
+        named = ", ".join(f'"{prompt}"' for prompt in PROMPTS)
+    pieces: list[list[int]] = []
+    done = 0
+    with Model(prepared) as model:
+        while done < tokens:
+            seed = len(pieces)
+            prompt = prompts[seed % len(prompts)][: max(1, length // 2)]
+            most = min(length, tokens - done)
+            response = model.generate(
+                tokens=prompt,
+                max_tokens=max(0, most - len(prompt)),
+                temperature=OWN_TEMPERATURE,
+                seed=seed,
+            )
+            pieces.append([*prompt, *response.tokens][:most])
+            done += len(pieces[-1])
+            on_progress(done)
+    return f"the model's own at temperature {OWN_TEMPERATURE}, continuing {named}", pieces
+
+
+def read_doubts(io: str, file_bytes: int) -> list[str]:
+    """Why figures of reading may say little of flash. file_bytes: of all files that were read."""
+    notes = []
+    if io == "buffered":
+        notes.append(
+            "reads went through the page cache, as the file system refuses direct ones or --io says so: they "
+            "may say more of memory than of flash"
+        )
+    if file_bytes < LITTLE_BYTES:
+        notes.append(
+            f"the neuron files have {format_bytes(file_bytes)} in all, which the device may hold in "
+            "memory of its own: a large model's reads may be slower"
+        )
+    return notes
+
+
+def _read_notes(reads: Throughput) -> list[str]:
+    notes = []
+    missing = sorted({rate.read_bytes for rate in reads.rates if rate.bytes_per_second is None})
+    if missing:
+        listed = ", ".join(f"{nbytes >> 10} KiB" for nbytes in missing)
+        notes.append(
+            f"no reads of {listed}: that is less than what a checksum covers, or more than a neuron file has"
+        )
+    return notes

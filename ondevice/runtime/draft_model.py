@@ -1,0 +1,140 @@
+"""The second model of `--speculation model`: which bundle it is, what it takes, and its weights in memory.
+
+It is held whole beside the target, whose plan counts it. It never decides a token, so how it runs (dense,
+with the target's `--kv-bits`) is no option of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from ondevice.backends.base import KVLayout
+from ondevice.backends.cpu import CpuBackend
+from ondevice.budget.plan import Plan, plan_memory
+from ondevice.budget.sizes import SegmentShape
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
+from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.runtime.models import find_model
+from ondevice.sparsity.segments import SegmentPool
+from ondevice.speculation.draft_context import DraftModel
+from ondevice.speculation.drafters.other_vocabulary import same_vocabulary
+from ondevice.tokenizer import Tokenizer
+
+MOST_FILLING_PASSES = 16
+"""Feed-forward memory fills as passes ask for it; what hasn't come after so many comes while drafting."""
+
+
+@dataclass(frozen=True)
+class PreparedDraft:
+    """A second model that could be loaded. plan: its own, with everything resident.
+
+    tokenizers: its own and the target's, where its tokens aren't the target's.
+    """
+
+    bundle: Bundle
+    runtime: RuntimeConfig
+    plan: Plan
+    tokenizers: tuple[Tokenizer, Tokenizer] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, loaded and with a full context."""
+        return self.plan.full_bytes - self.plan.process_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of that, what is there from the end of loading on."""
+        return self.plan.resident_weights_bytes + self.plan.segment.total * self.plan.segment.nbytes
+
+    def within(self, max_context: int) -> PreparedDraft:
+        """The same for a text of so many tokens at most."""
+        runtime = replace(self.runtime, max_context=min(max_context, self.bundle.config.max_context))
+        return replace(self, runtime=runtime, plan=_resident(self.bundle, runtime))
+
+
+def open_draft(runtime: RuntimeConfig) -> Bundle:
+    """The bundle `runtime.draft_model`. Raises UsageError for none, ModelNotFoundError, BundleError."""
+    if not runtime.draft_model:
+        raise UsageError(
+            "--speculation model needs a second, smaller model: name its bundle with --draft-model, or take "
+            "--speculation auto, which needs none"
+        )
+    try:
+        return Bundle.open(find_model(runtime.draft_model))
+    except (ModelNotFoundError, BundleError) as error:
+        raise type(error)(f"--draft-model {runtime.draft_model}: {error.for_command_line}") from error
+
+
+def plan_draft(
+    bundle: Bundle,
+    own: Tokenizer | None,
+    target: Tokenizer | None,
+    runtime: RuntimeConfig,
+    max_context: int,
+) -> PreparedDraft:
+    """Plan a second model for a target. runtime: the target's, settled; max_context: of its text.
+
+    Raises UnsupportedModelError if one of the two has no tokenizer, so that their tokens can't be compared.
+    """
+    if own is None or target is None:
+        raise UnsupportedModelError(
+            f"--draft-model {bundle.name}: drafting takes both models' tokenizers, and "
+            f"{'it' if own is None else 'the model'} was converted without one; take --speculation auto"
+        )
+    context = min(max_context, bundle.config.max_context)
+    settled = replace(runtime, sparsity="dense", speculation="off", draft_model="", max_context=context)
+    tokenizers = None if same_vocabulary(own, target) else (own, target)
+    return PreparedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
+
+
+def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
+    """Its plan with everything in memory. runtime: its own, settled."""
+    plan = plan_memory(
+        bundle.config, bundle.quant, runtime, budget_bytes=0, process_bytes=0, threads=runtime.threads
+    )
+    return plan.with_budget(plan.full_bytes)
+
+
+def load_draft(
+    prepared: PreparedDraft, engine: _native.Engine, cancelled: Callable[[], bool] = lambda: False
+) -> DraftModel:
+    """Load it to run on the target's kernel engine. Raises what loading raises; `close` gives all back."""
+    bundle, runtime, plan = prepared.bundle, prepared.runtime, prepared.plan
+    assert isinstance(plan.segment, SegmentShape)
+    with ExitStack() as undo:
+        reader = undo.enter_context(FlashReader(bundle_files(bundle), runtime.io))
+        backend = CpuBackend(
+            engine,
+            segment_neurons=plan.segment.neurons,
+            stream_neurons=plan.stream.neurons,
+            resident_embedding=True,
+        )
+        transformer = Transformer(bundle.config, backend, load_weights(bundle, reader, backend, cancelled))
+        pool = SegmentPool(
+            backend.feed_forwards,
+            reader,
+            segment_bytes=plan.segment.nbytes,
+            stream_neurons=plan.stream.neurons,
+            slot_bytes=plan.stream.slot_bytes,
+            slots=plan.stream.slots,
+        )
+        undo.callback(pool.close)
+        kv = KVCache(KVLayout(bundle.config, runtime.kv_bits), _native.allocate)
+        pool.resize(plan.segment.lent(plan.segment.total))
+        for _ in range(MOST_FILLING_PASSES):
+            if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):
+                break
+            transformer.forward([0], kv, "none", cancelled)
+            kv.truncate(0)
+        reader.trim()
+        close = undo.pop_all().close
+    own, target = prepared.tokenizers or (None, None)
+    return DraftModel(transformer, kv, plan.max_context, runtime.prefill_chunk, close, own, target)

@@ -1,0 +1,383 @@
+"""Which folder a model's name means, and which modes that model can have.
+
+A name is a path, a folder under the model folders, or an alias. Nothing is downloaded to run a model: a
+name that isn't there gets the `convert` line that makes it. Only `convert` itself may fetch a repository.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module, util
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from ondevice.bundle.predictors import OperatingPoint, Predictors
+from ondevice.bundle.sidecar import listed_targets
+from ondevice.bundle.streams import Streams
+from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
+from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
+from ondevice.errors import (
+    BundleError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    UsageError,
+)
+from ondevice.runtime.backend_choice import check_backend
+from ondevice.speculation.registry import DRAFTERS, needs
+
+MANIFEST = "bundle.json"
+RESIDENT = "resident.safetensors"
+
+ALIASES = {
+    "llama-7b": "huggyllama/llama-7b",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
+    "mistral-7b": "mistralai/Mistral-7B-v0.1",
+    "mistral-7b-instruct": "mistralai/Mistral-7B-Instruct-v0.2",
+    "qwen2.5-0.5b-instruct": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-7b-instruct": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "relu-llama-7b": "SparseLLM/ReluLLaMA-7B",
+    "prosparse-llama-2-7b": "SparseLLM/prosparse-llama-2-7b",
+}
+"""Short names of public checkpoints; the last two have ReLU-sparse feed-forward layers."""
+
+REPOSITORY_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+]
+"""All that a conversion reads: never code, never a pickle."""
+
+SHOWN_CHARS = 80
+"""Characters that an error shows of a name that nothing can have."""
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+class ConversionProgress(Protocol):
+    """How far a conversion is; bytes are bytes of the checkpoint."""
+
+    @property
+    def step(self) -> str:
+        """The file being made."""
+
+    @property
+    def done_bytes(self) -> int: ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def fraction(self) -> float: ...
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None while nothing is known."""
+
+
+def model_home() -> Path:
+    """The folder that converted models live in: `ONDEVICE_HOME`, else the platform's data folder."""
+    home = os.environ.get("ONDEVICE_HOME")
+    if home:
+        return Path(home).expanduser()
+    import platformdirs
+
+    return platformdirs.user_data_path("ondevice", appauthor=False) / "models"
+
+
+def shipped_folder() -> Path:
+    """The installed `weights/`; in a source tree it stands beside the package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "weights"
+    return installed if installed.is_dir() else package.parent / "weights"
+
+
+def find_model(name: str | os.PathLike[str] | None = None) -> Path:
+    """The bundle folder that `name` means; without a name, the model that ships.
+
+    Raises ModelNotFoundError with the `ondevice convert` line that would make it, UsageError for no name.
+    """
+    if name is None:
+        return _shipped_model()
+    text = _path_text(name, "a model is a path, a name or an alias")
+    if not text:
+        raise UsageError("the model's name is empty; give a bundle's folder, or leave --model out")
+    with _lookups(text):
+        return _find_model(text, isinstance(name, os.PathLike))
+
+
+def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
+    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises UsageError as these do."""
+    return default_output(source) if output is None else output_path(output)
+
+
+def output_path(output: object) -> Path:
+    """Where something is to be written. Raises UsageError for a value of another type."""
+    return Path(_path_text(output, "the output is a path"))
+
+
+def default_output(source: str | os.PathLike[str]) -> Path:
+    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
+
+    Raises UsageError for a source without a name, ModelNotFoundError for one that nothing can have.
+    """
+    text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
+    with _lookups(text):
+        path = Path(text).expanduser()
+        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
+    if not name:
+        raise UsageError(f"{text} has no name to give the bundle; name its folder with --output")
+    return model_home() / name
+
+
+def _path_text(value: object, what: str) -> str:
+    """A path, as text. Raises UsageError, which says `what` it has to be, for a value of another type."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UsageError(f"{what}, not {value!r}")
+    return text
+
+
+@contextmanager
+def _lookups(name: str) -> Iterator[None]:
+    """For looking for what `name` may mean: what the system refuses to look for isn't there."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        shown = name if len(name) <= SHOWN_CHARS else f"{name[:SHOWN_CHARS]}..."
+        raise ModelNotFoundError(f"nothing can be found by the name {shown!a}: {reason}") from error
+
+
+def _find_model(text: str, is_path: bool) -> Path:
+    path = Path(text).expanduser()
+    is_repository = _REPOSITORY.fullmatch(text) is not None
+    if is_path or (path / MANIFEST).is_file() or (os.sep in text and (path.is_dir() or not is_repository)):
+        return _checked_path(path)
+    # A folder here that is no bundle, such as what one was converted from, is not what a mere name means.
+    folder_name = text.rsplit("/", 1)[-1]
+    for folder in (model_home(), shipped_folder()):
+        if (folder / folder_name / MANIFEST).is_file():
+            return folder / folder_name
+    if path.exists():
+        return _checked_path(path)
+    source = ALIASES.get(text, text if is_repository else None)
+    raise ModelNotFoundError(_missing(text, folder_name, source))
+
+
+def known_models() -> dict[str, Path]:
+    """The bundles in the model folders, by name; of two with the same, the one that `find_model` finds."""
+    found: dict[str, Path] = {}
+    for folder in (shipped_folder(), model_home()):
+        found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
+    return dict(sorted(found.items()))
+
+
+def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
+    """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
+
+    Raises ModelNotFoundError if there is no such path, or the repository can't be had (`offline`, no
+    `huggingface_hub`, no network, no permission); UsageError for no name.
+    """
+    text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
+    if not text:
+        raise UsageError("the checkpoint's name is empty; give its folder, file, repository id or alias")
+    with _lookups(text):
+        path = Path(text).expanduser()
+        if path.exists():
+            return path
+    repository = ALIASES.get(text, text)
+    if not _REPOSITORY.fullmatch(repository):
+        raise ModelNotFoundError(
+            f"no checkpoint at {text}: give a Hugging Face folder, a llama2.c .bin file, a repository id "
+            f"such as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
+        )
+    if offline:
+        raise ModelNotFoundError(
+            f"{repository} isn't a folder here and --offline forbids downloading it; "
+            "give the path of a downloaded copy"
+        )
+    if util.find_spec("huggingface_hub") is None:
+        raise ModelNotFoundError(
+            f"{repository} isn't a folder here; to download it, install the extra: "
+            "pip install 'ondevice[hub]'"
+        )
+    return _download(repository)
+
+
+def _download(repository: str) -> Path:
+    hub = import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(repository, allow_patterns=REPOSITORY_FILES))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{repository} couldn't be downloaded: {error}") from error
+
+
+def _shipped_model() -> Path:
+    folder = shipped_folder()
+    bundles = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
+    if bundles:
+        return bundles[0]
+    line = _convert_line("CHECKPOINT", model_home() / "NAME")
+    raise ModelNotFoundError(
+        f"no model ships with this version, so --model is needed. To convert one first: {line}"
+    )
+
+
+def _checked_path(path: Path) -> Path:
+    if (path / MANIFEST).is_file():
+        return path
+    if path.is_file() and path.name == MANIFEST:
+        raise ModelNotFoundError(f"{path} is a bundle's manifest; give its folder, {path.parent}")
+    if path.is_file():
+        line = _convert_line(str(path), model_home() / path.stem)
+        raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
+    if path.is_dir() and (path / RESIDENT).is_file():
+        raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
+    if path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.bin"))):
+        line = _convert_line(str(path), model_home() / path.resolve().name)
+        raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")
+    if path.is_dir():
+        raise ModelNotFoundError(f"{path} holds no {MANIFEST}, so it isn't a (finished) bundle")
+    line = _convert_line("CHECKPOINT", path)
+    raise ModelNotFoundError(f"no bundle at {path}. To make it: {line}")
+
+
+def _missing(name: str, folder_name: str, source: str | None) -> str:
+    line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
+    known = "" if source else f"; names known without a checkpoint of your own: {', '.join(ALIASES)}"
+    here = ", ".join(known_models())
+    return (
+        f"no model called {name} in {model_home()} or {shipped_folder()}, where there are: {here or 'none'}. "
+        f"To make it: {line}{known}"
+    )
+
+
+def _convert_line(source: str, output: Path) -> str:
+    return f"ondevice convert {shlex.quote(source)} --output {shlex.quote(str(output))}"
+
+
+NOTHING_DAMAGED: Mapping[str, BundleError] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class SparsityMode:
+    """Whether a model can run in a mode, and why (not)."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+def sparsity_modes(
+    config: ModelConfig,
+    predictors: Predictors | None,
+    thresholds: Thresholds | None,
+    damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
+) -> tuple[SparsityMode, ...]:
+    """Every sparsity mode, and whether this model can have it. damaged: additions, as a Bundle has them."""
+    relu = config.zeros_gates
+    exact = (
+        "only neurons whose gate is above zero; the same text as dense"
+        if relu
+        else f"{config.hidden_act} gates are hardly ever exactly zero; it takes relu or relu2"
+    )
+    predicted = (
+        "only neurons that predictors select; not the same text as dense; --predictor-recall "
+        + listed_targets(predictors.points, "recall")
+        if predictors is not None
+        else damaged["predictors"].for_command_line
+        if "predictors" in damaged
+        else "its bundle holds no predictors; `ondevice train predictors` makes them"
+        if relu
+        else f"predictors say which gates are zero, and {config.hidden_act} gates hardly ever are"
+    )
+    threshold = (
+        "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
+        + listed_targets(thresholds.points, "sparsity")
+        if thresholds is not None
+        else damaged["thresholds"].for_command_line
+        if "thresholds" in damaged
+        else f"{config.hidden_act} gates have a threshold of their own, zero: `exact` loses nothing"
+        if relu
+        else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
+    )
+    return (
+        SparsityMode("dense", True, "every neuron of every token; exact"),
+        SparsityMode("exact", relu, exact),
+        SparsityMode("predicted", predictors is not None, predicted),
+        SparsityMode("threshold", thresholds is not None, threshold),
+        SparsityMode("experts", False, "it has no expert router"),
+    )
+
+
+def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
+    """What `auto` chooses from, the mode that is taken where all fit first: exact ones only."""
+    return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
+
+
+def operating_point(
+    runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
+) -> OperatingPoint | ThresholdPoint | None:
+    """What the options choose of a lossy mode's operating points; None where the mode has none.
+
+    Raises UnsupportedModelError for one that was never measured.
+    """
+    if runtime.sparsity == "predicted" and predictors is not None:
+        return predictors.point(runtime.predictor_recall)
+    if runtime.sparsity == "threshold" and thresholds is not None:
+        return thresholds.point(runtime.threshold_sparsity)
+    return None
+
+
+def check_runtime(
+    config: ModelConfig,
+    runtime: RuntimeConfig,
+    predictors: Predictors | None,
+    thresholds: Thresholds | None,
+    streams: Streams | None = None,
+    damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
+) -> None:
+    """Refuse what this model or this version can't do, before anything is loaded.
+
+    Raises UnsupportedModelError for a sparsity or speculation mode, BundleError for one whose files are
+    damaged, BackendUnavailableError for a backend.
+    """
+    for mode, key, asked in (
+        (f"--sparsity {runtime.sparsity}", "predictors", runtime.sparsity == "predicted"),
+        (f"--sparsity {runtime.sparsity}", "thresholds", runtime.sparsity == "threshold"),
+        (f"--speculation {runtime.speculation}", "streams", needs(runtime.speculation) == "streams"),
+    ):
+        if asked and key in damaged:
+            raise BundleError(f"{mode} isn't possible with this model: {damaged[key].for_command_line}")
+    modes = {mode.name: mode for mode in sparsity_modes(config, predictors, thresholds)}
+    if runtime.sparsity != "auto" and not modes[runtime.sparsity].available:
+        have = ", ".join(mode.name for mode in modes.values() if mode.available)
+        raise UnsupportedModelError(
+            f"--sparsity {runtime.sparsity} isn't possible with this model: "
+            f"{modes[runtime.sparsity].reason}. It can have: {have}"
+        )
+    operating_point(runtime, predictors, thresholds)
+    if needs(runtime.speculation) == "streams" and streams is None:
+        have = ", ".join(("off", *(name for name in DRAFTERS if needs(name) != "streams")))
+        raise UnsupportedModelError(
+            f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
+            f"`ondevice train streams` makes them. It can have: {have}"
+        )
+    check_backend(runtime)
