@@ -355,9 +355,9 @@ def test_a_loss_that_is_not_a_number_is_an_error(
 def test_without_mlx_there_is_no_training(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ondevice: Run
 ) -> None:
-    import ondevice.converters
+    import ondevice.converters.training.streams
 
-    monkeypatch.delattr(ondevice.converters, "train_streams")
+    monkeypatch.delattr(ondevice.converters.training.streams, "train")
     monkeypatch.delitem(sys.modules, "ondevice.converters.training.streams.train")
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     with pytest.raises(BackendUnavailableError, match=r"ondevice\[mlx\]"):
