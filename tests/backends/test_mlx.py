@@ -26,8 +26,9 @@ from ondevice.runtime import backend_choice
 from ondevice.units import memory_total
 from tests.support.bundles import copy_files
 from tests.support.engines import all_logits, error, random_tokens
-from tests.support.mlx_models import ON_GPU, SHIPPED, loaded, smallest
+from tests.support.mlx_models import ON_GPU, loaded, smallest
 from tests.support.models import QUANTS, VARIANTS
+from tests.support.paths import SHIPPED
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)

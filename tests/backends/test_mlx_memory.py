@@ -25,7 +25,8 @@ from ondevice.model.loading import record_chunk
 from ondevice.runtime import backend_choice
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.support.engines import random_tokens
-from tests.support.mlx_models import ON_GPU, SHIPPED, loaded, smallest
+from tests.support.mlx_models import ON_GPU, loaded, smallest
+from tests.support.paths import SHIPPED
 
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)

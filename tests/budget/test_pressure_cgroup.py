@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.measure import MEMORY_CGROUP, MemoryCgroup, memory_cgroup
 
+from tests.benchmarks.lib.measure import MEMORY_CGROUP, MemoryCgroup, memory_cgroup
 from tests.support.bundles import convert_bundle
 from tests.support.command_line import command
 from tests.support.models import save_safetensors, tensor_shapes, tiny_config

@@ -6,7 +6,6 @@ import logging
 import struct
 from pathlib import Path
 
-import llama2c_reference as llama2c
 import numpy as np
 import pytest
 
@@ -19,6 +18,7 @@ from ondevice.converters.checkpoints.safetensors_file import read_tensors
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
+from tests.support import llama2c_reference as llama2c
 from tests.support.engines import all_logits, running
 from tests.support.llama2c_reference import Shape
 from tests.support.models import save_safetensors, to_bfloat16

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.measure import MEMORY_CGROUP, memory_cgroup
 
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.pipeline import ahead
+from tests.benchmarks.lib.measure import MEMORY_CGROUP, memory_cgroup
 from tests.support.models import tensor_shapes, tiny_config
 
 # ru_maxrss isn't reset when a process is started, and pytest with torch may be large; VmHWM is its own.
