@@ -40,8 +40,9 @@ from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft
-from tests.benchmarks.explain.cache_hit_rates import DOMAINS, ROOT, held_out_windows
+from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.measure import machine, note
+from tests.support.paths import ROOT
 
 PROMPT_TOKENS = 96
 GUESSES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, NARROW_TOKENS)
