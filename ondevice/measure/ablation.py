@@ -22,7 +22,7 @@ from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
 from ondevice.errors import UsageError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.measure.profiling import read_doubts

@@ -44,7 +44,7 @@ from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import neuron_memory
 from ondevice.runtime.resolving import Prepared
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
-from ondevice.sparsity.guessing import GuessQuality
+from ondevice.sparsity.prefetch import GuessQuality
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter, runs_streams

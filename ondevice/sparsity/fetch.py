@@ -22,11 +22,11 @@ from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole,
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.guessing import GUESS_TOKENS, Guessing, GuessQuality
+from ondevice.sparsity.prefetch import GUESS_TOKENS, Guessing, GuessQuality
 from ondevice.sparsity.neuron_cache import NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
-from ondevice.sparsity.warming import Warming
+from ondevice.sparsity.cache_warm_up import Warming
 from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1

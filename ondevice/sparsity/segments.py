@@ -23,7 +23,7 @@ from ondevice.backends.base import Bytes
 from ondevice.backends.fed_layer import FedLayer, Segment
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.stats import PassTimes
 

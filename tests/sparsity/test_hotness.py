@@ -24,7 +24,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.activations import observe_gates, record_activations
 from ondevice.converters.training.hotness import firing_frequencies, write_hotness
 from ondevice.errors import BundleError, FlashReadError
-from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
+from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import Addresses
 from ondevice.sparsity.record_reads import RecordReads

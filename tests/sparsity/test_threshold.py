@@ -33,7 +33,7 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity import fetch
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.guessing import Guessing
+from ondevice.sparsity.prefetch import Guessing
 from ondevice.sparsity.policies import POLICIES
 from ondevice.training import train_thresholds
 from tests.support.bundles import EOS, convert_bundle, copy_files, made_up_pieces, write_chat_checkpoint

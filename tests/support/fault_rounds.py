@@ -257,7 +257,7 @@ def main() -> None:
     tally = Counter[str]()
     ahead = logging.Handler()
     ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]
-    logger = logging.getLogger("ondevice.sparsity.claimed_reads")
+    logger = logging.getLogger("ondevice.sparsity.reserved_reads")
     logger.setLevel(logging.INFO)
     logger.addHandler(ahead)
     faulthandler.dump_traceback_later(DEADLOCK_SECONDS, exit=True)

@@ -13,9 +13,9 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
 from ondevice.runtime.models import shipped_folder
-from ondevice.sparsity.claimed_reads import ClaimedReads
+from ondevice.sparsity.reserved_reads import ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing
+from ondevice.sparsity.prefetch import REST_PASSES, TRIAL_PASSES, Guessing
 from ondevice.sparsity.record_reads import Parts
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat import greedy, squeeze
@@ -68,7 +68,7 @@ def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch, slow_layers: None) -> None:
     """They never rest."""
-    monkeypatch.setattr("ondevice.sparsity.guessing.TRIAL_PASSES", 1 << 40)
+    monkeypatch.setattr("ondevice.sparsity.prefetch.TRIAL_PASSES", 1 << 40)
 
 
 @pytest.mark.usefixtures("always")

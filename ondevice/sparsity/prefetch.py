@@ -19,7 +19,7 @@ import numpy as np
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
+from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts
