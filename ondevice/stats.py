@@ -66,7 +66,7 @@ class GenerationStats:
 
     `accepted_tokens_per_pass` is the tokens generated after the first, over decode passes.
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1;
-    `guess_recall` the share of the others whose read had begun from a guess, `guess_wasted_bytes` what was
+    `prefetch_recall` the share of the others whose read had begun from a guess, `prefetch_wasted_bytes` what was
     read from guesses for nothing. `flash_read_seconds` is wall time with a read in flight,
     `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
     `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
@@ -86,8 +86,8 @@ class GenerationStats:
     flash_read_seconds: float = 0.0
     flash_cpu_seconds: float = 0.0
     neuron_cache_hit_rate: float = 0.0
-    guess_recall: float = 0.0
-    guess_wasted_bytes: int = 0
+    prefetch_recall: float = 0.0
+    prefetch_wasted_bytes: int = 0
     forward_passes: int = 0
     accepted_tokens_per_pass: float = 1.0
     backend: str = ""

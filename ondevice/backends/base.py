@@ -318,7 +318,7 @@ class Backend(Protocol):
         """
         ...
 
-    def foresee(self, x: Array, norm: Norm, weight: FeedForward) -> None:
+    def prefetch(self, x: Array, norm: Norm, weight: FeedForward) -> None:
         """The input of weight's feed-forward will be near norm(x), x (T, D).
 
         An engine may begin to fetch what it will need; no result may depend on it.

@@ -189,10 +189,10 @@ class CpuBackend(EmbeddingHolder):
         )
         return out
 
-    def foresee(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
+    def prefetch(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
         selector = weight.selector
-        if weight.foresee is not None and selector is not None:
-            weight.foresee(len(x), lambda: self.scores(x, selector, norm))
+        if weight.prefetch is not None and selector is not None:
+            weight.prefetch(len(x), lambda: self.scores(x, selector, norm))
 
     def feed_forward(
         self,

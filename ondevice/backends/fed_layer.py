@@ -72,10 +72,10 @@ class FedLayer:
         """Told that the layer's turn has come with so many certain tokens, if any; then `selected` is asked
         for the neurons, unless all are in memory."""
         self.selected: Selected = _unfed
-        self.foresee: Callable[[int, Callable[[], Float32]], None] | None = None
+        self.prefetch: Callable[[int, Callable[[], Float32]], None] | None = None
         """Told, before the layer's turn, how many tokens are to come and what scores them by a guess."""
-        self.wants_guess: Callable[[int], bool] = wants_none
-        """Whether `foresee` would ask for the scores of so many tokens."""
+        self.wants_prefetch: Callable[[int], bool] = wants_none
+        """Whether `prefetch` would ask for the scores of so many tokens."""
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
@@ -119,7 +119,7 @@ def _not_whole(certain: int) -> None:
 
 
 def wants_none(tokens: int) -> bool:
-    """Nobody foresees."""
+    """Nobody prefetches."""
     return False
 
 

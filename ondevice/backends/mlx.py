@@ -85,7 +85,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self._most_stages = stages
         self._stages: list[_Stage] = []
         self._stream = MlxStreamMemory(self._waits)
-        self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
+        self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """What was last begun, if nobody has waited for it or for what comes of it."""
 
@@ -140,7 +140,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         if self._begun is not None:
             self._await(self._begun)
         self._stages.clear()
-        self._foreseen = None
+        self._prefetched = None
         mx.clear_cache()
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
@@ -151,22 +151,22 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
         # under way stays within one pass's working memory, and a cancelled prompt ends.
         if layer == 0:
-            self._foreseen = None  # of a pass that was given up
+            self._prefetched = None  # of a pass that was given up
             if self._begun is not None:
                 self._await(self._begun)
         self._begun = super().attend(qkv, kv, layer, *where, **options)
         begin(self._begun)
         return self._begun
 
-    def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         selector, tokens = weight.selector, x.shape[0]
-        if weight.foresee is None or selector is None:
+        if weight.prefetch is None or selector is None:
             return
-        if weight.wants_guess(tokens):
+        if weight.wants_prefetch(tokens):
             # Read back together with the layer's own scores: a guess must not cost a synchronisation.
-            self._foreseen = weight, tokens, self._scored(x, selector, norm)[0]
+            self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
-            weight.foresee(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
+            weight.prefetch(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
 
     def feed_forward(
         self,
@@ -294,14 +294,14 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """One synchronisation: scores as the host knows them, and what was foreseen of the next layer."""
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is None:
+        """One synchronisation: scores as the host knows them, and what was prefetched of the next layer."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None:
             return self.to_numpy(scores)
-        layer, tokens, guess = foreseen
+        layer, tokens, guess = prefetched
         self._await(scores, guess)
-        if layer.foresee is not None:
-            layer.foresee(tokens, lambda: np.array(guess))
+        if layer.prefetch is not None:
+            layer.prefetch(tokens, lambda: np.array(guess))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:

@@ -51,7 +51,7 @@ class MlxFloatBackend(MlxOps):
         product = x @ weight.weight.T
         return product if weight.bias is None else product + weight.bias
 
-    def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(

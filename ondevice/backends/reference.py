@@ -169,7 +169,7 @@ class ReferenceBackend:
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
 
-    def foresee(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
+    def prefetch(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(

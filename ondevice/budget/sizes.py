@@ -158,7 +158,7 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
     neurons = config.num_layers * config.intermediate_size
     # Two batches of a layer, its guess that has come, and the next layer's that is being read.
-    reserve = 2 * fetch_neurons(config) + 2 * guess_neurons(config)
+    reserve = 2 * fetch_neurons(config) + 2 * prefetch_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
     return SlotShape(slots, slot_bytes, reserve, -(-(neurons + reserve) // slots))
 
@@ -168,7 +168,7 @@ def fetch_neurons(config: ModelConfig) -> int:
     return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
 
 
-def guess_neurons(config: ModelConfig) -> int:
+def prefetch_neurons(config: ModelConfig) -> int:
     """Most neurons of a layer that are read from a guess.
 
     More than most flash reads while a layer is computed: what hasn't begun when the layer's turn comes is

@@ -104,8 +104,8 @@ def _overlap_lines(found: Ablation) -> list[str]:
         f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
         f"compute in `all` ({1e3 * longer:.1f} ms), {found.own_overlap_ratio:.2f} x that of its own "
         f"({1e3 * own:.1f} ms)",
-        f"guesses found {percent(row.guess_recall)} of what was missing and read "
-        f"{row.guess_wasted_bytes / 1e6:.2f} MB per token in vain",
+        f"guesses found {percent(row.prefetch_recall)} of what was missing and read "
+        f"{row.prefetch_wasted_bytes / 1e6:.2f} MB per token in vain",
     ]
 
 

@@ -74,8 +74,8 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
 
     filling = " to fill memory" if plan.reads_once else ""
     guesses = (
-        f"; guessed {100.0 * stats.guess_recall:.0f} % of the rest, {read(stats.guess_wasted_bytes)} in vain"
-        if stats.guess_recall or stats.guess_wasted_bytes
+        f"; guessed {100.0 * stats.prefetch_recall:.0f} % of the rest, {read(stats.prefetch_wasted_bytes)} in vain"
+        if stats.prefetch_recall or stats.prefetch_wasted_bytes
         else ""
     )
     waits = (

@@ -67,7 +67,7 @@ class AblationRow:
     feed_forward_bytes: memory that holds neurons at the end; resident_bytes: weights of every token, and what
     selects neurons. io_seconds: wall time with a read in flight, beside compute or not; waited_seconds: of
     the pass, for reads; managed_seconds: of the pass, for what is in memory and what isn't.
-    guess_recall: share of the neurons that weren't in memory whose read had begun from a guess.
+    prefetch_recall: share of the neurons that weren't in memory whose read had begun from a guess.
     tokens: ids of the text, those that warmed up included.
     """
 
@@ -83,8 +83,8 @@ class AblationRow:
     waited_seconds: float
     managed_seconds: float
     total_seconds: float
-    guess_recall: float
-    guess_wasted_bytes: float
+    prefetch_recall: float
+    prefetch_wasted_bytes: float
     tokens: tuple[int, ...]
 
     @property
@@ -318,7 +318,7 @@ def _measured(
     (started, before), (ended, after) = marks
     absent = after.neuron_cache_lookups - before.neuron_cache_lookups
     absent -= after.neuron_cache_hits - before.neuron_cache_hits
-    guessed = after.guesses_used - before.guesses_used
+    guessed = after.prefetched_used - before.prefetched_used
     return AblationRow(
         name=name,
         sparsity=prepared.runtime.sparsity,
@@ -332,8 +332,8 @@ def _measured(
         waited_seconds=(after.waited_seconds - before.waited_seconds) / max_tokens,
         managed_seconds=(after.managed_seconds - before.managed_seconds) / max_tokens,
         total_seconds=(ended - started) / max_tokens,
-        guess_recall=guessed / absent if absent > 0 else 0.0,
-        guess_wasted_bytes=(after.guess_wasted_bytes - before.guess_wasted_bytes) / max_tokens,
+        prefetch_recall=guessed / absent if absent > 0 else 0.0,
+        prefetch_wasted_bytes=(after.prefetch_wasted_bytes - before.prefetch_wasted_bytes) / max_tokens,
         tokens=tuple(tokens),
     )
 

@@ -33,6 +33,6 @@ def feed_forward(
     return x
 
 
-def foresee(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
+def prefetch(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
     """Tell the backend what the block of a later layer will be given, about: x (T, D) is the stream now."""
-    backend.foresee(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)
+    backend.prefetch(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)

@@ -22,7 +22,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model.attention import Rows, attention
-from ondevice.model.ffn import feed_forward, foresee
+from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
 from ondevice.model.weights import ModelWeights, StreamWeights
@@ -252,7 +252,7 @@ class Transformer:
         certain = rows.certain if rows.certain < x.shape[0] else None
         if layer + 1 < config.num_layers and rows.certain:
             known = x if certain is None else x[:certain]
-            foresee(backend, config, self.weights.layers[layer + 1], known)
+            prefetch(backend, config, self.weights.layers[layer + 1], known)
         return feed_forward(backend, config, weights, x, certain, adapters, rows.adapted)
 
     def _rows(self, kv: KVCache, count: int, tree: TokenTree | None, certain: int | None = None) -> Rows:

@@ -44,7 +44,7 @@ from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import neuron_memory
 from ondevice.runtime.resolving import Prepared
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
-from ondevice.sparsity.prefetch import GuessQuality
+from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter, runs_streams
@@ -134,7 +134,7 @@ class Engine:
         """Totals since the engine was made."""
         flash = self._reader.stats
         times = PassTimes() if self._neurons is None else self._neurons.times
-        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else GuessQuality()
+        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else PrefetchQuality()
         return Counters(
             flash_bytes_read=flash.bytes_read,
             flash_reads=flash.reads,
@@ -144,8 +144,8 @@ class Engine:
             managed_seconds=times.managed,
             neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
             neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
-            guesses_used=guesses.used,
-            guess_wasted_bytes=guesses.wasted_bytes,
+            prefetched_used=guesses.used,
+            prefetch_wasted_bytes=guesses.wasted_bytes,
             synchronisations=0 if self._backend is None else self._backend.synchronisations,
             synchronised_seconds=0.0 if self._backend is None else self._backend.synchronised_seconds,
             peak_memory_bytes=process_memory().peak_bytes,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.record_reads import Parts
+from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 
 
 class Warming:

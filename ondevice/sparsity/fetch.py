@@ -22,11 +22,11 @@ from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole,
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.prefetch import GUESS_TOKENS, Guessing, GuessQuality
+from ondevice.sparsity.cache_warm_up import Warming
 from ondevice.sparsity.neuron_cache import NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
+from ondevice.sparsity.prefetch import PREFETCH_TOKENS, Prefetcher, PrefetchQuality
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
-from ondevice.sparsity.cache_warm_up import Warming
 from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
@@ -97,9 +97,9 @@ class NeuronFetcher:
         )
         warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
         self._warming = Warming(layers, reader, cache, wanted, warm_bytes)
-        self._guessing = Guessing(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
+        self._guessing = Prefetcher(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
         self._fill_ahead = options.keep and options.fill_ahead
-        self._guessed_hits = 0
+        self._prefetched_hits = 0
         self._guesses = 0
         """Of the next pass's last tokens, how many may turn out to be no part of the text."""
         self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
@@ -112,8 +112,8 @@ class NeuronFetcher:
             layer.turn = partial(self._turn, index)
             layer.selected = partial(self._selected, index)
             if options.guess:
-                layer.foresee = partial(self._guessing.foresee, index)
-                layer.wants_guess = partial(self._guessing.wants, index)
+                layer.prefetch = partial(self._guessing.prefetch, index)
+                layer.wants_prefetch = partial(self._guessing.wants, index)
 
     @property
     def nbytes(self) -> int:
@@ -133,14 +133,14 @@ class NeuronFetcher:
     @property
     def hits(self) -> int:
         """Those of them that were in memory when the pass came to their layer, and not from a guess."""
-        return self._cache.hits - self._guessed_hits
+        return self._cache.hits - self._prefetched_hits
 
     @property
     def times(self) -> PassTimes:
         return PassTimes(self._waited, self._managed)
 
     @property
-    def guesses(self) -> GuessQuality:
+    def guesses(self) -> PrefetchQuality:
         """What reads begun from a guess were worth."""
         return self._guessing.quality
 
@@ -184,7 +184,7 @@ class NeuronFetcher:
         self._cache.close()
         for layer in self._layers:
             layer.turn = layer.selected = _closed
-            layer.foresee, layer.wants_guess = None, wants_none
+            layer.prefetch, layer.wants_prefetch = None, wants_none
 
     def _turn(self, index: int, certain: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
@@ -225,7 +225,7 @@ class NeuronFetcher:
             while waiting or under_way:
                 while waiting and len(under_way) < BATCHES:
                     under_way.append(self._begin(index, waiting.popleft()))
-                if not self._guesses_arrived(ids, guessed):
+                if not self._prefetched_arrived(ids, guessed):
                     while under_way:
                         self._give_up(index, under_way.popleft())
                     waiting, guessed = deque(self._cut(ids)), guessed[:0]
@@ -242,7 +242,7 @@ class NeuronFetcher:
                 if waiting and not cache.has_room(len(waiting[0])):
                     cache.settle(index, ids[done:])
         finally:
-            self._guesses_arrived(ids, guessed)
+            self._prefetched_arrived(ids, guessed)
             for batch in under_way:
                 self._give_up(index, batch)
             cache.settle(index)
@@ -267,7 +267,7 @@ class NeuronFetcher:
         """A pass of `tokens` tokens comes to the first layer."""
         self._guessing.next_pass()
         # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
-        alone = tokens > GUESS_TOKENS
+        alone = tokens > PREFETCH_TOKENS
         if alone:
             self._warming.stop()
         else:
@@ -293,7 +293,7 @@ class NeuronFetcher:
             self._waited += waited
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
-    def _guesses_arrived(self, ids: Int32, guessed: Int32) -> bool:
+    def _prefetched_arrived(self, ids: Int32, guessed: Int32) -> bool:
         """Whether what was guessed of `ids` is in memory, after waiting for it: else it is absent again."""
         if not len(guessed):
             return self._guessing.arrived()
@@ -306,7 +306,7 @@ class NeuronFetcher:
             wanted = np.zeros(self._layers[0].source.num_neurons, dtype=bool)
             wanted[ids] = True
             used = int(np.count_nonzero(wanted[guessed]))
-        self._guessed_hits += used
+        self._prefetched_hits += used
         self._guessing.count(len(guessed), used, waited, self._read_seconds)
         return arrived
 

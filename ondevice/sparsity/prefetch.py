@@ -19,21 +19,21 @@ import numpy as np
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts
+from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 
 log = logging.getLogger(__name__)
 
-GUESS_TOKENS = 16
+PREFETCH_TOKENS = 16
 """Passes of more tokens need so much of every layer that their reads never pause."""
 TRIAL_PASSES, REST_PASSES = 8, 120
-"""Guessing is judged after so many passes, and tried again after so many without it."""
+"""Prefetcher is judged after so many passes, and tried again after so many without it."""
 
 
 @dataclass(frozen=True)
-class GuessQuality:
+class PrefetchQuality:
     """What guesses were worth so far. Neurons are counted once per pass and layer.
 
     begun: read from a guess; used: those of them that the true selection had. wasted_bytes: of the others.
@@ -50,7 +50,7 @@ class GuessQuality:
 
 
 @dataclass
-class _Guess:
+class _Prefetch:
     """One layer's claim and its reads. Once halted, the first `read` of its neurons come."""
 
     claim: Claim
@@ -64,10 +64,10 @@ class _Guess:
         return self.read
 
 
-class Guessing:
+class Prefetcher:
     """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
 
-    parts: what is read of records. Begun by `foresee`, halted when the layer's own turn comes (`adopt`), and
+    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`adopt`), and
     waited for by `arrived`.
     """
 
@@ -85,17 +85,17 @@ class Guessing:
         self._cache = cache
         self._most = most
         self._idle = [ClaimedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
-        self._guesses: list[_Guess] = []
+        self._guesses: list[_Prefetch] = []
         """Of a layer whose turn is about to come, and of the one behind it."""
-        self._arriving: _Guess | None = None
+        self._arriving: _Prefetch | None = None
         """Adopted: its claim has the neurons that are held, and the slots that are claimed still."""
         self._expected: dict[int, Float32] = {}
-        """By layer, the highest scores (F,) that drafting has seen since the layer was last foreseen."""
+        """By layer, the highest scores (F,) that drafting has seen since the layer was last prefetched."""
         self._passes = 0
         self._on = True
-        self._judged = GuessQuality()
+        self._judged = PrefetchQuality()
         self._chosen_seconds = 0.0
-        self.quality = GuessQuality()
+        self.quality = PrefetchQuality()
 
     @property
     def on(self) -> bool:
@@ -104,9 +104,9 @@ class Guessing:
 
     def wants(self, layer: int, tokens: int) -> bool:
         """Whether scores of so many tokens are of use to a layer."""
-        return self._on and tokens <= GUESS_TOKENS and not self._cache.holds_layer(layer)
+        return self._on and tokens <= PREFETCH_TOKENS and not self._cache.holds_layer(layer)
 
-    def foresee(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
+    def prefetch(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
         """Begin to read what scores() (T, F) selects of a layer, the highest scores first.
 
         Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
@@ -140,7 +140,7 @@ class Guessing:
     def begin_expected(self) -> None:
         """A pass is about to begin: read what it is expected to want of the first layer."""
         if 0 in self._expected:
-            self.foresee(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
+            self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
     def adopt(self, layer: int) -> Int32:
         """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
@@ -171,7 +171,7 @@ class Guessing:
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
         """What became of a layer's guess: read_seconds is what a wanted record has lately taken."""
         so_far, wasted = self.quality, begun - used
-        self.quality = GuessQuality(
+        self.quality = PrefetchQuality(
             so_far.begun + begun,
             so_far.used + used,
             so_far.wasted_bytes + wasted * self._cache.slot_bytes,
@@ -219,16 +219,16 @@ class Guessing:
         reads = self._idle[-1]
         claim = reads.begin(self._layers[layer].source.file, layer, ids)
         if claim is not None:
-            self._guesses.append(_Guess(claim, self._idle.pop()))
+            self._guesses.append(_Prefetch(claim, self._idle.pop()))
 
-    def _release(self, guess: _Guess) -> None:
+    def _release(self, guess: _Prefetch) -> None:
         guess.halt()
         try:
             self._ends(guess)
         finally:
             self._cache.release(guess.claim.layer, guess.claim.slots)
 
-    def _ends(self, guess: _Guess) -> bool:
+    def _ends(self, guess: _Prefetch) -> bool:
         """Whether all that was begun has come."""
         try:
             return guess.reads.ends()

@@ -85,7 +85,7 @@ def test_every_part_of_what_is_needed_is_listed(ondevice: Run) -> None:
 
 def test_the_plan_and_the_closing_line_agree_on_what_is_read(ondevice: Run) -> None:
     plan = api.inspect(SHIPPED, sparsity="exact")
-    stats = GenerationStats(generated_tokens=10, flash_bytes_read=50_000, guess_wasted_bytes=2_000)
+    stats = GenerationStats(generated_tokens=10, flash_bytes_read=50_000, prefetch_wasted_bytes=2_000)
     for budget, says, read, wasted in (
         (
             plan.full_bytes,

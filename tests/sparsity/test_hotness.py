@@ -24,10 +24,10 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.activations import observe_gates, record_activations
 from ondevice.converters.training.hotness import firing_frequencies, write_hotness
 from ondevice.errors import BundleError, FlashReadError
-from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import Addresses
 from ondevice.sparsity.record_reads import RecordReads
+from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
 from tests.support.bundles import EOS, convert_bundle, copy_files, open_sound, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
 from tests.support.flash_files import flip_byte

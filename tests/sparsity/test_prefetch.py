@@ -13,10 +13,10 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
 from ondevice.runtime.models import shipped_folder
-from ondevice.sparsity.reserved_reads import ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.prefetch import REST_PASSES, TRIAL_PASSES, Guessing
+from ondevice.sparsity.prefetch import REST_PASSES, TRIAL_PASSES, Prefetcher
 from ondevice.sparsity.record_reads import Parts
+from ondevice.sparsity.reserved_reads import ClaimedReads
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat import greedy, squeeze
 from tests.support.fault_rounds import assert_nothing_leaked
@@ -47,7 +47,7 @@ def model(relu_bundle: Path) -> Iterator[Model]:
         yield loaded
 
 
-def guessing(model: Model) -> Guessing:
+def guessing(model: Model) -> Prefetcher:
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
     return neurons._guessing
@@ -57,12 +57,12 @@ def guessing(model: Model) -> Guessing:
 def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers take so long that all guesses are read, where these small ones would leave no time."""
 
-    def waiting(guess: Guessing, *arguments: Any, original: Any = Guessing.foresee) -> None:
+    def waiting(guess: Prefetcher, *arguments: Any, original: Any = Prefetcher.prefetch) -> None:
         original(guess, *arguments)
         while not all(it.reads.done() for it in guess._guesses):
             time.sleep(0.0001)
 
-    monkeypatch.setattr(Guessing, "foresee", waiting)
+    monkeypatch.setattr(Prefetcher, "prefetch", waiting)
 
 
 @pytest.fixture
@@ -79,16 +79,16 @@ def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...])
     # Random layers agree little on what fires; chance alone would find what is selected of everything.
     assert 0 < quality.used < quality.begun
     assert quality.wasted_bytes == (quality.begun - quality.used) * guessing(model)._cache.slot_bytes
-    assert 0 < stats.guess_recall < 1
-    assert 0 < stats.guess_wasted_bytes <= quality.wasted_bytes
+    assert 0 < stats.prefetch_recall < 1
+    assert 0 < stats.prefetch_wasted_bytes <= quality.wasted_bytes
     assert stats.neuron_cache_hit_rate < 1
-    assert response.stats.guess_wasted_bytes <= quality.wasted_bytes
+    assert response.stats.prefetch_wasted_bytes <= quality.wasted_bytes
     assert_nothing_leaked(model)
 
 
 @pytest.mark.usefixtures("slow_layers")
 def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ...]) -> None:
-    """Of the first layer before the pass begins, of others beside what is foreseen; once each."""
+    """Of the first layer before the pass begins, of others beside what is prefetched; once each."""
     model.generate("Once upon a time", max_tokens=1)
     own, count = guessing(model), 3000
 
@@ -102,7 +102,7 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
             wanted[layer] = set(absent[:9].tolist())
         own.begin_expected()
         assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0]]
-        own.foresee(1, 1, lambda: np.full((1, count), -1, np.float32))
+        own.prefetch(1, 1, lambda: np.full((1, count), -1, np.float32))
         assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0], wanted[1]]
         own.drop()
         own.begin_expected()
@@ -129,14 +129,14 @@ def test_a_guess_that_fails_is_read_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of the guesses fails after all; what they had adopted is absent then, and read once more."""
-    finish, failed = Guessing._ends, []
+    finish, failed = Prefetcher._ends, []
 
-    def failing(guess: Guessing, one: Any) -> bool:
+    def failing(guess: Prefetcher, one: Any) -> bool:
         assert finish(guess, one)
         failed.append(len(failed) % 3 == 0)
         return not failed[-1]
 
-    monkeypatch.setattr(Guessing, "_ends", failing)
+    monkeypatch.setattr(Prefetcher, "_ends", failing)
     assert greedy(model, TOKENS) == expected
     assert sum(failed) > TOKENS
     assert_nothing_leaked(model)
@@ -157,18 +157,18 @@ def test_a_pass_given_up_leaves_no_guess_behind(model: Model, expected: tuple[in
 def test_guesses_that_only_cost_rest_and_try_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unlikeliest(guess: Guessing, layer: int, scores: Float32) -> Int32:
+    def unlikeliest(guess: Prefetcher, layer: int, scores: Float32) -> Int32:
         ids = guess._cache.absent(layer)
         return np.sort(ids[np.argsort(scores[ids])[:200]]).astype(np.int32)
 
-    monkeypatch.setattr(Guessing, "_surest", unlikeliest)
+    monkeypatch.setattr(Prefetcher, "_surest", unlikeliest)
     on = []
 
-    def passing(guess: Guessing, original: Any = Guessing.next_pass) -> None:
+    def passing(guess: Prefetcher, original: Any = Prefetcher.next_pass) -> None:
         original(guess)
         on.append(guess.on)
 
-    monkeypatch.setattr(Guessing, "next_pass", passing)
+    monkeypatch.setattr(Prefetcher, "next_pass", passing)
     while len(on) < 2 * (TRIAL_PASSES + REST_PASSES):
         assert greedy(model, TOKENS) == expected
     changes = [index for index in range(1, len(on)) if on[index] != on[index - 1]]
@@ -183,7 +183,7 @@ def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest
     for guess in (True, False):
         with monkeypatch.context() as patch:
             if not guess:
-                patch.setattr(Guessing, "foresee", lambda *arguments: None)
+                patch.setattr(Prefetcher, "prefetch", lambda *arguments: None)
             with load(sparsity="predicted") as loaded:
                 squeeze(loaded, 2)
                 shipped[guess] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
@@ -198,7 +198,7 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
     """Between a guess and its turn the same neurons are filled ahead; the guess's own slots stay taken."""
     twice = []
 
-    def meanwhile(guess: Guessing, layer: int, original: Any = Guessing.adopt) -> Int32:
+    def meanwhile(guess: Prefetcher, layer: int, original: Any = Prefetcher.adopt) -> Int32:
         cache = guess._cache
         for claim, halt in [(it.claim, it.halt) for it in guess._guesses if it.claim.layer == layer]:
             count = min(halt(), 20)
@@ -214,7 +214,7 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
             return ids
         return original(guess, layer)
 
-    monkeypatch.setattr(Guessing, "adopt", meanwhile)
+    monkeypatch.setattr(Prefetcher, "adopt", meanwhile)
     assert greedy(model, TOKENS) == expected
     assert sum(twice) > 0
     assert_nothing_leaked(model)

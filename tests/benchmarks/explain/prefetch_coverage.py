@@ -36,9 +36,9 @@ class Watched(mlx.MlxBackend):
         super().__init__(**options)
         self.guesses: dict[int, Scores] = {}
 
-    def foresee(self, x: Any, norm: Any, weight: Any) -> None:
+    def prefetch(self, x: Any, norm: Any, weight: Any) -> None:
         self.guesses[self.feed_forwards.index(weight)] = self._scores(x, weight, norm)
-        super().foresee(x, norm, weight)
+        super().prefetch(x, norm, weight)
 
     def feed_forward(  # type: ignore[override]
         self, x: Any, weight: Any, activation: Any, norm: Any = None, **more: Any
