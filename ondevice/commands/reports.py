@@ -73,9 +73,10 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         return f"{format_bytes(nbytes // max(1, stats.generated_tokens))}/token"
 
     filling = " to fill memory" if plan.reads_once else ""
-    guesses = (
-        f"; guessed {100.0 * stats.prefetch_recall:.0f} % of the rest, {read(stats.prefetch_wasted_bytes)} in vain"
-        if stats.prefetch_recall or stats.prefetch_wasted_bytes
+    wasted = stats.prefetch_wasted_bytes
+    prefetched = (
+        f"; prefetched {100.0 * stats.prefetch_recall:.0f} % of the rest, {read(wasted)} in vain"
+        if stats.prefetch_recall or wasted
         else ""
     )
     waits = (
@@ -90,7 +91,7 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
-        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}{waits}"
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{prefetched}{waits}"
         f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
     )
 

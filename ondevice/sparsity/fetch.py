@@ -97,10 +97,10 @@ class NeuronFetcher:
         )
         warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
         self._warming = Warming(layers, reader, cache, wanted, warm_bytes)
-        self._guessing = Prefetcher(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
+        self._prefetcher = Prefetcher(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
         self._fill_ahead = options.keep and options.fill_ahead
         self._prefetched_hits = 0
-        self._guesses = 0
+        self._prefetches = 0
         """Of the next pass's last tokens, how many may turn out to be no part of the text."""
         self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
         """(layers, guesses, F) what the last pass scored for them."""
@@ -112,8 +112,8 @@ class NeuronFetcher:
             layer.turn = partial(self._turn, index)
             layer.selected = partial(self._selected, index)
             if options.guess:
-                layer.prefetch = partial(self._guessing.prefetch, index)
-                layer.wants_prefetch = partial(self._guessing.wants, index)
+                layer.prefetch = partial(self._prefetcher.prefetch, index)
+                layer.wants_prefetch = partial(self._prefetcher.wants, index)
 
     @property
     def nbytes(self) -> int:
@@ -142,18 +142,18 @@ class NeuronFetcher:
     @property
     def guesses(self) -> PrefetchQuality:
         """What reads begun from a guess were worth."""
-        return self._guessing.quality
+        return self._prefetcher.quality
 
     def resize(self, lent: Sequence[int]) -> None:
         """Keep to so many segments in all: those above go back at once, those below come when needed."""
-        self._guessing.drop()
+        self._prefetcher.drop()
         self._warming.stop()
         self._cache.resize(sum(lent))
 
     def hold_back(self, guesses: int) -> None:
         """The next passes' last `guesses` tokens say nothing of the text until `accept`."""
-        self._guesses = guesses
-        self._guessing.begin_expected()
+        self._prefetches = guesses
+        self._prefetcher.begin_expected()
         if guesses > self._held_back.shape[1]:
             neurons = self._layers[0].source.num_neurons
             self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
@@ -162,7 +162,7 @@ class NeuronFetcher:
         """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
         rows = [token - 1 for token in tokens if token > 0]
         self._held_back[:, : len(rows)] = self._held_back[:, rows]
-        self._guesses = len(rows)
+        self._prefetches = len(rows)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
@@ -177,7 +177,7 @@ class NeuronFetcher:
 
     def close(self) -> None:
         """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
-        self._guessing.close()
+        self._prefetcher.close()
         self._warming.close()
         for reads in self._reads:
             reads.close()
@@ -195,7 +195,7 @@ class NeuronFetcher:
             self._managed += self._lap()
         if not cache.holds_all or not cache.holds_layer(index):
             return None
-        return None if self._guessing.awaits(index) else Whole(*cache.places(index), cache.count)
+        return None if self._prefetcher.awaits(index) else Whole(*cache.places(index), cache.count)
 
     def _selected(self, index: int, scores: Float32, certain: int) -> Batches:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
@@ -205,7 +205,7 @@ class NeuronFetcher:
         cache = self._cache
         if certain == 0:
             if not cache.holds_layer(index):
-                self._guessing.expect(index, scores)
+                self._prefetcher.expect(index, scores)
             held = cache.held(index, selected(scores))
             yield held, cache.lie_at(index, held)
             return
@@ -215,8 +215,8 @@ class NeuronFetcher:
         ids = selected(scores[:certain])
         if certain < len(scores):
             ids = np.union1d(ids, cache.held(index, selected(scores[certain:])))
-        guessed = self._guessing.adopt(index)
-        if cache.holds_layer(index) and not len(guessed):
+        prefetched = self._prefetcher.adopt(index)
+        if cache.holds_layer(index) and not len(prefetched):
             yield from self._whole(index, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
@@ -225,12 +225,12 @@ class NeuronFetcher:
             while waiting or under_way:
                 while waiting and len(under_way) < BATCHES:
                     under_way.append(self._begin(index, waiting.popleft()))
-                if not self._prefetched_arrived(ids, guessed):
+                if not self._prefetched_arrived(ids, prefetched):
                     while under_way:
                         self._give_up(index, under_way.popleft())
-                    waiting, guessed = deque(self._cut(ids)), guessed[:0]
+                    waiting, prefetched = deque(self._cut(ids)), prefetched[:0]
                     continue
-                guessed = guessed[:0]
+                prefetched = prefetched[:0]
                 batch = under_way[0]
                 if batch.reads is not None:
                     self._wait(batch.reads, len(batch.placement.missing))
@@ -242,7 +242,7 @@ class NeuronFetcher:
                 if waiting and not cache.has_room(len(waiting[0])):
                     cache.settle(index, ids[done:])
         finally:
-            self._prefetched_arrived(ids, guessed)
+            self._prefetched_arrived(ids, prefetched)
             for batch in under_way:
                 self._give_up(index, batch)
             cache.settle(index)
@@ -250,7 +250,7 @@ class NeuronFetcher:
 
     def _whole(self, index: int, ids: Int32) -> Batches:
         """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
-        self._guessing.arrived()
+        self._prefetcher.arrived()
         placement = self._cache.place(index, ids)
         self._managed += self._lap()
         yield ids, placement.addresses
@@ -265,7 +265,7 @@ class NeuronFetcher:
 
     def _next_pass(self, tokens: int) -> None:
         """A pass of `tokens` tokens comes to the first layer."""
-        self._guessing.next_pass()
+        self._prefetcher.next_pass()
         # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
         alone = tokens > PREFETCH_TOKENS
         if alone:
@@ -278,11 +278,11 @@ class NeuronFetcher:
 
     def _observe(self, index: int, scores: Float32) -> None:
         """The cache learns of the text's tokens now, of the guesses when they are accepted."""
-        of_text = len(scores) - self._guesses
+        of_text = len(scores) - self._prefetches
         self._cache.observe(index, scores[:of_text])
-        if self._guesses:
+        if self._prefetches:
             with np.errstate(over="ignore"):
-                self._held_back[index, : self._guesses] = scores[of_text:]
+                self._held_back[index, : self._prefetches] = scores[of_text:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -293,21 +293,21 @@ class NeuronFetcher:
             self._waited += waited
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
-    def _prefetched_arrived(self, ids: Int32, guessed: Int32) -> bool:
-        """Whether what was guessed of `ids` is in memory, after waiting for it: else it is absent again."""
-        if not len(guessed):
-            return self._guessing.arrived()
+    def _prefetched_arrived(self, ids: Int32, prefetched: Int32) -> bool:
+        """Whether what was prefetched of `ids` is in memory, after waiting for it: else it is absent again."""
+        if not len(prefetched):
+            return self._prefetcher.arrived()
         self._managed += self._lap()
-        arrived = self._guessing.arrived()
+        arrived = self._prefetcher.arrived()
         waited = self._lap()
         self._waited += waited
         used = 0
         if arrived:
             wanted = np.zeros(self._layers[0].source.num_neurons, dtype=bool)
             wanted[ids] = True
-            used = int(np.count_nonzero(wanted[guessed]))
+            used = int(np.count_nonzero(wanted[prefetched]))
         self._prefetched_hits += used
-        self._guessing.count(len(guessed), used, waited, self._read_seconds)
+        self._prefetcher.count(len(prefetched), used, waited, self._read_seconds)
         return arrived
 
     def _begin(self, index: int, ids: Int32) -> _Batch:

@@ -85,7 +85,7 @@ class Prefetcher:
         self._cache = cache
         self._most = most
         self._idle = [ClaimedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
-        self._guesses: list[_Prefetch] = []
+        self._prefetches: list[_Prefetch] = []
         """Of a layer whose turn is about to come, and of the one behind it."""
         self._arriving: _Prefetch | None = None
         """Adopted: its claim has the neurons that are held, and the slots that are claimed still."""
@@ -112,17 +112,17 @@ class Prefetcher:
         Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
         """
         expected = self._expected.pop(layer, None)
-        if self._guesses:
+        if self._prefetches:
             # A pass that was given up leaves others behind.
-            for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
-                self._guesses.remove(guess)
+            for guess in [guess for guess in self._prefetches if guess.claim.layer != layer - 1]:
+                self._prefetches.remove(guess)
                 self._release(guess)
         if not self.wants(layer, tokens):
             return
         started = time.perf_counter()
         highest = scores().max(axis=0)
         ids = self._surest(layer, highest if expected is None else np.maximum(highest, expected))
-        for guess in self._guesses:
+        for guess in self._prefetches:
             guess.halt()
         if len(ids):
             self._begin(layer, ids)
@@ -130,7 +130,7 @@ class Prefetcher:
 
     def awaits(self, layer: int) -> bool:
         """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
-        return bool(self._guesses) and self._guesses[0].claim.layer == layer
+        return bool(self._prefetches) and self._prefetches[0].claim.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
         """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
@@ -149,7 +149,7 @@ class Prefetcher:
         """
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
-        guess = self._guesses.pop(0)
+        guess = self._prefetches.pop(0)
         claim, read = guess.claim, guess.halt()
         self._cache.release(layer, claim.slots[read:])
         # What was filled ahead meanwhile is there twice; the second is being written to.
@@ -181,7 +181,7 @@ class Prefetcher:
         self._chosen_seconds = 0.0
 
     def next_pass(self) -> None:
-        """A pass begins: now and then, judge what guessing was worth."""
+        """A pass begins: now and then, judge what prefetching was worth."""
         self._passes += 1
         if self._passes < (TRIAL_PASSES if self._on else REST_PASSES):
             return
@@ -193,17 +193,17 @@ class Prefetcher:
             spent = self.quality.spent_seconds - self._judged.spent_seconds
             self._on = hidden >= spent
             if not self._on:
-                log.info("guessing rests: it hid %.3f s and took %.3f s", hidden, spent)
+                log.info("prefetching is disabled: it hid %.3f s and took %.3f s", hidden, spent)
         self._judged = self.quality
 
     def drop(self) -> None:
         """Give up the guesses under way, with what they have read."""
-        while self._guesses:
-            self._release(self._guesses.pop())
+        while self._prefetches:
+            self._release(self._prefetches.pop())
 
     def close(self) -> None:
         """End the reads under way; their slots are given back with the cache."""
-        under_way = [*self._guesses, *([] if self._arriving is None else [self._arriving])]
+        under_way = [*self._prefetches, *([] if self._arriving is None else [self._arriving])]
         for reads in (*self._idle, *(guess.reads for guess in under_way)):
             reads.close()
 
@@ -219,7 +219,7 @@ class Prefetcher:
         reads = self._idle[-1]
         claim = reads.begin(self._layers[layer].source.file, layer, ids)
         if claim is not None:
-            self._guesses.append(_Prefetch(claim, self._idle.pop()))
+            self._prefetches.append(_Prefetch(claim, self._idle.pop()))
 
     def _release(self, guess: _Prefetch) -> None:
         guess.halt()

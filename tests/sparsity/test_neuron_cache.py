@@ -66,7 +66,7 @@ class Cache(RuleBasedStateMachine):
         self.cache.settle(layer)
 
     def guess(self, layer: int, guess: set[int], arrive: int) -> None:
-        """Of the absent ones that were guessed, the first few arrive, whatever the layer's share is."""
+        """Of the absent ones that were prefetched, the first few arrive, whatever the layer's share is."""
         absent = self.cache.absent(layer)
         assert self.cache.holds_layer(layer) == (not len(absent))
         ids = absent[np.isin(absent, list(guess))].astype(np.int32)

@@ -47,10 +47,10 @@ def model(relu_bundle: Path) -> Iterator[Model]:
         yield loaded
 
 
-def guessing(model: Model) -> Prefetcher:
+def prefetching(model: Model) -> Prefetcher:
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
-    return neurons._guessing
+    return neurons._prefetcher
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def waiting(guess: Prefetcher, *arguments: Any, original: Any = Prefetcher.prefetch) -> None:
         original(guess, *arguments)
-        while not all(it.reads.done() for it in guess._guesses):
+        while not all(it.reads.done() for it in guess._prefetches):
             time.sleep(0.0001)
 
     monkeypatch.setattr(Prefetcher, "prefetch", waiting)
@@ -75,10 +75,10 @@ def always(monkeypatch: pytest.MonkeyPatch, slow_layers: None) -> None:
 def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...]) -> None:
     response = model.generate("Once upon a time", max_tokens=1)
     assert greedy(model, TOKENS) == expected
-    quality, stats = guessing(model).quality, model.stats
+    quality, stats = prefetching(model).quality, model.stats
     # Random layers agree little on what fires; chance alone would find what is selected of everything.
     assert 0 < quality.used < quality.begun
-    assert quality.wasted_bytes == (quality.begun - quality.used) * guessing(model)._cache.slot_bytes
+    assert quality.wasted_bytes == (quality.begun - quality.used) * prefetching(model)._cache.slot_bytes
     assert 0 < stats.prefetch_recall < 1
     assert 0 < stats.prefetch_wasted_bytes <= quality.wasted_bytes
     assert stats.neuron_cache_hit_rate < 1
@@ -90,7 +90,7 @@ def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...])
 def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ...]) -> None:
     """Of the first layer before the pass begins, of others beside what is prefetched; once each."""
     model.generate("Once upon a time", max_tokens=1)
-    own, count = guessing(model), 3000
+    own, count = prefetching(model), 3000
 
     def guess() -> None:
         wanted: dict[int, set[int]] = {}
@@ -101,12 +101,12 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
             own.expect(layer, scores)
             wanted[layer] = set(absent[:9].tolist())
         own.begin_expected()
-        assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0]]
+        assert [set(guess.claim.ids.tolist()) for guess in own._prefetches] == [wanted[0]]
         own.prefetch(1, 1, lambda: np.full((1, count), -1, np.float32))
-        assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0], wanted[1]]
+        assert [set(guess.claim.ids.tolist()) for guess in own._prefetches] == [wanted[0], wanted[1]]
         own.drop()
         own.begin_expected()
-        assert not own._guesses
+        assert not own._prefetches
 
     model._owner.call(guess)
     assert greedy(model, TOKENS) == expected
@@ -119,7 +119,7 @@ def test_guesses_know_a_real_model() -> None:
     with load(shipped_folder() / "small-relu", sparsity="exact") as model:
         squeeze(model, model.plan.segment.total // 3)
         model.generate("It was a cold morning, and the old man", max_tokens=60)
-        quality = guessing(model).quality
+        quality = prefetching(model).quality
         assert quality.begun > 300, "too few to judge by"
         assert quality.used > 0.4 * quality.begun
 
@@ -187,7 +187,7 @@ def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest
             with load(sparsity="predicted") as loaded:
                 squeeze(loaded, 2)
                 shipped[guess] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
-                assert (guessing(loaded).quality.begun > 0) is guess
+                assert (prefetching(loaded).quality.begun > 0) is guess
     assert shipped[True] == shipped[False]
 
 
@@ -200,7 +200,7 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
 
     def meanwhile(guess: Prefetcher, layer: int, original: Any = Prefetcher.adopt) -> Int32:
         cache = guess._cache
-        for claim, halt in [(it.claim, it.halt) for it in guess._guesses if it.claim.layer == layer]:
+        for claim, halt in [(it.claim, it.halt) for it in guess._prefetches if it.claim.layer == layer]:
             count = min(halt(), 20)
             reads = ClaimedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
             filled = reads.begin(guess._layers[layer].source.file, layer, claim.ids[:count])
