@@ -66,8 +66,8 @@ class GenerationStats:
 
     `accepted_tokens_per_pass` is the tokens generated after the first, over decode passes.
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1;
-    `prefetch_recall` the share of the others whose read had begun from a guess, `prefetch_wasted_bytes` what was
-    read from guesses for nothing. `flash_read_seconds` is wall time with a read in flight,
+    `prefetch_recall` the share of the others that were prefetched, `prefetch_wasted_bytes` what was
+    prefetched in vain. `flash_read_seconds` is wall time with a read in flight,
     `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
     `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
     the prompt's, and took `decode_seconds`. `synchronisations` are those with a device that computes by

@@ -163,7 +163,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         if weight.prefetch is None or selector is None:
             return
         if weight.wants_prefetch(tokens):
-            # Read back together with the layer's own scores: a guess must not cost a synchronisation.
+            # Read back together with the layer's own scores: prefetching must not cost a synchronisation.
             self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
             weight.prefetch(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
@@ -298,10 +298,10 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)
-        layer, tokens, guess = prefetched
-        self._await(scores, guess)
+        layer, tokens, predicted = prefetched
+        self._await(scores, predicted)
         if layer.prefetch is not None:
-            layer.prefetch(tokens, lambda: np.array(guess))
+            layer.prefetch(tokens, lambda: np.array(predicted))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:

@@ -37,8 +37,8 @@ from ondevice.units import PAGE_BYTES, format_bytes
 
 TEMPERATURE = 0.8
 """The likeliest text repeats itself, which would flatter every cache."""
-_NOTHING_KEPT = FetchOptions(keep=False, fill_ahead=False, guess=False)
-_KEPT = FetchOptions(fill_ahead=False, guess=False)
+_NOTHING_KEPT = FetchOptions(keep=False, fill_ahead=False, prefetch=False)
+_KEPT = FetchOptions(fill_ahead=False, prefetch=False)
 SPARSE_ROWS = {
     "predictor": replace(_NOTHING_KEPT, bundled=False),
     "windowing": replace(_KEPT, policy="window", bundled=False),

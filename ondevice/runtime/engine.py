@@ -134,7 +134,9 @@ class Engine:
         """Totals since the engine was made."""
         flash = self._reader.stats
         times = PassTimes() if self._neurons is None else self._neurons.times
-        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else PrefetchQuality()
+        prefetching = (
+            self._neurons.prefetching if isinstance(self._neurons, NeuronFetcher) else PrefetchQuality()
+        )
         return Counters(
             flash_bytes_read=flash.bytes_read,
             flash_reads=flash.reads,
@@ -144,8 +146,8 @@ class Engine:
             managed_seconds=times.managed,
             neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
             neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
-            prefetched_used=guesses.used,
-            prefetch_wasted_bytes=guesses.wasted_bytes,
+            prefetched_used=prefetching.used,
+            prefetch_wasted_bytes=prefetching.wasted_bytes,
             synchronisations=0 if self._backend is None else self._backend.synchronisations,
             synchronised_seconds=0.0 if self._backend is None else self._backend.synchronised_seconds,
             peak_memory_bytes=process_memory().peak_bytes,
@@ -340,12 +342,12 @@ class Engine:
         if target > self._segments:
             self._lend(target)
 
-    def _before_pass(self, tokens: int, guesses: int) -> None:
+    def _before_pass(self, tokens: int, draft_tokens: int) -> None:
         # A draft is made by what is in memory, and is to find it there.
-        if not guesses:
+        if not draft_tokens:
             self._between_passes()
         if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.hold_back(guesses)
+            self._neurons.hold_back(draft_tokens)
         self._make_room(tokens)
 
     def _narrowed(self, nodes: Sequence[int]) -> None:

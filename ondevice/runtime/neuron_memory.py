@@ -54,7 +54,7 @@ def neuron_memory(
         cache,
         part_bytes=bundle.neuron_file(0).crc_units,
         batch=fetch_neurons(config),
-        guesses=prefetch_neurons(config),
+        prefetched=prefetch_neurons(config),
         costs=costs,
         options=options,
     )

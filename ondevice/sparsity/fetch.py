@@ -50,15 +50,15 @@ class FetchOptions:
     """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
 
     keep: let neurons stay in memory after the pass that read them (in dense mode, too). fill_ahead: read the
-    likeliest into slots that are spare. guess: begin to read the next layer's before they are known. bundled:
+    likeliest into slots that are spare. prefetch: begin to read the next layer's before they are known. bundled:
     read what is wanted of a neuron at once, and near neighbours with it; else every checked part by itself
-    (but not guesses and what is filled ahead), which are rows in files that are checked row by row.
+    (but not what is prefetched or filled ahead), which are rows in files that are checked row by row.
     """
 
     policy: PolicyName = DEFAULT_POLICY
     keep: bool = True
     fill_ahead: bool = True
-    guess: bool = True
+    prefetch: bool = True
     bundled: bool = True
 
 
@@ -68,8 +68,8 @@ DEFAULT_FETCH = FetchOptions()
 class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
-    part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
-    guess, at most. costs: of reads with the threads that `reader` has.
+    part_bytes: of the checked parts of a record. prefetched: neurons of the next layer that are
+    prefetched, at most. costs: of reads with the threads that `reader` has.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NeuronFetcher:
         *,
         part_bytes: Sequence[int],
         batch: int,
-        guesses: int,
+        prefetched: int,
         costs: CostModel,
         options: FetchOptions,
     ) -> None:
@@ -97,13 +97,15 @@ class NeuronFetcher:
         )
         warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
         self._warming = Warming(layers, reader, cache, wanted, warm_bytes)
-        self._prefetcher = Prefetcher(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
+        self._prefetcher = Prefetcher(
+            layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=prefetched
+        )
         self._fill_ahead = options.keep and options.fill_ahead
         self._prefetched_hits = 0
-        self._prefetches = 0
+        self._draft_tokens = 0
         """Of the next pass's last tokens, how many may turn out to be no part of the text."""
         self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, guesses, F) what the last pass scored for them."""
+        """(layers, draft tokens, F) what the last pass scored for them."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
@@ -111,7 +113,7 @@ class NeuronFetcher:
         for index, layer in enumerate(layers):
             layer.turn = partial(self._turn, index)
             layer.selected = partial(self._selected, index)
-            if options.guess:
+            if options.prefetch:
                 layer.prefetch = partial(self._prefetcher.prefetch, index)
                 layer.wants_prefetch = partial(self._prefetcher.wants, index)
 
@@ -132,7 +134,7 @@ class NeuronFetcher:
 
     @property
     def hits(self) -> int:
-        """Those of them that were in memory when the pass came to their layer, and not from a guess."""
+        """Those of them that were in memory when the pass came to their layer, without having been prefetched for it."""
         return self._cache.hits - self._prefetched_hits
 
     @property
@@ -140,8 +142,8 @@ class NeuronFetcher:
         return PassTimes(self._waited, self._managed)
 
     @property
-    def guesses(self) -> PrefetchQuality:
-        """What reads begun from a guess were worth."""
+    def prefetching(self) -> PrefetchQuality:
+        """What prefetching was worth."""
         return self._prefetcher.quality
 
     def resize(self, lent: Sequence[int]) -> None:
@@ -150,19 +152,19 @@ class NeuronFetcher:
         self._warming.stop()
         self._cache.resize(sum(lent))
 
-    def hold_back(self, guesses: int) -> None:
-        """The next passes' last `guesses` tokens say nothing of the text until `accept`."""
-        self._prefetches = guesses
+    def hold_back(self, draft_tokens: int) -> None:
+        """The next passes' last `draft_tokens` tokens say nothing of the text until `accept`."""
+        self._draft_tokens = draft_tokens
         self._prefetcher.begin_expected()
-        if guesses > self._held_back.shape[1]:
+        if draft_tokens > self._held_back.shape[1]:
             neurons = self._layers[0].source.num_neurons
-            self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
+            self._held_back = np.zeros((len(self._layers), draft_tokens, neurons), dtype=np.float16)
 
     def narrow(self, tokens: Sequence[int]) -> None:
         """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
         rows = [token - 1 for token in tokens if token > 0]
         self._held_back[:, : len(rows)] = self._held_back[:, rows]
-        self._prefetches = len(rows)
+        self._draft_tokens = len(rows)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
@@ -277,12 +279,12 @@ class NeuronFetcher:
             self._warming.begin()
 
     def _observe(self, index: int, scores: Float32) -> None:
-        """The cache learns of the text's tokens now, of the guesses when they are accepted."""
-        of_text = len(scores) - self._prefetches
+        """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
+        of_text = len(scores) - self._draft_tokens
         self._cache.observe(index, scores[:of_text])
-        if self._prefetches:
+        if self._draft_tokens:
             with np.errstate(over="ignore"):
-                self._held_back[index, : self._prefetches] = scores[of_text:]
+                self._held_back[index, : self._draft_tokens] = scores[of_text:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -294,7 +296,7 @@ class NeuronFetcher:
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
     def _prefetched_arrived(self, ids: Int32, prefetched: Int32) -> bool:
-        """Whether what was prefetched of `ids` is in memory, after waiting for it: else it is absent again."""
+        """Wait for what was prefetched of `ids`. False if it can't be read: it is absent again."""
         if not len(prefetched):
             return self._prefetcher.arrived()
         self._managed += self._lap()

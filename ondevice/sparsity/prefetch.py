@@ -114,16 +114,16 @@ class Prefetcher:
         expected = self._expected.pop(layer, None)
         if self._prefetches:
             # A pass that was given up leaves others behind.
-            for guess in [guess for guess in self._prefetches if guess.claim.layer != layer - 1]:
-                self._prefetches.remove(guess)
-                self._release(guess)
+            for stale in [one for one in self._prefetches if one.claim.layer != layer - 1]:
+                self._prefetches.remove(stale)
+                self._release(stale)
         if not self.wants(layer, tokens):
             return
         started = time.perf_counter()
         highest = scores().max(axis=0)
         ids = self._surest(layer, highest if expected is None else np.maximum(highest, expected))
-        for guess in self._prefetches:
-            guess.halt()
+        for prefetch in self._prefetches:
+            prefetch.halt()
         if len(ids):
             self._begin(layer, ids)
         self._chosen_seconds += time.perf_counter() - started
@@ -149,23 +149,23 @@ class Prefetcher:
         """
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
-        guess = self._prefetches.pop(0)
-        claim, read = guess.claim, guess.halt()
+        prefetch = self._prefetches.pop(0)
+        claim, read = prefetch.claim, prefetch.halt()
         self._cache.release(layer, claim.slots[read:])
         # What was filled ahead meanwhile is there twice; the second is being written to.
         ids, spare = self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
-        self._arriving = replace(guess, claim=Claim(layer, ids, spare))
+        self._arriving = replace(prefetch, claim=Claim(layer, ids, spare))
         return ids
 
     def arrived(self) -> bool:
         """Wait for what was adopted. False if some of it can't be read: all of it is then absent again."""
-        guess, self._arriving = self._arriving, None
-        if guess is None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
             return True
-        arrived = self._ends(guess)
-        self._cache.release(guess.claim.layer, guess.claim.slots)
+        arrived = self._ends(arriving)
+        self._cache.release(arriving.claim.layer, arriving.claim.slots)
         if not arrived:
-            self._cache.forget(guess.claim.layer, guess.claim.ids)
+            self._cache.forget(arriving.claim.layer, arriving.claim.ids)
         return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
@@ -204,7 +204,7 @@ class Prefetcher:
     def close(self) -> None:
         """End the reads under way; their slots are given back with the cache."""
         under_way = [*self._prefetches, *([] if self._arriving is None else [self._arriving])]
-        for reads in (*self._idle, *(guess.reads for guess in under_way)):
+        for reads in (*self._idle, *(prefetch.reads for prefetch in under_way)):
             reads.close()
 
     def _surest(self, layer: int, scores: Float32) -> Int32:
@@ -221,16 +221,16 @@ class Prefetcher:
         if claim is not None:
             self._prefetches.append(_Prefetch(claim, self._idle.pop()))
 
-    def _release(self, guess: _Prefetch) -> None:
-        guess.halt()
+    def _release(self, prefetch: _Prefetch) -> None:
+        prefetch.halt()
         try:
-            self._ends(guess)
+            self._ends(prefetch)
         finally:
-            self._cache.release(guess.claim.layer, guess.claim.slots)
+            self._cache.release(prefetch.claim.layer, prefetch.claim.slots)
 
-    def _ends(self, guess: _Prefetch) -> bool:
+    def _ends(self, prefetch: _Prefetch) -> bool:
         """Whether all that was begun has come."""
         try:
-            return guess.reads.ends()
+            return prefetch.reads.ends()
         finally:
-            self._idle.append(guess.reads)
+            self._idle.append(prefetch.reads)

@@ -106,7 +106,7 @@ def test_a_budget_changed_while_running(relu_bundle: Path, dense: Model) -> None
 
 def test_only_what_fires_is_read(relu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages for a record's up and down rows, and no record that was there."""
-    fetch_with(monkeypatch, guess=False)
+    fetch_with(monkeypatch, prefetch=False)
     with load(relu_bundle, sparsity="exact") as model:
         hold(model, 0)
         cache = fetcher(model)._cache

@@ -126,7 +126,7 @@ def held_bytes(model: Model) -> int:
 def test_dense_text_under_ten_budgets(
     texts: list[Text], policy: str, ahead: bool, adopted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch_with(monkeypatch, policy=policy, fill_ahead=ahead, guess=ahead)
+    fetch_with(monkeypatch, policy=policy, fill_ahead=ahead, prefetch=ahead)
     first = (2 * POLICIES.index(policy) + ahead) * BUDGETS
     seen = Seen()
     for ninths in range(BUDGETS):

@@ -5,7 +5,7 @@ engine makes it. If a guess surely had all that fires, MLX needn't be waited for
 layer: neurons that fire for a token, the share of them that the guess scores above zero, and the median of
 how many a guess must name, best first, to have them all. Ends with one JSON line.
 
-    python -m tests.benchmarks.explain.prefetch_coverage [--model DIR] [--sparsity exact|predicted] [--tokens 80]
+    python -m tests.benchmarks.explain.prefetch_coverage [--model DIR] [--sparsity MODE] [--tokens 80]
 """
 
 from __future__ import annotations
