@@ -26,7 +26,7 @@ class DraftStats:
 
     drafts: int = 0
     guesses: int = 0
-    guessed_by_depth: tuple[int, ...] = ()
+    drafted_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
     preparing_seconds: float = 0.0
     growing_seconds: float = 0.0
@@ -37,7 +37,7 @@ class DraftStats:
         return DraftStats(
             self.drafts + other.drafts,
             self.guesses + other.guesses,
-            _sums(self.guessed_by_depth, other.guessed_by_depth),
+            _sums(self.drafted_by_depth, other.drafted_by_depth),
             _sums(self.accepted_by_depth, other.accepted_by_depth),
             self.preparing_seconds + other.preparing_seconds,
             self.growing_seconds + other.growing_seconds,
@@ -49,7 +49,7 @@ class DraftStats:
         """Share of the drafts with a guess at each depth, behind right ones, in which one was right."""
         return tuple(
             right / guessed
-            for right, guessed in zip(self.accepted_by_depth, self.guessed_by_depth, strict=True)
+            for right, guessed in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class DrafterRow:
         return self.flash_bytes / self.tokens if self.tokens else 0.0
 
     @property
-    def guesses_per_draft(self) -> float:
+    def tokens_per_draft(self) -> float:
         """Nodes but for the root."""
         return self.drafting.guesses / self.drafting.drafts if self.drafting.drafts else 0.0
 
@@ -111,7 +111,7 @@ class DrafterRow:
             "seconds_per_pass": self.seconds_per_pass,
             "drafting_seconds_per_pass": self.drafting_seconds_per_pass,
             "flash_bytes_per_token": self.flash_bytes_per_token,
-            "guesses_per_draft": self.guesses_per_draft,
+            "tokens_per_draft": self.tokens_per_draft,
             "drafting": self.drafting.to_dict(),
             "speed_up": median(self.speed_ups) if known else None,
             "speed_up_least": min(self.speed_ups) if known else None,

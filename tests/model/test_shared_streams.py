@@ -153,7 +153,7 @@ def test_a_model_that_guesses_its_own_tokens_has_its_adapters(
         # Of the first time, passes before all neurons are in memory.
         *_, again = (model.generate(QUESTION, max_tokens=NEW_TOKENS).stats.drafting for _ in range(2))
     assert again.drafts > 10
-    assert again.accepted_by_depth == again.guessed_by_depth
+    assert again.accepted_by_depth == again.drafted_by_depth
 
 
 @pytest.mark.parametrize("resident", [True, False])
