@@ -19,7 +19,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, Narrowed, Pass, Transformer
+from ondevice.model.transformer import Cancelled, Pass, PrunedDraft, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
@@ -199,7 +199,7 @@ class Generator:
         """The drafting that hears of the pass at hand, if any does."""
         return None if self.drafting is None or self.drafting.deaf else self.drafting
 
-    def _narrow(self, draft: Draft, drafting: Drafting, entering: Array) -> Narrowed:
+    def _narrow(self, draft: Draft, drafting: Drafting, entering: Array) -> PrunedDraft:
         """What of a draft on its way goes on into the stream layers."""
         chosen = drafting.narrow(draft, entering)
         if len(chosen.tokens) < len(draft):

@@ -45,7 +45,7 @@ HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
-NARROW_TOKENS = 16
+DECODE_TOKENS = 16
 """A pass over so many tokens or fewer is decoding: the working memory that it leaves is lent to neurons."""
 
 
@@ -279,7 +279,7 @@ def sparse_activation_bytes(
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
     """Most tokens of a draft, its root included: those of a narrow pass."""
-    return min(NARROW_TOKENS, runtime.prefill_chunk)
+    return min(DECODE_TOKENS, runtime.prefill_chunk)
 
 
 def draft_bytes(

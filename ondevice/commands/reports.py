@@ -6,7 +6,7 @@ import re
 
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
@@ -36,7 +36,7 @@ def residency(plan: Plan) -> str:
     """What will be in memory, and what is read from flash: `figures` counts it by the same plan."""
     least = plan.segment.least
     start, full = (
-        plan.segments_for(kv, NARROW_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
+        plan.segments_for(kv, DECODE_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
     )
     total = plan.segment.total - least
     if plan.reads_once:

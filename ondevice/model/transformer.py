@@ -35,14 +35,14 @@ class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, 
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class PrunedDraft:
     """Of a pass's tokens, those that enter the stream layers, and which of these get streams (indices)."""
 
     tokens: Sequence[int]
     streams: Sequence[int] = ()
 
 
-Narrow = Callable[[Array], Narrowed]
+Narrow = Callable[[Array], PrunedDraft]
 """Given what enters the stream layers, (T, D)."""
 
 
@@ -217,7 +217,7 @@ class Transformer:
             x = self.backend.embedding(self.weights.embedding, ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        chosen, rows = Narrowed(range(len(ids))), self._rows(kv, len(ids), tree)
+        chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, len(ids), tree)
         if resident:
             rows = rows._replace(certain=0)
         for layer in range(config.num_layers):
@@ -274,7 +274,9 @@ class Transformer:
         own = self.backend.rows(x, tokens)
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
 
-    def _narrow(self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None) -> tuple[Array, Rows]:
+    def _narrow(
+        self, x: Array, kv: KVCache, chosen: PrunedDraft, tree: TokenTree | None
+    ) -> tuple[Array, Rows]:
         """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""
         assert self.streams is not None
         count, position, kept = self.streams.count, kv.length, len(chosen.tokens)

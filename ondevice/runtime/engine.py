@@ -20,8 +20,8 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import (
+    DECODE_TOKENS,
     FETCH_DEPTH,
-    NARROW_TOKENS,
     SlotShape,
     draft_nodes,
     logits_rows,
@@ -84,7 +84,7 @@ class Engine:
         self.kv = KVMemory(layout, self.plan, self._claim, self._yield_to)
         self._loaded_bytes = self._embedding_bytes = 0
         """Of what is in memory for sure from the end of loading on, and of the embedding while it is."""
-        self._pass_tokens = NARROW_TOKENS
+        self._pass_tokens = DECODE_TOKENS
         """Of the widest pass whose working memory is held; what wider ones would need is lent to neurons."""
         self._segments = 0
         """Feed-forward segments that are lent; passes fill them."""
@@ -363,10 +363,10 @@ class Engine:
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
             self._yield_to(self.kv.nbytes)
-        elif tokens <= NARROW_TOKENS < self._pass_tokens and self._backend is not None and self.plan.streams:
+        elif tokens <= DECODE_TOKENS < self._pass_tokens and self._backend is not None and self.plan.streams:
             self._backend.trim()
             trim_heap()
-            self._pass_tokens = NARROW_TOKENS
+            self._pass_tokens = DECODE_TOKENS
             self._lend(self._room(self.kv.nbytes))
 
     def _yield_to(self, kv_bytes: int) -> None:

@@ -11,7 +11,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import Pass, PrunedDraft
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
@@ -138,7 +138,7 @@ class Drafting:
         self._drafter.add(token)
         self._learning_seconds += time.perf_counter() - started
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+    def narrow(self, draft: Draft, entering: Array) -> PrunedDraft:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
         return self._drafter.narrow(draft, entering, self._policy.row_share)
 

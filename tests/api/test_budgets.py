@@ -15,7 +15,7 @@ import pytest
 import ondevice
 from ondevice.api import Model, load
 from ondevice.budget import plan as budget_plan
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.errors import BackendUnavailableError, BudgetError
 from ondevice.runtime import resolving
 from ondevice.units import process_memory
@@ -50,7 +50,7 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
         # With chunks as narrow as this, no working memory of a long prompt is lent to neurons.
-        options = {"threads": 1, "prefill_chunk": NARROW_TOKENS}
+        options = {"threads": 1, "prefill_chunk": DECODE_TOKENS}
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:
             response = model.generate(PROMPT, max_tokens=200, logit_bias={EOS: -math.inf})
@@ -210,7 +210,7 @@ def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decode
         for _ in range(2):
             assert model.generate(text, max_tokens=20).tokens == expected[0]
             (tokens, prompt), *decoding = lent
-            assert tokens > 8 * NARROW_TOKENS
+            assert tokens > 8 * DECODE_TOKENS
             assert prompt <= plan.segments_for(0, tokens) < plan.segment.total
             assert min(count for _, count in decoding) > prompt
             assert greedy(model, 20) == expected[1]

@@ -109,7 +109,7 @@ def test_adapters_take_working_memory_for_every_row_that_has_them(bits: Any, bes
     row = 4 * (80 + 3 * 4096 + 4096) + beside
     plain, shared = (plan_for(LLAMA_7B, Q4, 0, of) for of in (None, streams_of("shared", bits)))
     assert shared.activation_bytes == plain.activation_bytes + 256 * row * 5 // 4
-    assert shared.narrow_activation_bytes == plain.narrow_activation_bytes + 16 * row * 5 // 4
+    assert shared.decode_activation_bytes == plain.decode_activation_bytes + 16 * row * 5 // 4
     assert shared.draft_bytes == stream_bytes(LLAMA_7B, streams_of("shared", bits))
     lossless = streams_of("lossless", bits)
     assert plan_for(LLAMA_7B, Q4, 0, lossless) == plain

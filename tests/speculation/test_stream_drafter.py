@@ -12,10 +12,10 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import Pass, PrunedDraft
 from ondevice.response import Response
 from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
@@ -55,7 +55,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
     [
         # As large as can be, which leaves no row for streams: those of the path's end run in a pass of their
         # own. 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
-        pytest.param(8, NARROW_TOKENS, 1.88, id="largest"),
+        pytest.param(8, DECODE_TOKENS, 1.88, id="largest"),
         # The likeliest alone, and rows for the streams of two nodes in the same pass. 1.63, sampled 1.60.
         pytest.param(1, 5, 1.56, id="chain"),
     ],
@@ -88,11 +88,11 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling, expected = plain_answers
-    always_draft(monkeypatch, [NARROW_TOKENS, 5])
+    always_draft(monkeypatch, [DECODE_TOKENS, 5])
     options, pruned, kept = StreamDrafting(pruning_threshold=0.02), 0, 0
     narrow = StreamDrafter.narrow
 
-    def counting(drafter: StreamDrafter, draft: Draft, entering: Any, row_share: float) -> Narrowed:
+    def counting(drafter: StreamDrafter, draft: Draft, entering: Any, row_share: float) -> PrunedDraft:
         nonlocal pruned, kept
         chosen = narrow(drafter, draft, entering, row_share)
         kept += len(chosen.tokens)
@@ -141,7 +141,7 @@ def numbered(*rows: int) -> Float32:
     return np.array(rows, dtype=np.float32)[:, None]
 
 
-def drafter_of(transformer: FakeTransformer, most_rows: int = NARROW_TOKENS, **options: Any) -> StreamDrafter:
+def drafter_of(transformer: FakeTransformer, most_rows: int = DECODE_TOKENS, **options: Any) -> StreamDrafter:
     made: Any = transformer
     return StreamDrafter(made, most_rows, StreamDrafting(**options))
 
@@ -149,7 +149,7 @@ def drafter_of(transformer: FakeTransformer, most_rows: int = NARROW_TOKENS, **o
 def prepare(drafter: StreamDrafter, room: int = 64) -> None:
     """room: places that the cache has."""
     kv: Any = SimpleNamespace(room=room, length=0)
-    drafter.prepare(kv, NARROW_TOKENS, lambda: False)
+    drafter.prepare(kv, DECODE_TOKENS, lambda: False)
 
 
 def entered(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.model.transformer import Narrowed
+from ondevice.model.transformer import PrunedDraft
 from ondevice.speculation.tree import Draft
 from tests.speculation.test_stream_drafter import VOCAB, FakeTransformer, drafter_of, numbered, prepare
 
@@ -20,7 +20,7 @@ DRAFT = Draft((9, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 0, 0), (1.0, 0.6, 0.1, 0.08, 0.1
 
 def narrowed(
     draft: Draft, row_share: float = 0.0, places: int = 64, pruning: Float32 | None = None, **options: Any
-) -> Narrowed:
+) -> PrunedDraft:
     drafter = drafter_of(FakeTransformer(pruning=pruning), most_rows=64, **options)
     prepare(drafter, places)
     return drafter.narrow(draft, numbered(*range(len(draft))), row_share)
@@ -65,7 +65,7 @@ def test_streams_have_the_rows_that_the_draft_leaves(places: int, streams: list[
 
 def test_a_pass_without_guesses_gets_no_streams() -> None:
     assert narrowed(Draft((9,), (-1,)), pruning=np.zeros((1, VOCAB), np.float32), pruning_threshold=0.5) == (
-        Narrowed([0])
+        PrunedDraft([0])
     )
 
 

@@ -43,7 +43,7 @@ def squeeze(model: Model, segments: int = 0) -> None:
 
     Beside small models' neurons the working memory of a long prompt is large: it isn't lent to them here.
     """
-    model._engine.plan = replace(model.plan, narrow_activation_bytes=model.plan.activation_bytes)
+    model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     model.set_dram_budget(bare + segments * model.plan.segment.nbytes)
 

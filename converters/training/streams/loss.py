@@ -35,7 +35,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.transformer import Narrowed, Transformer
+from ondevice.model.transformer import PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, ModelWeights, StreamLayer, StreamWeights
 from ondevice.units import usable_cores
 
@@ -271,9 +271,9 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
     return mx.concatenate(main), mx.stack(ends)
 
 
-def _all_with_streams(x: mx.array) -> Narrowed:
+def _all_with_streams(x: mx.array) -> PrunedDraft:
     tokens = range(x.shape[0])
-    return Narrowed(tokens, tokens)
+    return PrunedDraft(tokens, tokens)
 
 
 def _soft_cross_entropy(logits: mx.array, chances: mx.array) -> mx.array:
