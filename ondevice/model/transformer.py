@@ -42,7 +42,7 @@ class PrunedDraft:
     streams: Sequence[int] = ()
 
 
-Narrow = Callable[[Array], PrunedDraft]
+Prune = Callable[[Array], PrunedDraft]
 """Given what enters the stream layers, (T, D)."""
 
 
@@ -147,20 +147,20 @@ class Transformer:
         *,
         x: Array | None = None,
         tree: TokenTree | None = None,
-        narrow: Narrow | None = None,
+        prune: Prune | None = None,
         last: bool = False,
         resident: bool = False,
     ) -> Pass:
         """`hidden_states`, with streams ("Speculative Streaming", arXiv 2402.11131, section 3.2).
 
-        narrow: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
+        prune: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
         its root) and which of them get streams; kv then holds those that went on. last: only the last
         token's results are wanted. Raises as `forward` does; kv then is as before.
         """
         length = kv.length
         found: Pass | None = None
         try:
-            found = self._layers(tokens, kv, cancelled, x, tree, narrow, last, resident)
+            found = self._layers(tokens, kv, cancelled, x, tree, prune, last, resident)
         finally:
             if found is None:
                 kv.truncate(length)
@@ -203,7 +203,7 @@ class Transformer:
         cancelled: Callable[[], bool] | None,
         x: Array | None,
         tree: TokenTree | None,
-        narrow: Narrow | None,
+        prune: Prune | None,
         last: bool,
         resident: bool = False,
     ) -> Pass:
@@ -224,10 +224,10 @@ class Transformer:
             if cancelled is not None and cancelled():
                 raise Cancelled
             if self.streams is not None and layer == self.streams.first_layer:
-                if narrow is not None:
-                    chosen = narrow(x)
+                if prune is not None:
+                    chosen = prune(x)
                     if chosen.streams or len(chosen.tokens) < len(ids):
-                        x, rows = self._narrow(x, kv, chosen, tree)
+                        x, rows = self._prune(x, kv, chosen, tree)
                     branches = self._branches(x, range(len(chosen.tokens)))
                 elif last:
                     branches = self._branches(x, [len(ids) - 1])
@@ -274,7 +274,7 @@ class Transformer:
         own = self.backend.rows(x, tokens)
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
 
-    def _narrow(
+    def _prune(
         self, x: Array, kv: KVCache, chosen: PrunedDraft, tree: TokenTree | None
     ) -> tuple[Array, Rows]:
         """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""

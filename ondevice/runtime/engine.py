@@ -311,7 +311,7 @@ class Engine:
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
             before_pass=self._before_pass,
-            narrowed=self._narrowed,
+            pruned=self._pruned,
             accepted=self._accepted,
             drafting=self._drafting,
             labels=GenerationStats(
@@ -350,16 +350,16 @@ class Engine:
             self._neurons.hold_back(draft_tokens)
         self._make_room(tokens)
 
-    def _narrowed(self, nodes: Sequence[int]) -> None:
+    def _pruned(self, nodes: Sequence[int]) -> None:
         if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.narrow(nodes)
+            self._neurons.prune(nodes)
 
     def _accepted(self, nodes: Sequence[int]) -> None:
         if isinstance(self._neurons, NeuronFetcher):
             self._neurons.accept(nodes)
 
     def _make_room(self, tokens: int) -> None:
-        """Before a pass: a wide one takes memory from neurons, the next narrow one gives it back."""
+        """Before a pass: a wide one takes memory from neurons, the next prune one gives it back."""
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
             self._yield_to(self.kv.nbytes)

@@ -160,7 +160,7 @@ class NeuronFetcher:
             neurons = self._layers[0].source.num_neurons
             self._held_back = np.zeros((len(self._layers), draft_tokens, neurons), dtype=np.float16)
 
-    def narrow(self, tokens: Sequence[int]) -> None:
+    def prune(self, tokens: Sequence[int]) -> None:
         """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
         rows = [token - 1 for token in tokens if token > 0]
         self._held_back[:, : len(rows)] = self._held_back[:, rows]

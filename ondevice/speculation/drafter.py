@@ -60,10 +60,10 @@ class Drafter(ABC):
 
     @property
     def wants_streams(self) -> bool:
-        """Whether the model's streams are any use in the next pass, which is then narrowed by `narrow`."""
+        """Whether the model's streams are any use in the next pass, which is then pruned by `prune`."""
         return False
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         """Which nodes of `draft` go on into a model's stream layers, and which of them get streams there.
 
         entering: (n, D) what enters those layers. row_share: of a plain pass, what another row takes.

@@ -71,7 +71,7 @@ class Drafting:
 
     @property
     def wants_streams(self) -> bool:
-        """Whether the next pass is to be narrowed by `narrow`, in a model that has streams."""
+        """Whether the next pass is to be pruned by `prune`, in a model that has streams."""
         return not self.resting and self._drafter.wants_streams
 
     def draft(
@@ -138,9 +138,9 @@ class Drafting:
         self._drafter.add(token)
         self._learning_seconds += time.perf_counter() - started
 
-    def narrow(self, draft: Draft, entering: Array) -> PrunedDraft:
+    def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
-        return self._drafter.narrow(draft, entering, self._policy.row_share)
+        return self._drafter.prune(draft, entering, self._policy.row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""

@@ -72,7 +72,7 @@ def run(
     kv = cache(model)
     model.forward(PROMPT, kv, "none")
     chosen = PrunedDraft(range(len(TREE)) if tokens is None else tokens, streams)
-    return model.run(TOKENS, kv, tree=TREE, narrow=lambda x: chosen), kv
+    return model.run(TOKENS, kv, tree=TREE, prune=lambda x: chosen), kv
 
 
 # --- an oracle: one token, one stream, one head at a time -------------------------------------------------
@@ -197,7 +197,7 @@ def test_the_last_token_of_a_prompt_has_streams_too() -> None:
     after = model.stream_states(found.branches.copy(), kv).copy()
     whole = cache(model)
     last = len(PROMPT) - 1
-    inside = model.run(PROMPT, whole, narrow=lambda x: PrunedDraft(range(len(PROMPT)), [last]))
+    inside = model.run(PROMPT, whole, prune=lambda x: PrunedDraft(range(len(PROMPT)), [last]))
     assert after.tobytes() == inside.streams[last].tobytes()
     assert found.hidden.tobytes() == inside.hidden[-1:].tobytes()
 
@@ -252,13 +252,13 @@ def test_the_pruning_adapter_speaks_before_the_stream_layers() -> None:
     model = reference()
     seen: list[Float32] = []
 
-    def narrow(x: Float32) -> PrunedDraft:
+    def prune(x: Float32) -> PrunedDraft:
         seen.append(x.copy())
         seen.append(model.pruning_logits(x))
         return PrunedDraft(range(len(x)))
 
     kv = cache(model)
-    model.run(TOKENS, kv, tree=TREE, narrow=narrow)
+    model.run(TOKENS, kv, tree=TREE, prune=prune)
     entering, logits = seen
     assert model.streams is not None
     assert model.streams.pruning is not None

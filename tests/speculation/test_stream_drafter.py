@@ -90,17 +90,17 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     sampling, expected = plain_answers
     always_draft(monkeypatch, [DECODE_TOKENS, 5])
     options, pruned, kept = StreamDrafting(pruning_threshold=0.02), 0, 0
-    narrow = StreamDrafter.narrow
+    prune = StreamDrafter.prune
 
     def counting(drafter: StreamDrafter, draft: Draft, entering: Any, row_share: float) -> PrunedDraft:
         nonlocal pruned, kept
-        chosen = narrow(drafter, draft, entering, row_share)
+        chosen = prune(drafter, draft, entering, row_share)
         kept += len(chosen.tokens)
         pruned += len(draft) - len(chosen.tokens)
         return chosen
 
     monkeypatch.setattr(registry, "StreamDrafter", partial(StreamDrafter, options=options))
-    monkeypatch.setattr(StreamDrafter, "narrow", counting)
+    monkeypatch.setattr(StreamDrafter, "prune", counting)
     with load(SHIPPED, sparsity=sparsity, speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
@@ -172,10 +172,10 @@ def said(drafter: StreamDrafter) -> list[int | None]:
     return [best(drafter, [7] * depth) for depth in range(COUNT + 1)]
 
 
-@pytest.mark.parametrize("tokens", [range(5), [0, 2, 3, 6, 7]], ids=["whole", "narrowed"])
+@pytest.mark.parametrize("tokens", [range(5), [0, 2, 3, 6, 7]], ids=["whole", "pruned"])
 @pytest.mark.parametrize("node", range(5))
 def test_the_streams_are_those_of_the_last_accepted_node(node: int, tokens: Sequence[int]) -> None:
-    """A pass that was narrowed counts those that went through it."""
+    """A pass that was pruned counts those that went through it."""
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1, 2], SamplingConfig())

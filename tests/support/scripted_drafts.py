@@ -56,7 +56,7 @@ class Scripted:
         self.sizes.append(len(tokens))
         return Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
 
-    def narrow(self, draft: Draft, entering: Float32) -> PrunedDraft:
+    def prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
         """Some nodes end here, with what is behind them; some get streams."""
         kept = [0]
         for node in range(1, len(draft)):

@@ -41,12 +41,12 @@ class Combined(Drafter):
     def wants_streams(self) -> bool:
         return any(member.wants_streams for member in self.members)
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         for member in self.members:
-            chosen = member.narrow(draft, entering, row_share)
+            chosen = member.prune(draft, entering, row_share)
             if chosen.streams or len(chosen.tokens) < len(draft):
                 return chosen
-        return super().narrow(draft, entering, row_share)
+        return super().prune(draft, entering, row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         for member in self.members:
@@ -108,8 +108,8 @@ class WhileReading(Drafter):
     def wants_streams(self) -> bool:
         return self._drafter.wants_streams and self._reads()
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
-        return self._drafter.narrow(draft, entering, row_share)
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
+        return self._drafter.prune(draft, entering, row_share)
 
     def entered(self, found: Pass, node: int) -> None:
         self._drafter.entered(found, node)

@@ -129,7 +129,7 @@ class StreamDrafter(Drafter):
     def wants_streams(self) -> bool:
         return True
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
 
         The accepted path ends in a node if it gets there and none of its children is right. Streams of a node

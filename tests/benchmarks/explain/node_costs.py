@@ -154,7 +154,7 @@ class Schedule:
         drafted, _ = self._steps[min(self._next, len(self._steps) - 1)]
         return Draft((root, *drafted.tokens[1:]), drafted.parents, drafted.chances)
 
-    def narrow(self, draft: Draft, entering: Array) -> PrunedDraft:
+    def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
         return PrunedDraft(range(len(draft)))
 
     def entered(self, found: Pass, node: int) -> None:
