@@ -69,7 +69,7 @@ class FedLayer:
     def __init__(self, source: FeedForwardSource, segment_neurons: int, selector: Selector | None) -> None:
         self.selector = selector
         self.turn: Callable[[int], Whole | None] = _not_whole
-        """Told that the layer's turn has come with so many certain tokens, if any; then `selected` is asked
+        """Told that the layer's turn has come with so many num_exact_rows tokens, if any; then `selected` is asked
         for the neurons, unless all are in memory."""
         self.selected: Selected = _unfed
         self.prefetch: Callable[[int, Callable[[], Float32]], None] | None = None
@@ -114,7 +114,7 @@ class FedLayer:
         raise NotImplementedError
 
 
-def _not_whole(certain: int) -> None:
+def _not_whole(num_exact_rows: int) -> None:
     """Whoever provides neurons has something to say of it."""
 
 
@@ -123,7 +123,7 @@ def wants_none(tokens: int) -> bool:
     return False
 
 
-def _unfed(scores: Float32, certain: int) -> Batches:
+def _unfed(scores: Float32, num_exact_rows: int) -> Batches:
     """Neurons that nobody provides must not read as zeros."""
     raise OndeviceError("nothing provides the neurons that are selected")
 

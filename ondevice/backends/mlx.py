@@ -175,12 +175,12 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         activation: Activation,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> mx.array:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=certain != 0)
-        certain = x.shape[0] if certain is None else certain
-        found = self._selected(normed(x, norm), weight, weight.selector, activation, certain)
+            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
+        num_exact_rows = x.shape[0] if num_exact_rows is None else num_exact_rows
+        found = self._selected(normed(x, norm), weight, weight.selector, activation, num_exact_rows)
         return found if added is None else added + found
 
     def dense_feed_forward(
@@ -214,19 +214,19 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         weight: MlxFeedForward,
         selector: Selector,
         activation: Activation,
-        certain: int,
+        num_exact_rows: int,
     ) -> mx.array:
         """The neurons that `selector` selects of x (T, D), range after range of ascending ids: (T, D).
 
         Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
         """
-        if certain:
-            weight.turn(certain)  # Where a whole layer lies is of no use here: neurons are gathered.
+        if num_exact_rows:
+            weight.turn(num_exact_rows)  # Where a whole layer lies is of no use here: neurons are gathered.
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
         found = mx.zeros(x.shape)
         piece: _Piece | None = None
-        for ids, addresses in weight.selected(known, certain):
+        for ids, addresses in weight.selected(known, num_exact_rows):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:

@@ -61,7 +61,7 @@ class MlxFloatBackend(MlxOps):
         activation: Activation,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> mx.array:
         x = normed(x, norm)
         product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

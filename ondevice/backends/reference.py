@@ -179,7 +179,7 @@ class ReferenceBackend:
         activation: Activation,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Float32:
         x = x if norm is None else self.rms_norm(x, *norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

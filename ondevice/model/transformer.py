@@ -177,7 +177,7 @@ class Transformer:
         check_thread(self._thread)
         assert self.streams is not None
         kv.reserve(kv.length + self.streams.count)
-        rows, x = self._rows(kv, self.streams.count, None, certain=0), branches
+        rows, x = self._rows(kv, self.streams.count, None, num_exact_rows=0), branches
         for layer in range(self.streams.first_layer, self.config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -219,7 +219,7 @@ class Transformer:
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, len(ids), tree)
         if resident:
-            rows = rows._replace(certain=0)
+            rows = rows._replace(num_exact_rows=0)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -249,14 +249,16 @@ class Transformer:
             adapters = self.streams.layer(layer)
         x = attention(backend, config, weights, layer, x, rows, adapters)
         x = x[-1:] if last else x
-        certain = rows.certain if rows.certain < x.shape[0] else None
-        if layer + 1 < config.num_layers and rows.certain:
-            known = x if certain is None else x[:certain]
+        num_exact_rows = rows.num_exact_rows if rows.num_exact_rows < x.shape[0] else None
+        if layer + 1 < config.num_layers and rows.num_exact_rows:
+            known = x if num_exact_rows is None else x[:num_exact_rows]
             prefetch(backend, config, self.weights.layers[layer + 1], known)
-        return feed_forward(backend, config, weights, x, certain, adapters, rows.adapted)
+        return feed_forward(backend, config, weights, x, num_exact_rows, adapters, rows.adapted)
 
-    def _rows(self, kv: KVCache, count: int, tree: TokenTree | None, certain: int | None = None) -> Rows:
-        """`count` rows behind what kv holds, of which those from `certain` on are streams."""
+    def _rows(
+        self, kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None
+    ) -> Rows:
+        """`count` rows behind what kv holds, of which those from `num_exact_rows` on are streams."""
         position = kv.length
         if tree is not None and tree.is_chain:
             tree = None
@@ -264,9 +266,9 @@ class Transformer:
             cos, sin = self._rope.run(position, count)
         else:
             cos, sin = self._rope.tables(position + tree.depths)
-        certain = count if certain is None else certain
-        adapted = 0 if self.streams is not None and self.streams.shared else certain
-        return Rows(kv, position, tree, cos, sin, certain, adapted)
+        num_exact_rows = count if num_exact_rows is None else num_exact_rows
+        adapted = 0 if self.streams is not None and self.streams.shared else num_exact_rows
+        return Rows(kv, position, tree, cos, sin, num_exact_rows, adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """What the streams of `tokens` begin with: (n * S, D)."""

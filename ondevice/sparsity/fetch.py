@@ -188,24 +188,24 @@ class NeuronFetcher:
             layer.turn = layer.selected = _closed
             layer.prefetch, layer.wants_prefetch = None, wants_none
 
-    def _turn(self, index: int, certain: int) -> Whole | None:
+    def _turn(self, index: int, num_exact_rows: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
         cache = self._cache
-        if index == 0 and certain and not (cache.holds_all and cache.is_full):
+        if index == 0 and num_exact_rows and not (cache.holds_all and cache.is_full):
             self._since = time.perf_counter()
-            self._next_pass(certain)
+            self._next_pass(num_exact_rows)
             self._managed += self._lap()
         if not cache.holds_all or not cache.holds_layer(index):
             return None
         return None if self._prefetcher.awaits(index) else Whole(*cache.places(index), cache.count)
 
-    def _selected(self, index: int, scores: Float32, certain: int) -> Batches:
+    def _selected(self, index: int, scores: Float32, num_exact_rows: int) -> Batches:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
 
-        Of the tokens from `certain` on, only those that have slots. Each batch is valid until the next.
+        Of the tokens from `num_exact_rows` on, only those that have slots. Each batch is valid until the next.
         """
         cache = self._cache
-        if certain == 0:
+        if num_exact_rows == 0:
             if not cache.holds_layer(index):
                 self._prefetcher.expect(index, scores)
             held = cache.held(index, selected(scores))
@@ -213,10 +213,10 @@ class NeuronFetcher:
             return
         self._since = time.perf_counter()
         if not cache.holds_all:
-            self._observe(index, scores[:certain])
-        ids = selected(scores[:certain])
-        if certain < len(scores):
-            ids = np.union1d(ids, cache.held(index, selected(scores[certain:])))
+            self._observe(index, scores[:num_exact_rows])
+        ids = selected(scores[:num_exact_rows])
+        if num_exact_rows < len(scores):
+            ids = np.union1d(ids, cache.held(index, selected(scores[num_exact_rows:])))
         prefetched = self._prefetcher.adopt(index)
         if cache.holds_layer(index) and not len(prefetched):
             yield from self._whole(index, ids)

@@ -137,7 +137,7 @@ class MaskedReference(ReferenceBackend):
         activation: Activation,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Float32:
         assert norm is not None
         assert added is not None

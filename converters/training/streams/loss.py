@@ -90,13 +90,13 @@ class ResidentBackend(MlxFloatBackend):
         activation: Activation,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> mx.array:
         if not self._tokens:
-            return super().feed_forward(x, weight, activation, norm, added, certain)
+            return super().feed_forward(x, weight, activation, norm, added, num_exact_rows)
         x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
         gates = activate(x @ weight.gate.T, activation)
-        own = x.shape[0] if certain is None else certain
+        own = x.shape[0] if num_exact_rows is None else num_exact_rows
         used = mx.stop_gradient(gates[:own]) != 0
         if id(weight) in self._used:
             used = mx.concatenate([self._used[id(weight)], used])
