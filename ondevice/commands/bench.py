@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ondevice.commands.opening import loaded_model, prepared_model
+from ondevice.commands.opening import loaded_model, resolved_model
 from ondevice.commands.options import (
     Command,
     Text,
@@ -142,9 +142,9 @@ def bench(
     from ondevice.scoring import benchmark_report
     from ondevice.stats import median_stats
 
-    prepared = prepared_model(model, values)
-    check_tokens(prepared, range(prompt_tokens), max_tokens)
-    with loaded_model(prepared) as loaded:
+    resolved = resolved_model(model, values)
+    check_tokens(resolved, range(prompt_tokens), max_tokens)
+    with loaded_model(resolved) as loaded:
         # Memory fills in the first passes: they aren't what a run of any length is like.
         loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
         measured = []

@@ -29,7 +29,7 @@ from ondevice.measure.profiling import read_doubts
 from ondevice.meter import Counters
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import Prepared, check_tokens, prepare
+from ondevice.runtime.resolving import ResolvedModel, check_tokens, prepare
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions
 from ondevice.stats import per_second
@@ -182,11 +182,11 @@ def ablation(
             "one of each; raise --max-tokens"
         )
     runtime = on_kernels(runtime, "an ablation")
-    sparse, dense = _prepared(model, runtime)
+    sparse, dense = _resolved(model, runtime)
     bundle = dense.bundle
     check_tokens(dense, range(prompt_tokens), warm_up_tokens + max_tokens)
-    for prepared in (sparse, dense):
-        prepared.require_fit()
+    for resolved in (sparse, dense):
+        resolved.require_fit()
     configurations = {"hybrid": (dense, FetchOptions(keep=False))}
     if sparse.runtime.sparsity != "dense":
         on_progress(0.0, "checksums of rows")
@@ -199,9 +199,9 @@ def ablation(
         }
     prompt = benchmark_prompt(prompt_tokens, bundle.config.vocab_size)
     rows: list[AblationRow] = []
-    for name, (prepared, fetch) in configurations.items():
+    for name, (resolved, fetch) in configurations.items():
         on_progress((1 + len(rows)) / (2 + len(configurations)), name)
-        rows.append(_measured(name, prepared, fetch, prompt, warm_up_tokens, max_tokens))
+        rows.append(_measured(name, resolved, fetch, prompt, warm_up_tokens, max_tokens))
     on_progress((1 + len(rows)) / (2 + len(configurations)), "naive")
     rows.insert(0, with_all_read(rows[0], bundle, runtime.io, max_tokens))
     on_progress(1.0, "done")
@@ -257,7 +257,7 @@ def with_all_read(hybrid: AblationRow, bundle: Bundle, io: IoMode, tokens: int) 
     )
 
 
-def _prepared(model: Name | None, runtime: RuntimeConfig) -> tuple[Prepared, Prepared]:
+def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel, ResolvedModel]:
     """The model with its neurons selected and without, under one budget; the same where nothing selects."""
     if runtime.speculation not in ("auto", "off"):
         raise UsageError(
@@ -283,23 +283,23 @@ def _selecting(bundle: Bundle) -> Sparsity:
     return "dense" if bundle.thresholds is None else "threshold"
 
 
-def _planned(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
+def _planned(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     """Without its tokenizer, which takes memory and isn't needed; the budget is settled, too."""
-    prepared = replace(prepare(bundle, runtime), tokenizer=None)
-    budget = prepared.plan.budget_bytes
-    return replace(prepared, runtime=replace(prepared.runtime, dram_budget=budget))
+    resolved = replace(prepare(bundle, runtime), tokenizer=None)
+    budget = resolved.plan.budget_bytes
+    return replace(resolved, runtime=replace(resolved.runtime, dram_budget=budget))
 
 
 def _measured(
     name: str,
-    prepared: Prepared,
+    resolved: ResolvedModel,
     fetch: FetchOptions,
     prompt: Sequence[int],
     warm_up_tokens: int,
     max_tokens: int,
 ) -> AblationRow:
-    plan = prepared.plan
-    ends = prepared.bundle.manifest.tokenizer.eos_ids
+    plan = resolved.plan
+    ends = resolved.bundle.manifest.tokenizer.eos_ids
     sampling = SamplingConfig(
         temperature=TEMPERATURE,
         seed=0,
@@ -308,7 +308,7 @@ def _measured(
     )
     tokens: list[int] = []
     marks: list[tuple[float, Counters]] = []
-    with closing(Engine(prepared, _never, fetch)) as engine:
+    with closing(Engine(resolved, _never, fetch)) as engine:
         for event in engine.generate(None, prompt, sampling, _never):
             if event.token is not None:
                 tokens.append(event.token)
@@ -321,7 +321,7 @@ def _measured(
     guessed = after.prefetched_used - before.prefetched_used
     return AblationRow(
         name=name,
-        sparsity=prepared.runtime.sparsity,
+        sparsity=resolved.runtime.sparsity,
         io=io,
         kernel_target=kernel_target,
         feed_forward_bytes=feed_forward_bytes,
@@ -361,8 +361,8 @@ def _read_through(reader: FlashReader, files: Sequence[CheckedFile], times: int 
             stream.release()
 
 
-def _notes(prepared: Prepared, io: str) -> tuple[str, ...]:
-    bundle, plan, sparsity = prepared.bundle, prepared.plan, prepared.runtime.sparsity
+def _notes(resolved: ResolvedModel, io: str) -> tuple[str, ...]:
+    bundle, plan, sparsity = resolved.bundle, resolved.plan, resolved.runtime.sparsity
     notes = []
     if sparsity == "dense":
         config = bundle.config

@@ -29,7 +29,7 @@ from ondevice.errors import (
 from ondevice.measure.prompts import Task
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import Prepared, budget_bytes, check_tokens, prepare
+from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, prepare
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.speculation.registry import DRAFTERS, runs_streams
 from ondevice.stats import DraftStats, per_second
@@ -238,7 +238,7 @@ def compare_drafters(
     )
 
 
-def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepared], list[str]]:
+def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, ResolvedModel], list[str]]:
     """Plain decoding and every drafter, as each would be by itself, and why others are missing."""
     plain = open_model(model, replace(runtime, speculation="off"))
     plain.require_fit()
@@ -265,10 +265,10 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
     return arms, notes
 
 
-def _prompts(prepared: Prepared, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
+def _prompts(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
     """Token ids of every task's prompts."""
-    tokenizer = text_tokenizer(prepared)
-    template = _chat_template(prepared.bundle, tokenizer) if any(task.chat for task in tasks) else None
+    tokenizer = text_tokenizer(resolved)
+    template = _chat_template(resolved.bundle, tokenizer) if any(task.chat for task in tasks) else None
     found: dict[str, list[list[int]]] = {}
     for task in tasks:
         if not task.prompts or task.name in found or task.name == ALL_TASKS:
@@ -280,7 +280,7 @@ def _prompts(prepared: Prepared, tasks: Sequence[Task], max_tokens: int) -> dict
             else:
                 ids = tokenizer.encode(prompt)
             try:
-                check_tokens(prepared, ids, max_tokens)
+                check_tokens(resolved, ids, max_tokens)
             except ContextOverflowError as error:
                 error.add_note(f"it is prompt {index + 1} of {task.name}")
                 raise
@@ -297,7 +297,7 @@ def _chat_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _measured(
     engine: Engine,
-    arms: Mapping[str, Prepared],
+    arms: Mapping[str, ResolvedModel],
     prompts: Mapping[str, Sequence[Sequence[int]]],
     sampling: SamplingConfig,
     on_progress: OnProgress,
@@ -374,11 +374,11 @@ def _changed(found: Mapping[str, Sequence[Mapping[str, _Text]]]) -> list[Changed
     ]
 
 
-def _held_bytes(arms: Mapping[str, Prepared]) -> dict[str, int]:
+def _held_bytes(arms: Mapping[str, ResolvedModel]) -> dict[str, int]:
     return {name: arm.plan.draft_bytes - arms[OFF].plan.draft_bytes for name, arm in arms.items()}
 
 
-def _notes(arms: Mapping[str, Prepared]) -> list[str]:
+def _notes(arms: Mapping[str, ResolvedModel]) -> list[str]:
     plan = arms[OFF].plan
     notes = []
     held = sum(_held_bytes(arms).values())

@@ -1,7 +1,7 @@
 """One loaded model under its budget: weights, key/value blocks, feed-forward residency, the decode loop.
 
 An engine belongs to the thread that made it and is used there only (`owner.py`): anywhere else, what touches
-its caches raises WrongThreadError. It allocates by the plan of the model that was prepared for it
+its caches raises WrongThreadError. It allocates by the plan of the model that was resolved for it
 (`resolving.py`).
 """
 
@@ -42,7 +42,7 @@ from ondevice.runtime.draft_model import load_draft
 from ondevice.runtime.key_value_store import KVMemory
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import neuron_memory
-from ondevice.runtime.resolving import Prepared
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        prepared: Prepared,
+        resolved: ResolvedModel,
         cancelled: IsCancelled,
         fetch: FetchOptions = DEFAULT_FETCH,
         between_passes: Callable[[], None] = lambda: None,
@@ -75,10 +75,10 @@ class Engine:
         self._thread = threading.get_ident()
         self._between_passes = between_passes
         self._fetch = fetch
-        prepared.require_fit()
-        self.plan = prepared.plan
-        self._bundle = prepared.bundle
-        self._runtime = prepared.runtime
+        resolved.require_fit()
+        self.plan = resolved.plan
+        self._bundle = resolved.bundle
+        self._runtime = resolved.runtime
         self._claim = Claim(self._held_bytes)
         layout = KVLayout(self._bundle.config, self._runtime.kv_bits)
         self.kv = KVMemory(layout, self.plan, self._claim, self._yield_to)
@@ -108,7 +108,7 @@ class Engine:
             undo.callback(self.close)
             undo.enter_context(system_refusals())
             self.plan = self._claim.promise(self.plan, self._bundle.name)
-            self._generator = self._load(prepared, cancelled)
+            self._generator = self._load(resolved, cancelled)
             undo.pop_all()
 
     @property
@@ -209,18 +209,18 @@ class Engine:
         self._keep_to(plan)
         return True
 
-    def draft_as(self, prepared: Prepared) -> None:
-        """Draft, and divide the memory, as `prepared` says: the same model with another `--speculation`.
+    def draft_as(self, resolved: ResolvedModel) -> None:
+        """Draft, and divide the memory, as `resolved` says: the same model with another `--speculation`.
 
         What is not resident is read anew, as if just loaded; what each way of drafting has learned stays for
         the next time, and which neurons fire. This engine must have been made with streams if they are to
         draft. What those that rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
         """
         check_thread(self._thread)
-        plan = self._claim.promise(prepared.plan, self._bundle.name)
-        name, transformer = prepared.runtime.speculation, self._generator.transformer
+        plan = self._claim.promise(resolved.plan, self._bundle.name)
+        name, transformer = resolved.runtime.speculation, self._generator.transformer
         if name not in self._draftings:
-            self._draftings[name] = self._make_drafting(transformer, prepared, lambda: False)
+            self._draftings[name] = self._make_drafting(transformer, resolved, lambda: False)
         self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
         self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
         if self.plan.streams or plan.streams:
@@ -277,7 +277,7 @@ class Engine:
         filled = 0 if neurons is None else neurons.filled_bytes
         return self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + filled
 
-    def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
+    def _load(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime
         backend = make_backend(config, self._bundle.quant, runtime, plan)
         self._backend = self.kv.backend = None if isinstance(backend, ReferenceBackend) else backend
@@ -293,19 +293,19 @@ class Engine:
                 self._bundle, plan, self._backend.feed_forwards, self._reader, self._costs, self._fetch
             )
             self._lend(self._room(plan.kv_block_bytes))
-        self._drafting = self._make_drafting(transformer, prepared, cancelled)
+        self._drafting = self._make_drafting(transformer, resolved, cancelled)
         self._draftings[runtime.speculation] = self._drafting
         self._reader.trim()
         trim_heap()
         self._embedding_bytes = plan.resident_weights_bytes - plan.weights_bytes
         self._loaded_bytes = plan.weights_bytes + plan.predictor_bytes
-        self._loaded_bytes += 0 if prepared.draft is None else prepared.draft.loaded_bytes
+        self._loaded_bytes += 0 if resolved.draft is None else resolved.draft.loaded_bytes
         if self._bundle.streams is not None and self._runs_streams:
             self._loaded_bytes += stream_bytes(config, self._bundle.streams)
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
         return Generator(
             transformer,
-            prepared.tokenizer,
+            resolved.tokenizer,
             frozenset(self._bundle.manifest.tokenizer.eos_ids),
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
@@ -323,16 +323,16 @@ class Engine:
         )
 
     def _make_drafting(
-        self, transformer: Transformer, prepared: Prepared, cancelled: IsCancelled
+        self, transformer: Transformer, resolved: ResolvedModel, cancelled: IsCancelled
     ) -> Drafting | None:
         second = None
-        if prepared.draft is not None and isinstance(self._backend, CpuBackend):
-            second = load_draft(prepared.draft, self._backend.engine, cancelled)
+        if resolved.draft is not None and isinstance(self._backend, CpuBackend):
+            second = load_draft(resolved.draft, self._backend.engine, cancelled)
         nodes = draft_nodes(self._runtime)
         config, context = self._bundle.config, self.plan.max_context
         target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
-        drafter = make_drafter(prepared.runtime.speculation, target)
-        least = LEAST_PASS_SECONDS if prepared.runtime.speculation == "auto" else 0.0
+        drafter = make_drafter(resolved.runtime.speculation, target)
+        least = LEAST_PASS_SECONDS if resolved.runtime.speculation == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least)
 
     def _lend_more(self, kv: KVCache, tokens: int) -> None:

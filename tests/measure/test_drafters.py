@@ -147,7 +147,7 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
     """One engine in turn under every plan: what it reads is what an engine of its own reads."""
     budget = budget_between(relu_bundle, 1, sparsity="exact")
 
-    def prepared(name: str) -> Any:
+    def resolved(name: str) -> Any:
         runtime = RuntimeConfig(sparsity="exact", speculation=name, dram_budget=budget, threads=1)  # type: ignore[arg-type]
         return open_model(relu_bundle, runtime)
 
@@ -157,7 +157,7 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
         assert last.stats is not None
         return [event.token for event in events if event.token is not None], last.stats
 
-    plans, alone = {name: prepared(name) for name in (OFF, "streams")}, {}
+    plans, alone = {name: resolved(name) for name in (OFF, "streams")}, {}
     for name, plan in plans.items():
         # Before the other engine, not beside it: the budget is that of one.
         with closing(Engine(plan, lambda: False)) as engine:

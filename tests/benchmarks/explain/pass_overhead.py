@@ -140,12 +140,12 @@ def run(engine: Engine, prompt: list[int], sampling: SamplingConfig, rounds: int
 def measure(bundle: Bundle, mode: Sparsity, args: argparse.Namespace) -> dict[str, float]:
     """Medians of one mode."""
     runtime = RuntimeConfig(speculation="off", dram_budget="8GB", sparsity=mode, threads=args.threads)
-    prepared = prepare(bundle, runtime)
-    assert prepared.tokenizer is not None
-    with closing(Engine(prepared, lambda: False)) as engine:
+    resolved = prepare(bundle, runtime)
+    assert resolved.tokenizer is not None
+    with closing(Engine(resolved, lambda: False)) as engine:
         while engine.fill_ahead():
             pass
-        prompt = list(prepared.tokenizer.encode(PROMPT))
+        prompt = list(resolved.tokenizer.encode(PROMPT))
         # All texts are as long; a bias costs a token a copy of its logits.
         no_end = tuple((token, -math.inf) for token in bundle.manifest.tokenizer.eos_ids)
         sampling = SamplingConfig(temperature=0.0, max_tokens=args.tokens, logit_bias=no_end)
