@@ -37,7 +37,7 @@ from ondevice.runtime.budget_watch import BudgetWatch, MemoryPressure
 from ondevice.runtime.engine import Engine, IsCancelled
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, find_model
 from ondevice.runtime.owner import OwnerThread
-from ondevice.runtime.resolving import ResolvedModel, budget_bytes, prepare, warn_of_budget
+from ondevice.runtime.resolving import ResolvedModel, budget_bytes, resolve, warn_of_budget
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
 from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options
@@ -97,7 +97,7 @@ def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None]
 def open_model(model: Name | None, runtime: RuntimeConfig) -> ResolvedModel:
     """What `load` does before it reads a weight; raises what it raises, but not BudgetError."""
     with system_refusals():
-        return prepare(Bundle.open(find_model(model)), runtime)
+        return resolve(Bundle.open(find_model(model)), runtime)
 
 
 def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:

@@ -29,7 +29,7 @@ from ondevice.measure.profiling import read_doubts
 from ondevice.meter import Counters
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import ResolvedModel, check_tokens, prepare
+from ondevice.runtime.resolving import ResolvedModel, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions
 from ondevice.stats import per_second
@@ -285,7 +285,7 @@ def _selecting(bundle: Bundle) -> Sparsity:
 
 def _planned(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     """Without its tokenizer, which takes memory and isn't needed; the budget is settled, too."""
-    resolved = replace(prepare(bundle, runtime), tokenizer=None)
+    resolved = replace(resolve(bundle, runtime), tokenizer=None)
     budget = resolved.plan.budget_bytes
     return replace(resolved, runtime=replace(resolved.runtime, dram_budget=budget))
 

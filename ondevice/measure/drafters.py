@@ -29,7 +29,7 @@ from ondevice.errors import (
 from ondevice.measure.prompts import Task
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, prepare
+from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.speculation.registry import DRAFTERS, runs_streams
 from ondevice.stats import DraftStats, per_second
@@ -249,7 +249,7 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Resolve
             # Beside a second model it would be that one.
             speculation["draft_model"] = ""
         try:
-            arm = prepare(plain.bundle, replace(plain.runtime, **speculation))
+            arm = resolve(plain.bundle, replace(plain.runtime, **speculation))
             # Alike: one tokenizer, and what the process held before any of them.
             plan = replace(arm.plan, process_bytes=plain.plan.process_bytes)
             plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))

@@ -98,7 +98,7 @@ class ResolvedModel:
         return self.least or self
 
 
-def prepare(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
+def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
 
     Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
