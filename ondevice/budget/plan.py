@@ -189,14 +189,14 @@ class Plan:
     @property
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
-        held = (self.segment.least if self.streams else self.segment.total) * self.segment.nbytes
+        held = (self.segment.least if self.offloads_weights else self.segment.total) * self.segment.nbytes
         most = self.budget_bytes if self.limit is None else min(self.budget_bytes, self.limit.limit_bytes)
         return max(self.kv_cache_bytes, most - self._fixed_bytes - held)
 
     @property
     def claim_bytes(self) -> int:
         """The most that the model may take beside the process and other models, with one full context."""
-        most = self.budget_bytes if self.streams else max(self.total_bytes, self._loading_bytes)
+        most = self.budget_bytes if self.offloads_weights else max(self.total_bytes, self._loading_bytes)
         return most - self.process_bytes - self.others_bytes
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
@@ -204,7 +204,7 @@ class Plan:
 
         tokens: of the widest pass whose working memory is held; without it, of the widest that there can be.
         """
-        if not self.streams:
+        if not self.offloads_weights:
             return self.segment.total
         idle = 0 if tokens is None else self.activation_bytes - self.working_bytes(tokens)
         left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle

@@ -41,7 +41,7 @@ def residency(plan: Plan) -> str:
     total = plan.segment.total - least
     if plan.reads_once:
         return "everything will be resident, read from flash once, as tokens first need it"
-    if not plan.streams:
+    if not plan.offloads_weights:
         return "the feed-forward will be resident; a row of the embedding is read from flash for each token"
     if plan.sparsity != "dense":
         return (

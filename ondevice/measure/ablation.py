@@ -371,7 +371,7 @@ def _notes(resolved: ResolvedModel, io: str) -> tuple[str, ...]:
             f"{'with --sparsity dense' if config.zeros_gates else because} every neuron counts for every "
             "token, so there is nothing to select, and no more rows"
         )
-    elif not plan.streams:
+    elif not plan.offloads_weights:
         notes.append(
             f"a budget of {format_bytes(plan.budget_bytes)} has room for every neuron: what is kept is read "
             "once and never again. A lower --dram-budget shows what a cache is worth"

@@ -382,12 +382,12 @@ def _notes(arms: Mapping[str, ResolvedModel]) -> list[str]:
     plan = arms[OFF].plan
     notes = []
     held = sum(_held_bytes(arms).values())
-    if plan.streams and held:
+    if plan.offloads_weights and held:
         notes.append(
             "each drafter has the memory that it would have by itself, and those that rest keep theirs: the "
             f"process may hold up to {format_bytes(held)} more than the budget"
         )
-    if not plan.streams:
+    if not plan.offloads_weights:
         notes.append("everything is resident: a lower --dram-budget shows what drafts save of reads")
     return notes
 

@@ -223,7 +223,7 @@ class Engine:
             self._draftings[name] = self._make_drafting(transformer, resolved, lambda: False)
         self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
         self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
-        if self.plan.streams or plan.streams:
+        if self.plan.offloads_weights or plan.offloads_weights:
             self._lend(self.plan.segment.least)
         self._keep_to(plan)
         while self.fill_ahead():
@@ -330,7 +330,7 @@ class Engine:
             second = load_draft(resolved.draft, self._backend.engine, cancelled)
         nodes = draft_nodes(self._runtime)
         config, context = self._bundle.config, self.plan.max_context
-        target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
+        target = Target(config, context, nodes, transformer, lambda: self.plan.offloads_weights, second)
         drafter = make_drafter(resolved.runtime.speculation, target)
         least = LEAST_PASS_SECONDS if resolved.runtime.speculation == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least)
@@ -363,7 +363,11 @@ class Engine:
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
             self._yield_to(self.kv.nbytes)
-        elif tokens <= DECODE_TOKENS < self._pass_tokens and self._backend is not None and self.plan.streams:
+        elif (
+            tokens <= DECODE_TOKENS < self._pass_tokens
+            and self._backend is not None
+            and self.plan.offloads_weights
+        ):
             self._backend.trim()
             trim_heap()
             self._pass_tokens = DECODE_TOKENS

@@ -245,7 +245,7 @@ class _Planner:
             )
         # The first that needs no flash, else the first that fits; where none does, the one that needs least.
         # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
-        chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
+        chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.offloads_weights))
         least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
         if not chosen.plan.fits or chosen is least:
             return least

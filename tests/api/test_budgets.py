@@ -97,7 +97,7 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
             changed.append(event.token)
             if index % 50 == 25:
                 smallest = model.plan.minimum_budget_bytes
-                model.set_dram_budget("1GB" if model.plan.streams else smallest)
+                model.set_dram_budget("1GB" if model.plan.offloads_weights else smallest)
         assert tuple(changed[:-1]) == expected
 
 
@@ -126,7 +126,7 @@ def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path)
         assert stats.neuron_cache_hit_rate < 1.0
         assert stats.io in ("direct", "buffered")
         model.set_dram_budget("8GB")
-        assert not model.plan.streams
+        assert not model.plan.offloads_weights
         deadline = time.monotonic() + 30.0
         while model.stats.neuron_cache_hit_rate < 1.0 and time.monotonic() < deadline:
             model.generate(PROMPT, max_tokens=20, logit_bias={EOS: -math.inf})
@@ -157,7 +157,7 @@ def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Mo
             tokens.append(event.token)
             if index in (20, 60):
                 plan = other.set_dram_budget(smallest if index == 20 else "8GB")
-                rates.append(plan.streams)
+                rates.append(plan.offloads_weights)
         assert tuple(tokens[:-1]) == expected
         assert rates == [True, False]
 
@@ -231,7 +231,7 @@ def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     assert plan.budget_bytes == plan.full_bytes
     assert plan.embedding_resident
-    assert not plan.streams
+    assert not plan.offloads_weights
 
 
 @pytest.mark.parametrize("call", ["generate", "session('Be brief.').respond"])

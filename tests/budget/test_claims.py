@@ -213,7 +213,7 @@ def test_budgets_of_one_process_are_divided_among_its_models(bundle: Path, first
     smallest = ondevice.inspect(bundle, **OPTIONS).minimum_budget_bytes
     with load(bundle, dram_budget=smallest, **OPTIONS) as second:
         assert second.plan.others_bytes == first.plan.claim_bytes
-        assert second.plan.streams
+        assert second.plan.offloads_weights
         with pytest.raises(BudgetError, match="what other models of this process may take") as caught:
             load(bundle, dram_budget=smallest, **OPTIONS)
         assert caught.value.required_bytes > smallest

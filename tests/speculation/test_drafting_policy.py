@@ -61,7 +61,7 @@ class Simulation:
                     asked += 1
                     return [(1, claimed)]
 
-                self.policy.resolved(0.0)
+                self.policy.prepared(0.0)
                 size = len(grow(0, guess, self.policy.worth, nodes, 99, self.policy.promising))
                 self.policy.grown(asked * propose, asked)
             tokens = 1
