@@ -17,7 +17,7 @@ from ondevice.config import GROUP_SIZE
 from ondevice.errors import OndeviceError
 
 BLOCK_NEURONS = GROUP_SIZE
-"""Neurons are packed, lent and streamed in whole blocks of this many."""
+"""Neurons are packed, quota and streamed in whole blocks of this many."""
 Segment: TypeAlias = Any
 """Memory for a range of one layer's neurons, packed as its engine multiplies them."""
 

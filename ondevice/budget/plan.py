@@ -64,8 +64,8 @@ forgotten while they are still in use, one per reading thread (`model/loading.py
 values and feed-forward segments come."""
 LOADING_PREDICTORS_BYTES = 16 << 20
 """Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
-LENT_MARGIN_BYTES = 12 << 20
-"""Of the wide passes' working memory, what is never lent: they leave the heap larger than they found it, by
+QUOTA_MARGIN_BYTES = 12 << 20
+"""Of the wide passes' working memory, what is never quota: they leave the heap larger than they found it, by
 up to 7 MB in `long_ceiling.py`."""
 GATED = ("exact", "threshold")
 """Modes in which every layer's gates stay in memory."""
@@ -216,7 +216,7 @@ class Plan:
         span = max(1, self.pass_tokens - DECODE_TOKENS)
         idle = self.activation_bytes - self.decode_activation_bytes
         line = self.decode_activation_bytes + -(-idle * more // span)
-        return min(self.activation_bytes, line + LENT_MARGIN_BYTES)
+        return min(self.activation_bytes, line + QUOTA_MARGIN_BYTES)
 
     def with_budget(self, budget_bytes: int) -> Plan:
         """The same model and process under another budget."""
@@ -225,7 +225,7 @@ class Plan:
     def to_json(self) -> dict[str, int | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
-        They are those of the widest pass; the counts of segments are those that are lent while decoding.
+        They are those of the widest pass; the counts of segments are those that are quota while decoding.
         """
         return {
             "budget_bytes": self.budget_bytes,

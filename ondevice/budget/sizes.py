@@ -46,12 +46,12 @@ HIDDEN_BYTES = 2 << 20
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
 DECODE_TOKENS = 16
-"""A pass over so many tokens or fewer is decoding: the working memory that it leaves is lent to neurons."""
+"""A pass over so many tokens or fewer is decoding: the working memory that it leaves is quota to neurons."""
 
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory is lent in: each holds `neurons` neurons of one layer."""
+    """The equal pieces that feed-forward memory is quota in: each holds `neurons` neurons of one layer."""
 
     neurons: int
     nbytes: int
@@ -68,7 +68,7 @@ class SegmentShape:
         """Segments without which nothing can be computed."""
         return 0
 
-    def lent(self, segments: int) -> tuple[int, ...]:
+    def quota(self, segments: int) -> tuple[int, ...]:
         """How many of `segments` each layer has: as even as can be, and fewer of them for no layer more.
 
         The remainder goes to layers in one fixed order, spread over the depth, so that shrinking takes back
@@ -82,7 +82,7 @@ class SegmentShape:
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The equal pieces that memory for single neurons is lent in: `slots` of one record's part each.
+    """The equal pieces that memory for single neurons is quota in: `slots` of one record's part each.
 
     `reserve` slots are for neurons on their way through; `least` segments hold them.
     """
@@ -102,7 +102,7 @@ class SlotShape:
         """Segments without which nothing can be computed."""
         return -(-self.reserve // self.slots)
 
-    def lent(self, segments: int) -> tuple[int, ...]:
+    def quota(self, segments: int) -> tuple[int, ...]:
         """All of them in one: layers share the slots of every segment."""
         return (max(0, min(segments, self.total)),)
 

@@ -128,7 +128,7 @@ def load_draft(
         )
         undo.callback(pool.close)
         kv = KVCache(KVLayout(bundle.config, runtime.kv_bits), _native.allocate)
-        pool.resize(plan.segment.lent(plan.segment.total))
+        pool.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):
             if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):
                 break

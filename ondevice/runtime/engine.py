@@ -85,9 +85,9 @@ class Engine:
         self._loaded_bytes = self._embedding_bytes = 0
         """Of what is in memory for sure from the end of loading on, and of the embedding while it is."""
         self._pass_tokens = DECODE_TOKENS
-        """Of the widest pass whose working memory is held; what wider ones would need is lent to neurons."""
+        """Of the widest pass whose working memory is held; what wider ones would need is quota to neurons."""
         self._segments = 0
-        """Feed-forward segments that are lent; passes fill them."""
+        """Feed-forward segments that are quota; passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._backend: BudgetBackend | None = None
         self._drafting: Drafting | None = None
@@ -163,7 +163,7 @@ class Engine:
         with self.kv.work_on(kv):
             try:
                 kv.truncate(common_prefix(kv.tokens, prompt))
-                self._lend_more(kv, len(prompt) + 1)
+                self._allocate_more(kv, len(prompt) + 1)
                 with system_refusals():
                     yield from self._generator.stream(prompt, kv, sampling, cancelled)
             finally:
@@ -176,7 +176,7 @@ class Engine:
         kv = self.kv.new_cache()
         with self.kv.work_on(kv):
             try:
-                self._lend_more(kv, len(tokens))
+                self._allocate_more(kv, len(tokens))
                 with system_refusals():
                     yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
             except Cancelled:
@@ -224,7 +224,7 @@ class Engine:
         self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
         self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
         if self.plan.offloads_weights or plan.offloads_weights:
-            self._lend(self.plan.segment.least)
+            self._allocate_segments(self.plan.segment.least)
         self._keep_to(plan)
         while self.fill_ahead():
             time.sleep(FILL_SECONDS)
@@ -237,7 +237,7 @@ class Engine:
             self._embedding_bytes = 0
             self._backend.hold_embedding(False)
         self.kv.keep_to(plan)
-        self._lend(self._room(self.kv.nbytes))
+        self._allocate_segments(self._room(self.kv.nbytes))
         if plan.embedding_resident and self._backend is not None:
             with system_refusals():
                 self._backend.hold_embedding(True)
@@ -292,7 +292,7 @@ class Engine:
             self._neurons = neuron_memory(
                 self._bundle, plan, self._backend.feed_forwards, self._reader, self._costs, self._fetch
             )
-            self._lend(self._room(plan.kv_block_bytes))
+            self._allocate_segments(self._room(plan.kv_block_bytes))
         self._drafting = self._make_drafting(transformer, resolved, cancelled)
         self._draftings[runtime.speculation] = self._drafting
         self._reader.trim()
@@ -335,12 +335,12 @@ class Engine:
         least = LEAST_PASS_SECONDS if resolved.runtime.speculation == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least)
 
-    def _lend_more(self, kv: KVCache, tokens: int) -> None:
+    def _allocate_more(self, kv: KVCache, tokens: int) -> None:
         """Before the work: take the memory that `tokens` of kv will leave for segments."""
         grown = max(0, self.kv.layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
         target = self._room(self.kv.nbytes + grown * self.kv.layout.block_bytes)
         if target > self._segments:
-            self._lend(target)
+            self._allocate_segments(target)
 
     def _before_pass(self, tokens: int, draft_tokens: int) -> None:
         # A draft is made by what is in memory, and is to find it there.
@@ -371,20 +371,20 @@ class Engine:
             self._backend.trim()
             trim_heap()
             self._pass_tokens = DECODE_TOKENS
-            self._lend(self._room(self.kv.nbytes))
+            self._allocate_segments(self._room(self.kv.nbytes))
 
     def _yield_to(self, kv_bytes: int) -> None:
         """Take back the segments that so many bytes of keys and values leave no room for."""
         room = self._room(kv_bytes)
         if room < self._segments:
-            self._lend(room)
+            self._allocate_segments(room)
 
     def _room(self, kv_bytes: int) -> int:
-        """Segments that may be lent beside so many bytes of keys and values."""
+        """Segments that may be quota beside so many bytes of keys and values."""
         return self.plan.segments_for(kv_bytes, self._pass_tokens)
 
-    def _lend(self, segments: int) -> None:
+    def _allocate_segments(self, segments: int) -> None:
         if self._neurons is not None:
-            lent = segments if self._fetch.keep else self.plan.segment.least
-            self._neurons.resize(self.plan.segment.lent(lent))
+            quota = segments if self._fetch.keep else self.plan.segment.least
+            self._neurons.resize(self.plan.segment.quota(quota))
             self._segments = segments

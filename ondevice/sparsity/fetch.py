@@ -146,11 +146,11 @@ class NeuronFetcher:
         """What prefetching was worth."""
         return self._prefetcher.quality
 
-    def resize(self, lent: Sequence[int]) -> None:
+    def resize(self, quota: Sequence[int]) -> None:
         """Keep to so many segments in all: those above go back at once, those below come when needed."""
         self._prefetcher.drop()
         self._warming.stop()
-        self._cache.resize(sum(lent))
+        self._cache.resize(sum(quota))
 
     def hold_back(self, draft_tokens: int) -> None:
         """The next passes' last `draft_tokens` tokens say nothing of the text until `accept`."""

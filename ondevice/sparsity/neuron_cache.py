@@ -61,7 +61,7 @@ class NeuronCache:
         self._segment_slots = segment_slots
         self._reserve = reserve
         self._policy = policy
-        self._lent = 0
+        self._quota = 0
         self.holds_all = False
         """Whether every neuron may stay, so that nobody needs to choose."""
         self._segments: list[Bytes] = []
@@ -87,20 +87,20 @@ class NeuronCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist; those lent and not needed yet don't."""
+        """Bytes of the segments that exist; those quota and not needed yet don't."""
         return len(self._segments) * self._segment_slots * self.slot_bytes
 
     @property
     def _room(self) -> int:
         """Slots that layers may keep, all together."""
-        return max(0, self._lent * self._segment_slots - self._reserve) if self._keep else 0
+        return max(0, self._quota * self._segment_slots - self._reserve) if self._keep else 0
 
     def resize(self, segments: int) -> None:
         """Keep to so many segments: those above go at once, with the neurons in them.
 
         No claim may be open: slots that are read into would be gone.
         """
-        self._lent = segments
+        self._quota = segments
         self.holds_all = self._room >= self._slot_of.size
         limit = segments * self._segment_slots
         if len(self._segments) > segments:
@@ -160,7 +160,7 @@ class NeuronCache:
 
     def has_room(self, count: int) -> bool:
         """Whether so many more neurons can be placed before anybody has to go."""
-        segments = self._lent - len(self._segments)
+        segments = self._quota - len(self._segments)
         return self._num_free + segments * self._segment_slots >= count
 
     def settle(self, layer: int, keep: Int32 | None = None) -> None:
@@ -286,7 +286,7 @@ class NeuronCache:
 
     def _take(self, count: int) -> Int32:
         while self._num_free < count:
-            if len(self._segments) == self._lent:
+            if len(self._segments) == self._quota:
                 raise OndeviceError(
                     f"{count} neurons don't fit the {self._num_free} free slots: the feed-forward memory "
                     "was given back, or is too small"

@@ -49,7 +49,7 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
-        # With chunks as narrow as this, no working memory of a long prompt is lent to neurons.
+        # With chunks as narrow as this, no working memory of a long prompt is quota to neurons.
         options = {"threads": 1, "prefill_chunk": DECODE_TOKENS}
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:
@@ -192,7 +192,7 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
 def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decoded(
     tmp_path: Path, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_plan, "LENT_MARGIN_BYTES", 0)  # more than all that so small a model has
+    monkeypatch.setattr(budget_plan, "QUOTA_MARGIN_BYTES", 0)  # more than all that so small a model has
     shape = {"num_hidden_layers": 8, "intermediate_size": 8192, "hidden_act": "relu"}
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     text = "a long and winding road " * 9
@@ -200,21 +200,21 @@ def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decode
         expected = [model.generate(text, max_tokens=20).tokens, greedy(model, 20)]
     budget = ondevice.inspect(bundle, sparsity=sparsity).minimum_budget_bytes
     with load(bundle, sparsity=sparsity, dram_budget=budget) as model:
-        engine, plan, lent = model._engine, model.plan, []
+        engine, plan, quota = model._engine, model.plan, []
 
         def note(tokens: int, guesses: int) -> None:
             engine._before_pass(tokens, guesses)
-            lent.append((tokens, engine._segments))
+            quota.append((tokens, engine._segments))
 
         engine._generator = dataclasses.replace(engine._generator, before_pass=note)
         for _ in range(2):
             assert model.generate(text, max_tokens=20).tokens == expected[0]
-            (tokens, prompt), *decoding = lent
+            (tokens, prompt), *decoding = quota
             assert tokens > 8 * DECODE_TOKENS
             assert prompt <= plan.segments_for(0, tokens) < plan.segment.total
             assert min(count for _, count in decoding) > prompt
             assert greedy(model, 20) == expected[1]
-            lent.clear()
+            quota.clear()
 
 
 def test_residency_comes_back_between_the_windows_of_a_score(chat_bundle: Path) -> None:
