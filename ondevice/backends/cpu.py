@@ -117,7 +117,7 @@ class CpuBackend(EmbeddingHolder):
         """Keys and values are in blocks."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """The kernels take no memory that nobody lends them."""
+        """The kernels allocate nothing themselves."""
 
     def close(self) -> None:
         """Idempotent."""

@@ -17,7 +17,7 @@ from ondevice.config import GROUP_SIZE
 from ondevice.errors import OndeviceError
 
 BLOCK_NEURONS = GROUP_SIZE
-"""Neurons are packed, quota and streamed in whole blocks of this many."""
+"""Neurons are packed, allocated and streamed in whole blocks of this many."""
 Segment: TypeAlias = Any
 """Memory for a range of one layer's neurons, packed as its engine multiplies them."""
 
@@ -63,7 +63,7 @@ class FedLayer:
     """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
 
     With a `selector`, only those it selects are multiplied, from where `selected` says they lie. It owns
-    neither the memory nor what is read: `sparsity` lends both.
+    neither the memory nor what is read: `sparsity` provides both.
     """
 
     def __init__(self, source: FeedForwardSource, segment_neurons: int, selector: Selector | None) -> None:

@@ -65,7 +65,7 @@ values and feed-forward segments come."""
 LOADING_PREDICTORS_BYTES = 16 << 20
 """Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
 QUOTA_MARGIN_BYTES = 12 << 20
-"""Of the wide passes' working memory, what is never quota: they leave the heap larger than they found it, by
+"""Scratch memory of wide forward passes that neurons never get: they leave the heap larger than they found it, by
 up to 7 MB in `long_ceiling.py`."""
 GATED = ("exact", "threshold")
 """Modes in which every layer's gates stay in memory."""
@@ -225,7 +225,7 @@ class Plan:
     def to_json(self) -> dict[str, int | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
-        They are those of the widest pass; the counts of segments are those that are quota while decoding.
+        They are those of the widest pass; the counts of segments are those while decoding.
         """
         return {
             "budget_bytes": self.budget_bytes,

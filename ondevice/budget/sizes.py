@@ -46,12 +46,12 @@ HIDDEN_BYTES = 2 << 20
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
 DECODE_TOKENS = 16
-"""A pass over so many tokens or fewer is decoding: the working memory that it leaves is quota to neurons."""
+"""A pass over so many tokens or fewer is decoding: neurons get the scratch memory that it leaves."""
 
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory is quota in: each holds `neurons` neurons of one layer."""
+    """The equal pieces that feed-forward memory is allocated in: each holds `neurons` neurons of one layer."""
 
     neurons: int
     nbytes: int
@@ -82,7 +82,7 @@ class SegmentShape:
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The equal pieces that memory for single neurons is quota in: `slots` of one record's part each.
+    """The equal pieces that memory for single neurons is allocated in: `slots` of one record's part each.
 
     `reserve` slots are for neurons on their way through; `least` segments hold them.
     """

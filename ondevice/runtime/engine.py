@@ -85,9 +85,9 @@ class Engine:
         self._loaded_bytes = self._embedding_bytes = 0
         """Of what is in memory for sure from the end of loading on, and of the embedding while it is."""
         self._pass_tokens = DECODE_TOKENS
-        """Of the widest pass whose working memory is held; what wider ones would need is quota to neurons."""
+        """Of the widest pass whose working memory is held; neurons get what wider ones would need."""
         self._segments = 0
-        """Feed-forward segments that are quota; passes fill them."""
+        """Feed-forward segments within the quota; forward passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._backend: BudgetBackend | None = None
         self._drafting: Drafting | None = None
@@ -380,7 +380,7 @@ class Engine:
             self._allocate_segments(room)
 
     def _room(self, kv_bytes: int) -> int:
-        """Segments that may be quota beside so many bytes of keys and values."""
+        """Segments that fit beside so many bytes of keys and values."""
         return self.plan.segments_for(kv_bytes, self._pass_tokens)
 
     def _allocate_segments(self, segments: int) -> None:

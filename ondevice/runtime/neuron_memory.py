@@ -24,7 +24,7 @@ def neuron_memory(
     costs: CostModel,
     options: FetchOptions,
 ) -> SegmentPool | NeuronFetcher:
-    """Nothing quota yet: whole ranges of a layer's neurons, or single ones where some are selected.
+    """No memory yet: whole ranges of a layer's neurons, or single ones where some are selected.
 
     reader: of the bundle's files. costs: of its reads, where neurons are selected.
     """

@@ -38,7 +38,7 @@ class Placement:
 
 
 class NeuronCache:
-    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots are on loan.
+    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots belong to no layer.
 
     What a layer reads gets a slot at once, from the reserve where its share is used up; `settle` lets the
     lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between two
@@ -87,7 +87,7 @@ class NeuronCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist; those quota and not needed yet don't."""
+        """Bytes of the segments that exist; those within the quota that aren't needed yet don't."""
         return len(self._segments) * self._segment_slots * self.slot_bytes
 
     @property

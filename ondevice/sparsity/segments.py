@@ -1,4 +1,4 @@
-"""Feed-forward memory: equal segments quota to layers, and the stream of the neurons that have none.
+"""Feed-forward memory: equal segments allocated to layers by quota, and the stream of the other neurons.
 
 Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed as the
 kernels want them; a layer's segments are a prefix of its neurons. What isn't resident is streamed from
@@ -34,7 +34,7 @@ SEGMENTS_AHEAD = 4
 
 
 class SegmentPool:
-    """Lends segments of `segment_bytes` to `layers` and streams the rest in pieces of `stream_neurons`.
+    """Allocates segments of `segment_bytes` to `layers` and streams the rest in pieces of `stream_neurons`.
 
     slot_bytes, slots: the buffers of the stream, which hold what is read ahead.
     """
@@ -93,7 +93,7 @@ class SegmentPool:
         return PassTimes(waited=self._waited)
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Lend quota[i] segments to layer i: those above go back at once, those below fill in passes."""
+        """Let layer i have quota[i] segments: those above go back at once, those below fill in passes."""
         self._quota = list(quota)
         self._complete = False
         for layer, count in zip(self._layers, quota, strict=True):
@@ -120,7 +120,7 @@ class SegmentPool:
 
     @property
     def _missing(self) -> int:
-        """Segments that are quota and don't hold neurons yet."""
+        """Segments within the quota that don't hold neurons yet."""
         return sum(self._quota) - sum(len(layer.segments) for layer in self._layers)
 
     def _allocate(self, missing: int) -> None:
@@ -229,7 +229,7 @@ class SegmentPool:
         return future.result()
 
     def _begin_pass(self) -> None:
-        """What became resident in the last pass leaves the schedule; what is quota and empty gets memory.
+        """What became resident in the last pass leaves the schedule; what is empty within the quota gets memory.
 
         Where nothing is left to stream, its buffers go.
         """
