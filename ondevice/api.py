@@ -32,7 +32,7 @@ from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig, WhenFull
 from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
-from ondevice.response import LastFigures, Response, gather
+from ondevice.response import LastStats, Response, gather
 from ondevice.runtime.budget_watch import BudgetWatch, MemoryPressure
 from ondevice.runtime.engine import Engine, IsCancelled
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, find_model
@@ -127,7 +127,7 @@ class Model:
         self.bundle = resolved.bundle
         self.runtime = resolved.runtime
         self._resolved = resolved
-        self._figures = LastFigures()
+        self._stats_kept = LastStats()
         self._keys = itertools.count()
         # MLX keeps a thread of its own for every one that it has ever computed for.
         kept = resolved.runtime.backend == "mlx"
@@ -163,7 +163,7 @@ class Model:
     def stats(self) -> GenerationStats:
         """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
         self._owner.require_own_process()
-        return self._figures.get()
+        return self._stats_kept.get()
 
     @property
     def plan(self) -> Plan:
@@ -348,14 +348,14 @@ class Model:
 
     def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
         """Events of continuing `ids` with the KV cache of `key`, or one of its own."""
-        with self._figures.noted(self._work(key, ids, sampling)) as work:
+        with self._stats_kept.noted(self._work(key, ids, sampling)) as work:
             yield from self._owner.stream(work)
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        with self._figures.noted(self._work(key, ids, sampling)) as work:
+        with self._stats_kept.noted(self._work(key, ids, sampling)) as work:
             async with aclosing(self._owner.astream(work)) as events:
                 async for event in events:
                     yield event

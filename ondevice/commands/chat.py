@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 from click.core import ParameterSource
 
-from ondevice.commands.opening import loaded_model, resolved_model, say_figures
+from ondevice.commands.opening import loaded_model, resolved_model, say_stats
 from ondevice.commands.options import Command, Text, add_options, model_option, option
 from ondevice.commands.terminal import say, write_events
 from ondevice.config import SamplingConfig, WhenFull
@@ -74,7 +74,7 @@ def chat(
             for turn in chat_input.read_turns(say, interrupts, limits, is_known_command):
                 if talk.take(turn):
                     break
-        say_figures(loaded)
+        say_stats(loaded)
     if talk.refused:
         context.exit(ContextOverflowError.exit_code)
 

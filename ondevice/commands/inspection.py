@@ -7,7 +7,7 @@ from typing import Any
 from ondevice.budget.limits import context_words, verdict
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import parts, percent, residency, size
-from ondevice.commands.training_reports import stream_figures
+from ondevice.commands.training_reports import stream_facts
 from ondevice.runtime.models import ALIASES, SparsityMode, known_models, model_home, sparsity_modes
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import format_bytes
@@ -50,7 +50,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
-        "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
+        "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
         "speculation": resolved.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,

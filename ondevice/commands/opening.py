@@ -35,7 +35,7 @@ def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
         yield loaded
 
 
-def say_figures(model: Model) -> None:
+def say_stats(model: Model) -> None:
     """The closing line, where there is something to close."""
     from ondevice.commands import reports
 
