@@ -127,7 +127,7 @@ class Model:
         self.bundle = resolved.bundle
         self.runtime = resolved.runtime
         self._resolved = resolved
-        self._stats_kept = LastStats()
+        self._last_stats = LastStats()
         self._keys = itertools.count()
         # MLX keeps a thread of its own for every one that it has ever computed for.
         kept = resolved.runtime.backend == "mlx"
@@ -163,7 +163,7 @@ class Model:
     def stats(self) -> GenerationStats:
         """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
         self._owner.require_own_process()
-        return self._stats_kept.get()
+        return self._last_stats.get()
 
     @property
     def plan(self) -> Plan:
@@ -348,14 +348,14 @@ class Model:
 
     def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
         """Events of continuing `ids` with the KV cache of `key`, or one of its own."""
-        with self._stats_kept.noted(self._work(key, ids, sampling)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
             yield from self._owner.stream(work)
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        with self._stats_kept.noted(self._work(key, ids, sampling)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
             async with aclosing(self._owner.astream(work)) as events:
                 async for event in events:
                     yield event

@@ -19,7 +19,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, Pass, PrunedDraft, Transformer
+from ondevice.model.transformer import Cancelled, ForwardOutput, PrunedDraft, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
@@ -217,7 +217,7 @@ class Generator:
 
     def _prefill(
         self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: Callable[[], bool] | None
-    ) -> Pass:
+    ) -> ForwardOutput:
         """Bring kv to hold exactly the prompt, and return what its last token became.
 
         It always runs: that isn't stored. Chunks done before a cancellation stay.

@@ -152,7 +152,7 @@ class Plan:
         return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
 
     @property
-    def streams(self) -> bool:
+    def offloads_weights(self) -> bool:
         """Whether some feed-forward weights may have to come from flash."""
         return self.budget_bytes < self._unstreamed_bytes
 

@@ -150,8 +150,8 @@ def bench(
         measured = []
         for index in range(runs):
             measured.append(loaded.measure(prompt_tokens, max_tokens))
-            say(f"run {index + 1} of {runs}: {reports.figures(measured[-1], loaded.plan)}")
-        shown = reports.figures(median_stats(measured), loaded.plan)
+            say(f"run {index + 1} of {runs}: {reports.stats_line(measured[-1], loaded.plan)}")
+        shown = reports.stats_line(median_stats(measured), loaded.plan)
         print_result(as_json, benchmark_report(measured, loaded.kernel_target), shown)
 
 

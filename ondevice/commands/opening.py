@@ -40,4 +40,4 @@ def say_stats(model: Model) -> None:
     from ondevice.commands import reports
 
     if model.stats.forward_passes:
-        say(reports.figures(model.stats, model.plan))
+        say(reports.stats_line(model.stats, model.plan))

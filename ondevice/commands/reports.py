@@ -33,7 +33,7 @@ def pressure_summary(found: MemoryPressure) -> str:
 
 
 def residency(plan: Plan) -> str:
-    """What will be in memory, and what is read from flash: `figures` counts it by the same plan."""
+    """What will be in memory, and what is read from flash: `stats_line` counts it by the same plan."""
     least = plan.segment.least
     start, full = (
         plan.segments_for(kv, DECODE_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
@@ -64,7 +64,7 @@ def size(nbytes: int) -> str:
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
-def figures(stats: GenerationStats, plan: Plan) -> str:
+def stats_line(stats: GenerationStats, plan: Plan) -> str:
     """The closing line of a generation. What fills memory once is no token's: it isn't divided by them."""
 
     def read(nbytes: int) -> str:

@@ -47,7 +47,7 @@ Prune = Callable[[Array], PrunedDraft]
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardOutput:
     """What a pass over T tokens left: n of them went through all layers; S streams."""
 
     tokens: Sequence[int]
@@ -150,7 +150,7 @@ class Transformer:
         prune: Prune | None = None,
         last: bool = False,
         resident: bool = False,
-    ) -> Pass:
+    ) -> ForwardOutput:
         """`hidden_states`, with streams ("Speculative Streaming", arXiv 2402.11131, section 3.2).
 
         prune: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
@@ -158,7 +158,7 @@ class Transformer:
         token's results are wanted. Raises as `forward` does; kv then is as before.
         """
         length = kv.length
-        found: Pass | None = None
+        found: ForwardOutput | None = None
         try:
             found = self._layers(tokens, kv, cancelled, x, tree, prune, last, resident)
         finally:
@@ -206,7 +206,7 @@ class Transformer:
         prune: Prune | None,
         last: bool,
         resident: bool = False,
-    ) -> Pass:
+    ) -> ForwardOutput:
         """All layers over T tokens. Extends kv by those that go on to the end."""
         check_thread(self._thread)
         config, ids, branches = self.config, self._checked(tokens), None
@@ -235,11 +235,11 @@ class Transformer:
         known = ids.tolist()
         kv.extend([known[token] for token in chosen.tokens])
         if self.streams is None or not chosen.streams:
-            return Pass(chosen.tokens, x, branches)
+            return ForwardOutput(chosen.tokens, x, branches)
         kept, count = len(chosen.tokens), self.streams.count
         starts = range(kept, kept + count * len(chosen.streams), count)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
-        return Pass(chosen.tokens, x[:kept], branches, ended)
+        return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
 
     def _layer(self, layer: int, x: Array, rows: Rows, last: bool = False) -> Array:
         """One layer over x (R, D). last: only the last row's result is wanted, (1, D)."""

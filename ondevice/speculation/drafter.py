@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.speculation.tree import Draft, Proposals
 
 IsCancelled = Callable[[], bool]
@@ -70,7 +70,7 @@ class Drafter(ABC):
         """
         return PrunedDraft(range(len(draft)))
 
-    def entered(self, found: Pass, node: int) -> None:  # noqa: B027
+    def entered(self, found: ForwardOutput, node: int) -> None:  # noqa: B027
         """A pass is over: `node` of those in `found` is the newest token that the target's cache holds.
 
         One more has been drawn behind it, which `add` has been told of.

@@ -11,7 +11,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
@@ -53,7 +53,7 @@ class Drafting:
         """In this pass, for nothing is in sight: the drafter hears of it when guesses are wanted again."""
         self._unheard: list[int] = []
         """Tokens that came while paused."""
-        self._unseen: tuple[Pass, int] | None = None
+        self._unseen: tuple[ForwardOutput, int] | None = None
         """What the last pass left, if that was while paused."""
 
     @property
@@ -142,7 +142,7 @@ class Drafting:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
         return self._drafter.prune(draft, entering, self._policy.row_share)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
         if self._paused:
             self._unseen = found, node

@@ -49,7 +49,7 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
-        # With chunks as narrow as this, no working memory of a long prompt is quota to neurons.
+        # With chunks as narrow as this, no working memory of a long prompt is neurons'.
         options = {"threads": 1, "prefill_chunk": DECODE_TOKENS}
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:

@@ -14,7 +14,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft, Transformer
+from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, StreamLayer, StreamWeights
 from tests.backends.test_cpu import TARGETS, load, make_backend
 from tests.backends.test_token_tree import PARENTS, drawn
@@ -67,7 +67,7 @@ def keep(model: Transformer, kv: KVCache, path: Sequence[int]) -> None:
 
 def run(
     model: Transformer, streams: Sequence[int] = (), tokens: Sequence[int] | None = None
-) -> tuple[Pass, KVCache]:
+) -> tuple[ForwardOutput, KVCache]:
     """The tree behind the prompt, with streams at nodes `streams`; of `tokens` alone, if given."""
     kv = cache(model)
     model.forward(PROMPT, kv, "none")

@@ -61,7 +61,7 @@ def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader
 
 
 def assert_settles(model: Transformer, pool: SegmentPool, quota: list[int], expected: bytes) -> None:
-    """Resize and run passes, each with the right logits, until all that is quota is filled."""
+    """Resize and run passes, each with the right logits, until the whole quota is filled."""
     pool.resize(quota)
     layers = model.backend.feed_forwards  # type: ignore[attr-defined]
     for _ in range(500):

@@ -15,7 +15,7 @@ from ondevice.backends.base import Float32
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.transformer import Pass, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.response import Response
 from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
@@ -159,7 +159,9 @@ def entered(
     branches: Float32,
     streams: Mapping[int, Float32] | None = None,
 ) -> None:
-    drafter.entered(Pass(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), node)
+    drafter.entered(
+        ForwardOutput(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), node
+    )
 
 
 def best(drafter: StreamDrafter, path: Sequence[int] = ()) -> int | None:
@@ -220,7 +222,7 @@ def test_streams_that_ran_in_the_pass_do_not_run_again() -> None:
     assert said(drafter) == [76, 77, 78, None]
     assert transformer.ran == [[76, 77, 78]]
     # A pass without streams, of a model that none were asked of, leaves nothing to guess by.
-    drafter.entered(Pass(range(1), numbered(0)), 0)
+    drafter.entered(ForwardOutput(range(1), numbered(0)), 0)
     prepare(drafter)
     assert said(drafter) == [None] * (COUNT + 1)
 

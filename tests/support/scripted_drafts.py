@@ -13,7 +13,7 @@ from ondevice.backends.base import Float32
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.response import Response
 from ondevice.speculation.tree import Draft
 
@@ -65,7 +65,7 @@ class Scripted:
         most = min(2, (DECODE_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
         return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         self.streamed += len(found.streams)
 
     def drew(self, last: int, token: int, logits: Float32) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.tree import Draft, Proposals
 
@@ -48,7 +48,7 @@ class Combined(Drafter):
                 return chosen
         return super().prune(draft, entering, row_share)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         for member in self.members:
             member.entered(found, node)
 
@@ -111,7 +111,7 @@ class WhileReading(Drafter):
     def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         return self._drafter.prune(draft, entering, row_share)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         self._drafter.entered(found, node)
 
     def close(self) -> None:

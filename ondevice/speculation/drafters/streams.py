@@ -16,7 +16,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft, Transformer
+from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import MOST_GUESSES, Ranking
 from ondevice.speculation.tree import Draft, Proposals
@@ -82,7 +82,7 @@ class StreamDrafter(Drafter):
         self._text.append(token)
         self._drawn += 1
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         """A pass is over: `node` of those that went through it is the text's newest token in the cache."""
         self._forget()
         self._states = found.streams.get(node)
