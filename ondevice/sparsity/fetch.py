@@ -22,7 +22,7 @@ from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole,
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.cache_warm_up import Warming
+from ondevice.sparsity.cache_warm_up import CacheWarmUp
 from ondevice.sparsity.neuron_cache import NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
 from ondevice.sparsity.prefetch import PREFETCH_TOKENS, Prefetcher, PrefetchQuality
@@ -96,7 +96,7 @@ class NeuronFetcher:
             RecordReads(reader, groups, gap_bytes if options.bundled else 0) for _ in range(BATCHES)
         )
         warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
-        self._warming = Warming(layers, reader, cache, wanted, warm_bytes)
+        self._warm_up = CacheWarmUp(layers, reader, cache, wanted, warm_bytes)
         self._prefetcher = Prefetcher(
             layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=prefetched
         )
@@ -149,7 +149,7 @@ class NeuronFetcher:
     def resize(self, quota: Sequence[int]) -> None:
         """Keep to so many segments in all: those above go back at once, those below come when needed."""
         self._prefetcher.drop()
-        self._warming.stop()
+        self._warm_up.stop()
         self._cache.resize(sum(quota))
 
     def hold_back(self, draft_tokens: int) -> None:
@@ -175,12 +175,12 @@ class NeuronFetcher:
 
     def fill(self) -> bool:
         """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
-        return self._fill_ahead and self._warming.fill()
+        return self._fill_ahead and self._warm_up.fill()
 
     def close(self) -> None:
         """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
         self._prefetcher.close()
-        self._warming.close()
+        self._warm_up.close()
         for reads in self._reads:
             reads.close()
         self._cache.close()
@@ -217,7 +217,7 @@ class NeuronFetcher:
         ids = selected(scores[:num_exact_rows])
         if num_exact_rows < len(scores):
             ids = np.union1d(ids, cache.held(index, selected(scores[num_exact_rows:])))
-        prefetched = self._prefetcher.adopt(index)
+        prefetched = self._prefetcher.commit(index)
         if cache.holds_layer(index) and not len(prefetched):
             yield from self._whole(index, ids)
             return
@@ -242,22 +242,22 @@ class NeuronFetcher:
                 self._since = time.perf_counter()
                 done += len(batch.ids)
                 if waiting and not cache.has_room(len(waiting[0])):
-                    cache.settle(index, ids[done:])
+                    cache.evict_to_share(index, ids[done:])
         finally:
             self._prefetched_arrived(ids, prefetched)
             for batch in under_way:
                 self._give_up(index, batch)
-            cache.settle(index)
+            cache.evict_to_share(index)
             self._managed += self._lap()
 
     def _whole(self, index: int, ids: Int32) -> Batches:
         """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
         self._prefetcher.arrived()
-        placement = self._cache.place(index, ids)
+        placement = self._cache.acquire(index, ids)
         self._managed += self._lap()
         yield ids, placement.addresses
         self._since = time.perf_counter()
-        self._cache.settle(index)
+        self._cache.evict_to_share(index)
         self._managed += self._lap()
 
     def _lap(self) -> float:
@@ -271,12 +271,12 @@ class NeuronFetcher:
         # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
         alone = tokens > PREFETCH_TOKENS
         if alone:
-            self._warming.stop()
+            self._warm_up.stop()
         else:
-            self._warming.collect()
-        self._cache.divide(tokens, keep=self._warming.under_way)
+            self._warm_up.collect()
+        self._cache.divide(tokens, keep=self._warm_up.under_way)
         if self._fill_ahead and not alone:
-            self._warming.begin()
+            self._warm_up.begin()
 
     def _observe(self, index: int, scores: Float32) -> None:
         """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
@@ -313,7 +313,7 @@ class NeuronFetcher:
         return arrived
 
     def _begin(self, index: int, ids: Int32) -> _Batch:
-        placement = self._cache.place(index, ids)
+        placement = self._cache.acquire(index, ids)
         missing = placement.missing
         if not len(missing):
             return _Batch(ids, placement, None)

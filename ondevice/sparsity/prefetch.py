@@ -22,7 +22,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts
-from ondevice.sparsity.reserved_reads import Claim, ClaimedReads
+from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ class PrefetchQuality:
 
 @dataclass
 class _Prefetch:
-    """One layer's claim and its reads. Once halted, the first `read` of its neurons come."""
+    """One layer's reservation and its reads. Once halted, the first `read` of its neurons come."""
 
-    claim: Claim
-    reads: ClaimedReads
+    reservation: Reservation
+    reads: ReservedReads
     read: int | None = None
 
     def halt(self) -> int:
@@ -67,7 +67,7 @@ class _Prefetch:
 class Prefetcher:
     """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
 
-    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`adopt`), and
+    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`commit`), and
     waited for by `arrived`.
     """
 
@@ -84,11 +84,11 @@ class Prefetcher:
         self._layers = layers
         self._cache = cache
         self._most = most
-        self._idle = [ClaimedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
+        self._idle = [ReservedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
         self._prefetches: list[_Prefetch] = []
         """Of a layer whose turn is about to come, and of the one behind it."""
         self._arriving: _Prefetch | None = None
-        """Adopted: its claim has the neurons that are held, and the slots that are claimed still."""
+        """Adopted: its reservation has the neurons that are held, and the slots that are claimed still."""
         self._expected: dict[int, Float32] = {}
         """By layer, the highest scores (F,) that drafting has seen since the layer was last prefetched."""
         self._passes = 0
@@ -114,7 +114,7 @@ class Prefetcher:
         expected = self._expected.pop(layer, None)
         if self._prefetches:
             # A pass that was given up leaves others behind.
-            for stale in [one for one in self._prefetches if one.claim.layer != layer - 1]:
+            for stale in [one for one in self._prefetches if one.reservation.layer != layer - 1]:
                 self._prefetches.remove(stale)
                 self._release(stale)
         if not self.wants(layer, tokens):
@@ -130,7 +130,7 @@ class Prefetcher:
 
     def awaits(self, layer: int) -> bool:
         """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
-        return bool(self._prefetches) and self._prefetches[0].claim.layer == layer
+        return bool(self._prefetches) and self._prefetches[0].reservation.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
         """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
@@ -142,7 +142,7 @@ class Prefetcher:
         if 0 in self._expected:
             self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
-    def adopt(self, layer: int) -> Int32:
+    def commit(self, layer: int) -> Int32:
         """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
 
         `arrived` must hold before one of them is multiplied.
@@ -150,11 +150,11 @@ class Prefetcher:
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
         prefetch = self._prefetches.pop(0)
-        claim, read = prefetch.claim, prefetch.halt()
-        self._cache.release(layer, claim.slots[read:])
+        reservation, read = prefetch.reservation, prefetch.halt()
+        self._cache.release(layer, reservation.slots[read:])
         # What was filled ahead meanwhile is there twice; the second is being written to.
-        ids, spare = self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
-        self._arriving = replace(prefetch, claim=Claim(layer, ids, spare))
+        ids, spare = self._cache.commit(layer, reservation.ids[:read], reservation.slots[:read])
+        self._arriving = replace(prefetch, reservation=Reservation(layer, ids, spare))
         return ids
 
     def arrived(self) -> bool:
@@ -163,9 +163,9 @@ class Prefetcher:
         if arriving is None:
             return True
         arrived = self._ends(arriving)
-        self._cache.release(arriving.claim.layer, arriving.claim.slots)
+        self._cache.release(arriving.reservation.layer, arriving.reservation.slots)
         if not arrived:
-            self._cache.forget(arriving.claim.layer, arriving.claim.ids)
+            self._cache.forget(arriving.reservation.layer, arriving.reservation.ids)
         return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
@@ -217,16 +217,16 @@ class Prefetcher:
 
     def _begin(self, layer: int, ids: Int32) -> None:
         reads = self._idle[-1]
-        claim = reads.begin(self._layers[layer].source.file, layer, ids)
-        if claim is not None:
-            self._prefetches.append(_Prefetch(claim, self._idle.pop()))
+        reservation = reads.begin(self._layers[layer].source.file, layer, ids)
+        if reservation is not None:
+            self._prefetches.append(_Prefetch(reservation, self._idle.pop()))
 
     def _release(self, prefetch: _Prefetch) -> None:
         prefetch.halt()
         try:
             self._ends(prefetch)
         finally:
-            self._cache.release(prefetch.claim.layer, prefetch.claim.slots)
+            self._cache.release(prefetch.reservation.layer, prefetch.reservation.slots)
 
     def _ends(self, prefetch: _Prefetch) -> bool:
         """Whether all that was begun has come."""

@@ -87,13 +87,13 @@ def texts() -> list[Text]:
 def adopted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many neurons each reading ahead has brought."""
     counts: list[int] = []
-    adopt = NeuronCache.adopt
+    commit = NeuronCache.commit
 
     def counting(cache: NeuronCache, layer: int, ids: Any, slots: Any) -> tuple[Any, Any]:
         counts.append(len(ids))
-        return adopt(cache, layer, ids, slots)
+        return commit(cache, layer, ids, slots)
 
-    monkeypatch.setattr(NeuronCache, "adopt", counting)
+    monkeypatch.setattr(NeuronCache, "commit", counting)
     return counts
 
 

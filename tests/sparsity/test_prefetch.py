@@ -16,7 +16,7 @@ from ondevice.runtime.models import shipped_folder
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.prefetch import REST_PASSES, TRIAL_PASSES, Prefetcher
 from ondevice.sparsity.record_reads import Parts
-from ondevice.sparsity.reserved_reads import ClaimedReads
+from ondevice.sparsity.reserved_reads import ReservedReads
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat import greedy, squeeze
 from tests.support.fault_rounds import assert_nothing_leaked
@@ -101,9 +101,9 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
             own.expect(layer, scores)
             wanted[layer] = set(absent[:9].tolist())
         own.begin_expected()
-        assert [set(guess.claim.ids.tolist()) for guess in own._prefetches] == [wanted[0]]
+        assert [set(guess.reservation.ids.tolist()) for guess in own._prefetches] == [wanted[0]]
         own.prefetch(1, 1, lambda: np.full((1, count), -1, np.float32))
-        assert [set(guess.claim.ids.tolist()) for guess in own._prefetches] == [wanted[0], wanted[1]]
+        assert [set(guess.reservation.ids.tolist()) for guess in own._prefetches] == [wanted[0], wanted[1]]
         own.drop()
         own.begin_expected()
         assert not own._prefetches
@@ -198,23 +198,25 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
     """Between a guess and its turn the same neurons are filled ahead; the guess's own slots stay taken."""
     twice = []
 
-    def meanwhile(guess: Prefetcher, layer: int, original: Any = Prefetcher.adopt) -> Int32:
+    def meanwhile(guess: Prefetcher, layer: int, original: Any = Prefetcher.commit) -> Int32:
         cache = guess._cache
-        for claim, halt in [(it.claim, it.halt) for it in guess._prefetches if it.claim.layer == layer]:
+        for reservation, halt in [
+            (it.reservation, it.halt) for it in guess._prefetches if it.reservation.layer == layer
+        ]:
             count = min(halt(), 20)
-            reads = ClaimedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
-            filled = reads.begin(guess._layers[layer].source.file, layer, claim.ids[:count])
+            reads = ReservedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
+            filled = reads.begin(guess._layers[layer].source.file, layer, reservation.ids[:count])
             assert filled is not None
             assert reads.ends()
-            cache.adopt(layer, filled.ids, filled.slots)
+            cache.commit(layer, filled.ids, filled.slots)
             ids = original(guess, layer)
-            assert not np.isin(claim.ids[:count], ids).any()
-            assert not np.isin(claim.slots[:count], cache._free[: cache._num_free]).any()
+            assert not np.isin(reservation.ids[:count], ids).any()
+            assert not np.isin(reservation.slots[:count], cache._free[: cache._num_free]).any()
             twice.append(count)
             return ids
         return original(guess, layer)
 
-    monkeypatch.setattr(Prefetcher, "adopt", meanwhile)
+    monkeypatch.setattr(Prefetcher, "commit", meanwhile)
     assert greedy(model, TOKENS) == expected
     assert sum(twice) > 0
     assert_nothing_leaked(model)
