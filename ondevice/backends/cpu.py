@@ -1,4 +1,4 @@
-"""The CPU engine: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
+"""The CPU backend: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
 
 Equal bits for a token whatever the chunk, the thread count or the instruction set (architecture, one
 canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until the op's next call.

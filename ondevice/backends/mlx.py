@@ -1,4 +1,4 @@
-"""The MLX engine: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
+"""The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
 bit depends on the budget. MLX's CPU device gives a row the same bits whatever lies beside it, and skips zeros

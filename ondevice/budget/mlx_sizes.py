@@ -1,4 +1,4 @@
-"""What the parts of a model take in memory under the MLX engine. Pure functions, in bytes.
+"""What the parts of a model take in memory under the MLX backend. Pure functions, in bytes.
 
 operand_bytes: of what matrices multiply in, 4 or 2: scales, biases and 16-bit values are held in it.
 """

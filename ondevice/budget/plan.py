@@ -303,7 +303,7 @@ def plan_memory(
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
     draft_model_bytes: of a second model that drafts, loaded and with its context full. operand_bytes: of what
-    the MLX engine's matrices multiply in.
+    the MLX backend's matrices multiply in.
     runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
     as `dense`. Raises UsageError if the context asked for is longer than the model's; a budget that is too
     small gives a plan that says so (`fits`).

@@ -57,7 +57,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
 """Beside them, what every training takes whose result runs to be measured."""
-engine_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
+backend_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
 """Beside them, what a training takes that more than one engine can do."""
 
 
@@ -68,7 +68,7 @@ def train() -> None:
 
 @train.command()
 @training_options
-@engine_options
+@backend_options
 @measuring_options
 def predictors(
     model: str | None,

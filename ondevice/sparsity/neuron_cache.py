@@ -239,7 +239,7 @@ class NeuronCache:
         self._reserved[layer] -= len(slots)
         self._give_back(slots)
 
-    def forget(self, layer: int, ids: NDArray[np.integer]) -> None:
+    def evict(self, layer: int, ids: NDArray[np.integer]) -> None:
         """Give back the slots of these neurons, which all have one."""
         slots = self._slot_of[layer]
         freed = slots[ids]

@@ -3,7 +3,7 @@
 The last 4 of Llama-7B's 32 layers and its head, of random weights with ReLU gates, in a fresh process: what
 enters these layers is random too, as if recorded before, and the layers below aren't in memory. A step of a
 few windows of the length that the command cuts is measured, gradients and Adam's update; all steps are alike,
-so those of a training are projected from it. Recording comes on top: one dense pass of the CPU engine over
+so those of a training are projected from it. Recording comes on top: one dense pass of the CPU backend over
 the text (`train_predictors_step.py` measures such a pass).
 
 MLX's wheel for Linux links the reference BLAS. Debian's libopenblas0-pthread is preloaded in its stead where
