@@ -124,7 +124,7 @@ class CpuBackend(EmbeddingHolder):
         self.trim()
 
     def trim(self) -> None:
-        """Give working memory back; the next pass takes what it needs. No result of an op is valid after."""
+        """Give scratch memory back; the next pass takes what it needs. No result of an op is valid after."""
         self._buffers.clear()
         self._views.clear()
         self.engine.trim()

@@ -96,7 +96,7 @@ def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes
 
 
 def mlx_activation_bytes(config: ModelConfig, runtime: RuntimeConfig, tokens: int, operand_bytes: int) -> int:
-    """Working memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
+    """Scratch memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
 
     Scores of attention exist whole, with what hides some of them.
     """

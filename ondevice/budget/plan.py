@@ -5,10 +5,10 @@ model's shape, the options and measured numbers (the process's own memory, what 
 a control group's limit); it opens no file and holds no memory. All sizes are bytes.
 
 The ceiling covers the whole process: matrices that every token uses, the key/value cache, feed-forward
-memory in equal segments, buffers for what streams from flash, the working memory of a pass, what the
+memory in equal segments, buffers for what streams from flash, the scratch memory of a pass, what the
 interpreter and its libraries hold already, and other models. The key/value cache of one full context is
 guaranteed; as it grows, feed-forward segments yield to it. They also have, while tokens are decoded one by
-one, what a long prompt's passes need of working memory.
+one, what a long prompt's passes need of scratch memory.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Plan:
     """Whole ranges of a layer's neurons in dense mode, single neurons' slots in the sparse ones."""
     stream: StreamShape
     activation_bytes: int
-    """Working memory of the widest pass, over `pass_tokens` tokens."""
+    """Scratch memory of the widest pass, over `pass_tokens` tokens."""
     decode_activation_bytes: int
-    """Working memory of a pass over DECODE_TOKENS tokens or fewer."""
+    """Scratch memory of a pass over DECODE_TOKENS tokens or fewer."""
     pass_tokens: int
     process_bytes: int
     sparsity: str = "dense"
@@ -124,7 +124,7 @@ class Plan:
         parts = {
             "weights of every token": self.weights_bytes + self.predictor_bytes,
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
-            "buffers and working memory": self.stream.nbytes
+            "buffers and scratch memory": self.stream.nbytes
             + self.activation_bytes
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
@@ -202,7 +202,7 @@ class Plan:
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
         """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks.
 
-        tokens: of the widest pass whose working memory is held; without it, of the widest that there can be.
+        tokens: of the widest pass whose scratch memory is held; without it, of the widest that there can be.
         """
         if not self.offloads_weights:
             return self.segment.total

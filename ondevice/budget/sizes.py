@@ -1,4 +1,4 @@
-"""What the parts of a model take in memory: packed weights, segments, stream slots, working memory.
+"""What the parts of a model take in memory: packed weights, segments, stream slots, scratch memory.
 
 Pure functions of the model's shape and the options, in bytes; `plan` divides a budget with them.
 """
@@ -361,7 +361,7 @@ def activation_bytes(
     tokens: int,
     streams: Streams | None = None,
 ) -> int:
-    """Working memory of a pass of the cpu backend: activations, scores, hidden values, logits.
+    """Scratch memory of a pass of the cpu backend: activations, scores, hidden values, logits.
 
     streams: the bundle's; shared ones have adapters for every token, whether anything drafts or not. Convex
     in the pass's tokens: between two sizes it takes no more than a line from one to the other.

@@ -143,7 +143,7 @@ def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
 def hold_to(model: Model, share: float) -> None:
     """Keep the model to a share of the slots above the fewest, lending neurons nothing else."""
     segment = model.plan.segment
-    # Beside a small model's neurons, the working memory of a long prompt is large.
+    # Beside a small model's neurons, the scratch memory of a long prompt is large.
     model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     slots = int(share * (segment.total - segment.least))
