@@ -17,7 +17,7 @@ from ondevice.budget.sizes import (
 )
 from ondevice.bundle.layout import neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.units import PAGE_BYTES
 
@@ -87,7 +87,7 @@ def mlx_weights_bytes(
     return more
 
 
-def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes: int) -> int:
+def mlx_stream_bytes(config: ModelConfig, streams: MultiStreams | None, operand_bytes: int) -> int:
     """What operands wider than float16 add to the streams' adapters."""
     if streams is None:
         return 0

@@ -48,7 +48,7 @@ from ondevice.budget.sizes import (
 )
 from ondevice.bundle.layout import embedding_layout
 from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES, MemoryRoom
@@ -296,7 +296,7 @@ def plan_memory(
     process_bytes: int,
     threads: int = 1,
     predictors: Predictors | None = None,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
     draft_model_bytes: int = 0,
     operand_bytes: int = 0,
 ) -> Plan:
@@ -362,7 +362,7 @@ def _mlx_plan(
     quant: QuantConfig,
     runtime: RuntimeConfig,
     predictors: Predictors | None,
-    streams: Streams | None,
+    streams: MultiStreams | None,
     operand_bytes: int,
 ) -> Plan:
     """That engine holds scales in its operands' type, and streams a segment at a time."""

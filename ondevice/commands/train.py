@@ -22,7 +22,7 @@ from ondevice.config import TRAIN_TOKENS, BackendName
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
-    from ondevice.bundle.streams import StreamMode
+    from ondevice.bundle.streams import MultiStreamMode
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ def streams(
     output: Path | None,
     tokens: int,
     as_json: bool,
-    mode: StreamMode,
+    mode: MultiStreamMode,
     steps: int | None,
     replace: bool,
 ) -> None:

@@ -25,7 +25,7 @@ from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
-from ondevice.model.weights import ModelWeights, StreamWeights
+from ondevice.model.weights import ModelWeights, MultiStreamWeights
 
 WantedLogits = Literal["none", "last"]
 
@@ -72,7 +72,7 @@ class Transformer:
         config: ModelConfig,
         backend: Backend,
         weights: ModelWeights,
-        streams: StreamWeights | None = None,
+        streams: MultiStreamWeights | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -169,7 +169,7 @@ class Transformer:
     def stream_states(
         self, branches: Array, kv: KVCache, cancelled: Callable[[], bool] | None = None
     ) -> Array:
-        """Streams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
+        """MultiStreams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
 
         The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
         but for places that it reserves. Raises Cancelled, and what the cache's allocator raises.

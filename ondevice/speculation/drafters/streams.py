@@ -23,7 +23,7 @@ from ondevice.speculation.tree import Draft, Proposals
 
 
 @dataclass(frozen=True)
-class StreamDrafting:
+class MultiStreamDrafting:
     """How streams draft: it decides how many tokens passes give and take, never which.
 
     most_ends: nodes of a draft that get streams in its own pass, at most; each takes a row for every stream.
@@ -40,14 +40,14 @@ class StreamDrafting:
     pruning_threshold: float = 0.0
 
 
-DEFAULT_STREAMS = StreamDrafting()
+DEFAULT_STREAMS = MultiStreamDrafting()
 
 
-class StreamDrafter(Drafter):
-    """Streams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
+class MultiStreamDrafter(Drafter):
+    """MultiStreams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
 
     def __init__(
-        self, transformer: Transformer, most_rows: int, options: StreamDrafting = DEFAULT_STREAMS
+        self, transformer: Transformer, most_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
     ) -> None:
         """transformer: with streams. most_rows: of a pass, streams included."""
         assert transformer.streams is not None
@@ -91,7 +91,7 @@ class StreamDrafter(Drafter):
             self._branches = found.branches[row * self._count : (row + 1) * self._count]
 
     def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
-        # Streams take no block of keys and values that the text alone wouldn't.
+        # MultiStreams take no block of keys and values that the text alone wouldn't.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)
         self._places = min(self._most_rows, kv.room - kv.length)
@@ -132,7 +132,7 @@ class StreamDrafter(Drafter):
     def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
 
-        The accepted path ends in a node if it gets there and none of its children is right. Streams of a node
+        The accepted path ends in a node if it gets there and none of its children is right. MultiStreams of a node
         that it may end in save a pass of their own, which takes about what a plain pass does and row_share of
         it for every row but the first, in as many layers.
         """

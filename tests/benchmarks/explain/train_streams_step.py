@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.streams import Streams, medusa_parameters
+from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.config import ModelConfig
 from ondevice.units import usable_cores
 from tests.benchmarks.lib.measure import machine, note, peak_memory_bytes
@@ -50,12 +50,12 @@ CONFIG = ModelConfig(
 )
 
 
-def facts(mode: Any) -> Streams:
+def facts(mode: Any) -> MultiStreams:
     """The streams that the command would train, but in STREAM_LAYERS layers."""
-    from ondevice.converters.training.streams.train import StreamOptions
+    from ondevice.converters.training.streams.train import MultiStreamOptions
 
-    options = StreamOptions(mode=mode)
-    return Streams(
+    options = MultiStreamOptions(mode=mode)
+    return MultiStreams(
         model="",
         mode=options.mode,
         bits=options.bits,
@@ -111,11 +111,11 @@ def step(spec: dict[str, Any]) -> dict[str, Any]:
     import mlx.core as mx
 
     from ondevice.converters.training.streams.loss import Window
-    from ondevice.converters.training.streams.train import StreamOptions, Training
+    from ondevice.converters.training.streams.train import MultiStreamOptions, Training
     from ondevice.training import PIECE_TOKENS
 
     mx.set_default_device(mx.cpu)
-    options = StreamOptions(mode=spec["mode"])
+    options = MultiStreamOptions(mode=spec["mode"])
     options = replace(options, steps=1, batch_tokens=spec["windows"] * options.run_tokens)
     top, streams = random_top(), facts(spec["mode"])
     tokens = random_tokens(PIECE_TOKENS, CONFIG.vocab_size)
@@ -164,9 +164,9 @@ def measured(spec: dict[str, Any], blas: str | None) -> dict[str, Any]:
 
 def projected(mode: str, windows: int, tokens: int | None, row: dict[str, Any]) -> dict[str, Any]:
     """Hours for `tokens`, or as many as the default options train, and what was trained."""
-    from ondevice.converters.training.streams.train import StreamOptions
+    from ondevice.converters.training.streams.train import MultiStreamOptions
 
-    options, streams = StreamOptions(), facts(mode)
+    options, streams = MultiStreamOptions(), facts(mode)
     tokens = tokens or options.steps * options.windows * options.run_tokens
     trained = windows * options.run_tokens
     clocks = ("wall", "processor")

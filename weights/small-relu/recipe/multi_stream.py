@@ -2,7 +2,7 @@
 
 From a token's hidden state in the middle of the base, `gamma` streams go on through the last layers, each
 with its own embedding, all with the same low-rank adapters; stream j of the token at t guesses the token at
-t + 1 + j. Streams see the base's keys and values up to t, and the streams before them of the same t; the
+t + 1 + j. MultiStreams see the base's keys and values up to t, and the streams before them of the same t; the
 base sees none of them. B windows, T tokens, S positions with streams, G streams, D width, H heads,
 d head_dim, F neurons. Where windows come from and what is learnt from them is for others to know.
 """
@@ -28,7 +28,7 @@ EMBEDDING_STD = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamSizes:
+class MultiStreamSizes:
     """What is built: layers, counted from the top; streams; ranks of the adapters."""
 
     layers: int = 3
@@ -58,17 +58,17 @@ class Adapter(nn.Module):
 class LayerAdapters(nn.Module):
     """Of one stream layer."""
 
-    def __init__(self, width: int, sizes: StreamSizes) -> None:
+    def __init__(self, width: int, sizes: MultiStreamSizes) -> None:
         super().__init__()
         self.qkv = Adapter(width, 3 * width, sizes.attention_rank)
         self.out = Adapter(width, width, sizes.attention_rank)
         self.feed_forward = Adapter(width, width, sizes.feed_forward_rank)
 
 
-class Streams(nn.Module):
+class MultiStreams(nn.Module):
     """All that is trained. Its state's names are those of the arrays that a bundle gets."""
 
-    def __init__(self, shape: Shape, sizes: StreamSizes) -> None:
+    def __init__(self, shape: Shape, sizes: MultiStreamSizes) -> None:
         super().__init__()
         width = shape.hidden_size
         self.sizes = sizes
@@ -141,7 +141,7 @@ class Streams(nn.Module):
         q, k, v = split.split(heads, dim=1)
         q = rotate(q.float() / math.sqrt(head_dim), *turns).to(base.dtype)
         k = rotate(k.float(), *turns).to(base.dtype)
-        mixed: Tensor = StreamAttention.apply(q, k, v, left.keys, left.values, positions, stride)
+        mixed: Tensor = MultiStreamAttention.apply(q, k, v, left.keys, left.values, positions, stride)
         mixed = mixed.permute(0, 2, 3, 1, 4).flatten(3)
         return functional.linear(mixed, layer.out) + adapters.out(mixed)
 
@@ -154,7 +154,7 @@ class Streams(nn.Module):
         return functional.linear(active * up, layer.down) + adapters.feed_forward(g, relu=True)
 
 
-class StreamAttention(torch.autograd.Function):
+class MultiStreamAttention(torch.autograd.Function):
     """Softmax attention of streams over the base's tokens and the streams before them, block by block.
 
     q (scaled), k, v: (B, H, S, G, d) of the streams; keys, values: (B, H, T, d) of the base. Written out as
