@@ -1,4 +1,4 @@
-"""The ops over float32 weights, dequantised when loaded: differentiable by them. MultiStreams train on it.
+"""The ops over float32 weights, dequantised when loaded: differentiable by them. Streams train on it.
 
 Logits are within 1e-4 of the largest of `reference`'s on MLX's CPU device; GPUs that round products further
 (TF32) are further away. Nothing promises equal bits between ways of splitting a prompt.

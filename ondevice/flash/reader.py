@@ -142,7 +142,7 @@ class FlashReader:
     def close(self) -> None:
         """Joins the threads once their reads in flight are done, and gives the files back. Idempotent.
 
-        MultiStreams over this reader end too.
+        Streams over this reader end too.
         """
         self.native.close()
 

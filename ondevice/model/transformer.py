@@ -169,7 +169,7 @@ class Transformer:
     def stream_states(
         self, branches: Array, kv: KVCache, cancelled: Callable[[], bool] | None = None
     ) -> Array:
-        """MultiStreams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
+        """Streams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
 
         The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
         but for places that it reserves. Raises Cancelled, and what the cache's allocator raises.

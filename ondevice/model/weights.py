@@ -64,7 +64,7 @@ class MultiStreamWeights:
 
     @property
     def count(self) -> int:
-        """MultiStreams of a token."""
+        """Streams of a token."""
         return len(self.embeddings)
 
     def layer(self, layer: int) -> MultiStreamLayer | None:

@@ -56,7 +56,7 @@ def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
 LEAST_PASS_SECONDS = 0.001
 """`auto` leaves models alone whose passes take less: looking for guesses takes a tenth of that by itself."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Together in `auto`: those that need nothing. MultiStreams join them in a model that has some."""
+"""Together in `auto`: those that need nothing. Streams join them in a model that has some."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {

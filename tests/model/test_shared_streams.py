@@ -1,4 +1,4 @@
-"""MultiStreams in shared mode are part of the model: it is another one, whose text nothing else changes."""
+"""Streams in shared mode are part of the model: it is another one, whose text nothing else changes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_drafters_leave_every_token_as_it_is(
             continue
         drafted = sum(drafts, DraftStats())
         assert drafted.guesses > 2 * drafted.drafts > 40
-        # MultiStreams that nobody trained guess hardly anything right.
+        # Streams that nobody trained guess hardly anything right.
         assert drafter == "streams" or sum(drafted.accepted_by_depth) > 10
 
 

@@ -1,4 +1,4 @@
-"""MultiStreams in a pass: rows that change nothing of the text, and are what the definition says they are."""
+"""Streams in a pass: rows that change nothing of the text, and are what the definition says they are."""
 
 from __future__ import annotations
 

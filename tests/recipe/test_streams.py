@@ -1,4 +1,4 @@
-"""MultiStreams of the recipe: what they see, what they leave alone, what is counted; tiny models, no training."""
+"""Streams of the recipe: what they see, what they leave alone, what is counted; tiny models, no training."""
 
 from __future__ import annotations
 

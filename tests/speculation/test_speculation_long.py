@@ -281,7 +281,7 @@ def test_every_text_is_that_of_plain_decoding(
     if drafter != "auto":
         assert done_by == drafter
         assert counted.nodes > 1.5 * counted.passes
-        # MultiStreams that nobody trained guess hardly anything, nor does a model that learned other words.
+        # Streams that nobody trained guess hardly anything, nor does a model that learned other words.
         hopeless = drafter == "streams" and bundle != SHIPPED
         hopeless |= options.get("draft_model") == str(stories_bundle)
         assert hopeless or counted.tokens > 1.05 * counted.passes

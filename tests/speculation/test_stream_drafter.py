@@ -115,7 +115,7 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
 
 
 class FakeTransformer:
-    """MultiStreams begin with a number each, and say its row of `logits`; `ran`: those that ran by themselves."""
+    """Streams begin with a number each, and say its row of `logits`; `ran`: those that ran by themselves."""
 
     def __init__(self, logits: Float32 | None = None, pruning: Float32 | None = None) -> None:
         """logits: (n, V). pruning: (T, V) of a draft's nodes, where there is a pruning adapter."""
@@ -215,7 +215,7 @@ def test_streams_that_ran_in_the_pass_do_not_run_again() -> None:
         prepare(drafter)
         assert said(drafter) == [*expected, None]
     assert transformer.ran == []
-    # MultiStreams go by places among those that went through the pass, not by nodes of the draft.
+    # Streams go by places among those that went through the pass, not by nodes of the draft.
     entered(drafter, 3, [0, 2, 3, 5], branches, streams | {5: numbered(1, 2, 3)})
     prepare(drafter)
     assert said(drafter) == [60, 61, 62, None]
@@ -303,7 +303,7 @@ def test_a_repetition_penalty_reads_the_path_that_is_asked_for() -> None:
 
 
 def test_what_never_comes_is_soon_not_expected() -> None:
-    """MultiStreams are judged by what came in their own place: the first is always right, the others never."""
+    """Streams are judged by what came in their own place: the first is always right, the others never."""
     logits = np.zeros((COUNT, VOCAB), dtype=np.float32)
     logits[np.arange(COUNT), 10 + np.arange(COUNT)] = 20.0
     drafter = drafter_of(FakeTransformer(logits))

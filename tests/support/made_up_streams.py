@@ -1,4 +1,4 @@
-"""MultiStreams of random adapters for a small bundle: nothing was trained, so nothing is guessed well."""
+"""Streams of random adapters for a small bundle: nothing was trained, so nothing is guessed well."""
 
 from __future__ import annotations
 

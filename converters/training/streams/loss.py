@@ -71,7 +71,7 @@ class TopLayers:
 
 
 class ResidentBackend(MlxFloatBackend):
-    """MultiStreams make do with the neurons that the last tokens used, as they do where neurons are cached.
+    """Streams make do with the neurons that the last tokens used, as they do where neurons are cached.
 
     resident_tokens: how many of them, their own token included; 0: every neuron is at hand. For one text,
     whose passes follow each other, of a model with ReLU gates. Where a pass has streams, all its tokens do.
@@ -153,7 +153,7 @@ class _TopBackend(MlxFloatBackend):
 
 
 def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: int) -> MultiStreamWeights:
-    """MultiStreams of `num_layers` layers, `TopLayers`, whose matrices are these arrays. streams: their shape."""
+    """Streams of `num_layers` layers, `TopLayers`, whose matrices are these arrays. streams: their shape."""
 
     def low_rank(name: str) -> LowRank:
         return LowRank(*(MlxLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))

@@ -1,4 +1,4 @@
-"""MultiStreams for a finished bundle: record what enters their layers, train adapters, measure and write them.
+"""Streams for a finished bundle: record what enters their layers, train adapters, measure and write them.
 
 The loss is in `stream_loss`, the format in `ondevice/bundle/streams.py`. Whatever is needed to go on after a
 stop lies in a folder of its own, and the numbers are then those of a training that never stopped. Memory: the

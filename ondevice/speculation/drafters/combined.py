@@ -76,7 +76,7 @@ class Combined(Drafter):
 class WhileReading(Drafter):
     """A drafter that computes, asked only while passes wait for flash: elsewhere it costs what it brings.
 
-    MultiStreams take rows of the upper layers for every token. Where all neurons are in memory, rows are what a
+    Streams take rows of the upper layers for every token. Where all neurons are in memory, rows are what a
     pass takes its time for; where they are read, they are nearly free.
     """
 

@@ -44,7 +44,7 @@ DEFAULT_STREAMS = MultiStreamDrafting()
 
 
 class MultiStreamDrafter(Drafter):
-    """MultiStreams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
+    """Streams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
 
     def __init__(
         self, transformer: Transformer, most_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
@@ -91,7 +91,7 @@ class MultiStreamDrafter(Drafter):
             self._branches = found.branches[row * self._count : (row + 1) * self._count]
 
     def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
-        # MultiStreams take no block of keys and values that the text alone wouldn't.
+        # Streams take no block of keys and values that the text alone wouldn't.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)
         self._places = min(self._most_rows, kv.room - kv.length)
@@ -132,7 +132,7 @@ class MultiStreamDrafter(Drafter):
     def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
 
-        The accepted path ends in a node if it gets there and none of its children is right. MultiStreams of a node
+        The accepted path ends in a node if it gets there and none of its children is right. Streams of a node
         that it may end in save a pass of their own, which takes about what a plain pass does and row_share of
         it for every row but the first, in as many layers.
         """

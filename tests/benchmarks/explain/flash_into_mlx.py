@@ -1,4 +1,4 @@
-"""MultiStreams from flash into the memory of MLX arrays against streams into memory of their own.
+"""Streams from flash into the memory of MLX arrays against streams into memory of their own.
 
 The neuron records of a bundle are streamed as the MLX backend streams them, a segment at a time, through the
 same reader: into the stream's own slots, and into slots that lie in an MLX array. Rounds alternate; as many

@@ -153,7 +153,7 @@ def hold_to(model: Model, share: float) -> None:
 
 
 def read_for_streams(engine: Engine) -> None:
-    """MultiStreams multiply every neuron that fires for them, read where it isn't held, as tokens do."""
+    """Streams multiply every neuron that fires for them, read where it isn't held, as tokens do."""
     transformer, neurons = engine._generator.transformer, engine._neurons
     assert isinstance(neurons, NeuronFetcher)
     rows = transformer._rows

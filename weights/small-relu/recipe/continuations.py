@@ -2,7 +2,7 @@
 
     python -m recipe.continuations --part 0 --parts 2
 
-MultiStreams guess what the base says next, so they are trained where it has spoken. A window is forced along true
+Streams guess what the base says next, so they are trained where it has spoken. A window is forced along true
 text and let go at every reply, then forced again from the next question on: free for longer, a small model
 says the same made-up dialogue for ever. Novels alternate; some windows of every domain are let go for good.
 Groups of windows go to BUILD/multi-stream/continuations, each by its own seed, so parts can be made at once.

@@ -1,6 +1,6 @@
 """The base model as constants: matrices in one type, and passes that leave keys, values and gates.
 
-MultiStreams are trained beside it and read what it leaves; nothing here has gradients. B windows, T tokens,
+Streams are trained beside it and read what it leaves; nothing here has gradients. B windows, T tokens,
 D width, H heads, d head_dim, F neurons, V vocabulary. What trains is none of this module's business.
 """
 

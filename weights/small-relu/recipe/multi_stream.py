@@ -2,7 +2,7 @@
 
 From a token's hidden state in the middle of the base, `gamma` streams go on through the last layers, each
 with its own embedding, all with the same low-rank adapters; stream j of the token at t guesses the token at
-t + 1 + j. MultiStreams see the base's keys and values up to t, and the streams before them of the same t; the
+t + 1 + j. Streams see the base's keys and values up to t, and the streams before them of the same t; the
 base sees none of them. B windows, T tokens, S positions with streams, G streams, D width, H heads,
 d head_dim, F neurons. Where windows come from and what is learnt from them is for others to know.
 """

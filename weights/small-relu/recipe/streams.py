@@ -1,4 +1,4 @@
-"""MultiStreams for a model, from text to arrays: continuations, training, arrays for the bundle, evaluation.
+"""Streams for a model, from text to arrays: continuations, training, arrays for the bundle, evaluation.
 
     python -m recipe.streams --model .. --name small-relu --steps 2000
 
