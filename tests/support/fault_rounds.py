@@ -123,7 +123,7 @@ def assert_nothing_leaked(model: Model) -> None:
 def _assert_nothing_leaked(model: Model) -> None:
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
-    neurons._guessing.drop()
+    neurons._prefetcher.drop()
     cache, reservation = neurons._cache, neurons._warm_up._reservation
     held = np.sort(cache._slot_of[cache._slot_of >= 0])
     claimed = np.zeros(0, np.int32) if reservation is None else reservation.slots
