@@ -18,8 +18,9 @@ from ondevice.budget.limits import (
     group_limit,
     require_fit,
 )
+from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import context_tokens
+from ondevice.budget.sizes import context_tokens, stream_bytes
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
@@ -29,7 +30,7 @@ from ondevice.config import RuntimeConfig, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
 from ondevice.kernels import _native
-from ondevice.runtime.backend_choice import is_row_invariant, operand_bytes, settled_backend
+from ondevice.runtime.backend_choice import is_row_invariant, memory_model, settled_backend
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
@@ -93,6 +94,21 @@ class ResolvedModel:
             log.warning("%s", warning)
 
     @property
+    def runs_streams(self) -> bool:
+        """Whether multi-stream adapters are loaded."""
+        return runs_streams(self.runtime.speculation, self.bundle.streams)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Memory of the loaded weights, the embedding table and neurons aside."""
+        found = self.plan.weights_bytes + self.plan.predictor_bytes
+        if self.draft is not None:
+            found += self.draft.loaded_bytes
+        if self.bundle.streams is not None and self.runs_streams:
+            found += stream_bytes(self.bundle.config, self.bundle.streams)
+        return found
+
+    @property
     def frugal(self) -> ResolvedModel:
         """What the options allow that runs in the smallest budget."""
         return self.least or self
@@ -119,13 +135,13 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     )
     warnings = _warnings(bundle, runtime)
     # What is imported anyway is measured with the process.
-    operands = operand_bytes(runtime.backend)
+    memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
     # What was freed before isn't held against anybody.
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)
     opening = before.process_bytes + reading
-    unread = _Planner(bundle, None, runtime, None, operands, before, opening, reading, warnings)
+    unread = _Planner(bundle, None, runtime, None, memory, before, opening, reading, warnings)
     if reading and not unread.may_open:
         return unread.resolved()
     planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
@@ -173,7 +189,8 @@ class _Planner:
     tokenizer: Tokenizer | None
     runtime: RuntimeConfig
     draft: ResolvedDraft | None
-    operand_bytes: int
+    memory: MemoryModel
+    """Its sizes under `runtime`, without a second model."""
     measured: _Measured
     opening_bytes: int
     """The process while the tokenizer is read."""
@@ -253,18 +270,9 @@ class _Planner:
 
     def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
-        plan = plan_memory(
-            self.bundle.config,
-            self.bundle.quant,
-            runtime,
-            budget_bytes=0,
-            process_bytes=self.measured.process_bytes,
-            threads=runtime.threads,
-            predictors=self.bundle.predictors,
-            streams=self.bundle.streams,
-            draft_model_bytes=0 if draft is None else draft.nbytes,
-            operand_bytes=self.operand_bytes,
-        )
+        draft_bytes = 0 if draft is None else draft.nbytes
+        memory = replace(self.memory, runtime=runtime, draft_model_bytes=draft_bytes)
+        plan = plan_memory(memory, budget_bytes=0, process_bytes=self.measured.process_bytes)
         plan = replace(
             plan,
             opening_bytes=self.opening_bytes,
