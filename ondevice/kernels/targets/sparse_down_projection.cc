@@ -1,6 +1,6 @@
 #include <type_traits>
 
-#include "interleave.h"
+#include "../interleave.h"
 #include "simd.h"
 #include "target_kernels.h"
 
@@ -29,7 +29,7 @@ struct GatheredBlock {
   int64_t first, count;
 };
 
-GatheredBlock next_block(const GatheredRows& neurons, GatheredBlock block) {
+GatheredBlock next_block(const SelectedRows& neurons, GatheredBlock block) {
   const int64_t first = block.first + block.count;
   int64_t end = first;
   while (end < neurons.count && neurons.ids[end] / kGroup == neurons.ids[first] / kGroup) ++end;
@@ -57,7 +57,7 @@ struct Firing {
 };
 
 template <int TT>
-void find_firing(const GatheredRows& neurons, const GatheredBlock& block, const float* h, int64_t h_stride,
+void find_firing(const SelectedRows& neurons, const GatheredBlock& block, const float* h, int64_t h_stride,
                  Firing<TT>* out) {
   int64_t n = 0;
   for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1, ++n) {
@@ -73,7 +73,7 @@ void find_firing(const GatheredRows& neurons, const GatheredBlock& block, const 
 
 // Rows lie anywhere: nothing but this fetches those of the next block, meanwhile.
 template <int BITS, int TT>
-void fetch_firing(const GatheredRows& neurons, const GatheredBlock& block, int64_t g0, int64_t live,
+void fetch_firing(const SelectedRows& neurons, const GatheredBlock& block, int64_t g0, int64_t live,
                   const float* h, int64_t h_stride) {
   constexpr int64_t kGroupBytes = kGroup * BITS / 8;
   for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1) {
@@ -243,7 +243,7 @@ void gathered_tokens(const Firing<TT>& firing, int64_t groups, int64_t g0, int64
 }
 
 template <int BITS>
-void gathered_all(const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end, const float* h,
+void gathered_all(const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end, const float* h,
                   int64_t h_stride, int64_t tokens, float* y, int64_t y_stride, float* lanes,
                   int64_t lanes_stride) {
   GatheredBlock block = next_block(neurons, {0, 0}), next;
@@ -270,7 +270,7 @@ void gathered_all(const GatheredRows& neurons, int64_t groups, int64_t g_begin, 
 
 }  // namespace
 
-void down_gathered(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+void down_selected(int bits, const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
                    const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
                    float* bias_lanes, int64_t lanes_stride) {
   if (bits == 4)

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "interleave.h"
+#include "../interleave.h"
 
 namespace ondevice {
 namespace scalar {

@@ -1,4 +1,4 @@
-#include "buffer.h"
+#include "mapped_buffer.h"
 
 #include <sys/mman.h>
 
@@ -32,7 +32,7 @@ void populate(uint8_t* base, size_t bytes) {
 
 }  // namespace
 
-Buffer::Buffer(size_t bytes) {
+MappedBuffer::MappedBuffer(size_t bytes) {
   if (bytes == 0) return;
   mapped_ = (bytes + kPage - 1) / kPage * kPage;
   const bool huge = mapped_ >= 2 * kHugePage;
@@ -54,13 +54,13 @@ Buffer::Buffer(size_t bytes) {
   size_ = bytes;
 }
 
-Buffer::~Buffer() {
+MappedBuffer::~MappedBuffer() {
   if (data_) munmap(data_, mapped_);
 }
 
-Buffer::Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+MappedBuffer::MappedBuffer(MappedBuffer&& other) noexcept { *this = std::move(other); }
 
-Buffer& Buffer::operator=(Buffer&& other) noexcept {
+MappedBuffer& MappedBuffer::operator=(MappedBuffer&& other) noexcept {
   if (this != &other) {
     if (data_) munmap(data_, mapped_);
     data_ = std::exchange(other.data_, nullptr);

@@ -12,6 +12,9 @@ constexpr int64_t kGroup = 64;    // columns that share one scale and bias
 constexpr int64_t kTile = 16;     // output rows that are stored interleaved
 constexpr int64_t kKvBlock = 64;  // positions of a KV block
 
+// Groups of a row of `cols` columns.
+constexpr int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
+
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
 
 // Activations of T tokens, quantised to int8 per group of 64.
@@ -52,7 +55,7 @@ struct AttentionArgs {
 constexpr int64_t tile_group_bytes(int bits) { return kTile * kGroup * bits / 8 + 4 * kTile; }
 
 // Neurons that may fire, ids ascending; each one's down row lies `down` bytes into its part.
-struct GatheredRows {
+struct SelectedRows {
   const int32_t* ids;
   const uint8_t* const* parts;
   int64_t down, count;
@@ -85,10 +88,10 @@ struct KernelTable {
   // where its neuron doesn't fire, and nobody looks at its row there. Of h, 64 floats behind the last column
   // are read. The lanes are (T, groups / 16, 16, 16), of 16 groups side by side, g_begin is a multiple of 16,
   // and at 4 bits y has the order of `unzip_outputs`.
-  void (*down_gathered)(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+  void (*down_selected)(int bits, const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
                         const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
                         float* bias_lanes, int64_t lanes_stride);
-  // Where down_gathered left the 64 outputs of each group, even ones before odd ones in each 32, -> in order.
+  // Where down_selected left the 64 outputs of each group, even ones before odd ones in each 32, -> in order.
   void (*unzip_outputs)(float* y, int64_t groups);
   // y[t, j] for j in [begin, end), multiples of 16: float16 rows, ascending neuron by fused multiply-adds.
   void (*down_half)(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
@@ -117,7 +120,13 @@ struct KernelTable {
   float (*sum_of_exps)(const float* x, int64_t n, float top);
 };
 
-// Scratch floats that one attention task needs, for positions below `end` and query rows at once.
-int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows);
+// Floats of scratch memory that one call of `attention` needs for positions below `end` and so many query
+// rows.
+inline int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows) {
+  const int64_t head_dim = args.kv.head_dim, width = (head_dim + 15) / 16 * 16;
+  const int64_t span = (end + kKvBlock - 1) / kKvBlock * kKvBlock;
+  const int64_t path = args.tree.parents ? kKvBlock * width : 0;
+  return query_rows * (head_dim + span + width + 1) + kKvBlock * width + path + 64;
+}
 
 }  // namespace ondevice

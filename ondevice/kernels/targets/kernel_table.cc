@@ -13,7 +13,7 @@ const KernelTable kTable = {
     linear_half,
     activate,
     down_quantized,
-    down_gathered,
+    down_selected,
     unzip_outputs,
     down_half,
     add_bias_lanes,

@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include "interleave.h"
+#include "../interleave.h"
 
 namespace ondevice {
 namespace avx2 {
