@@ -138,14 +138,14 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
 
 
 def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
-    """Scores (T, F): who counts for whom."""
+    """Scores (T, F) by which each token selects its own neurons."""
     scores = normal(tokens, neurons, seed=4)
     if pattern == "sparse":
         scores -= 1.5
     elif pattern == "dense":
         scores = np.abs(scores) + 0.1
     elif pattern == "runs":
-        # Blocks that fire whole for some tokens and not at all for others, and a token that selects nobody.
+        # Blocks that fire whole for some tokens and not at all for others, and a token that selects none.
         scores = np.abs(scores)
         scores[::2, : neurons // 2] *= -1
         scores[-1] = -1
@@ -173,7 +173,7 @@ def test_tokens_together_have_the_bits_of_each_alone(
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_more_than_working_memory_holds_at_once(bits: Bits) -> None:
+def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
     """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
     layer, act = Layer.of(64, 1000, bits), ACTIVATIONS.index("relu")
     x, engine = normal(600, 64, seed=3), _native.Engine(2, "auto")

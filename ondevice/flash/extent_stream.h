@@ -83,7 +83,7 @@ class ExtentStream : public PieceSource {
   struct Slot {
     size_t pending = 0;  // pieces that haven't arrived
     std::string error;
-    bool skip = false;  // its failure was reported; it is released with the next older extent
+    bool skip = false;  // failed, and next() has said so; released once all older extents are
   };
 
   std::vector<Planned> planned(const std::vector<Extent>& extents) const;

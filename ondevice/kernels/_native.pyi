@@ -83,7 +83,7 @@ class FeedForward:
 
     def __init__(self, hidden: int, bits: int, stride: int, gate: int, up: int, down: int) -> None: ...
     def segment_bytes(self, blocks: int) -> int:
-        """Bytes of a segment of so many blocks of 64 neurons."""
+        """Bytes of a segment of `blocks` blocks of 64 neurons."""
 
     def pack(self, engine: Engine, segment: Segment, blocks: int, block0: int, records: Bytes) -> None:
         """Neuron records (n, stride) into a segment of `blocks` blocks, from block `block0` on."""

@@ -80,7 +80,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
       .def_prop_ro("target", &Engine::target)
       .def("trim", &Engine::trim);
-  nb::module_ testing = m.def_submodule("testing", "For tests only: nothing that ships calls it.");
+  nb::module_ testing = m.def_submodule("testing", "For tests only.");
   bind_vector_ops(m);
   bind_attention(m);
   bind_matrix(m);

@@ -1,4 +1,4 @@
-// Pieces of the Python module `ondevice.kernels._native`; each checks what its kernels take for granted.
+// Parts of the Python module `ondevice.kernels._native`. They check the arguments; kernels trust them.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// Which targets this build holds and this machine runs.
+// The targets that this build contains and this machine can run.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@ namespace ondevice {
 // Names of the runnable targets, the preferred one first; "scalar" is always last.
 std::vector<std::string> available_targets();
 
-// The table of a target, or of the preferred one for "auto". Null if it can't run here.
+// The table of a target, or of the preferred one for "auto". Null if this machine can't run it.
 const KernelTable* find_target(const std::string& name, std::string* resolved);
 
 }  // namespace ondevice

@@ -57,7 +57,7 @@ class Engine {
   ThreadPool& pool() { return *pool_; }
 
   // Activations (tokens, cols), rows x_stride floats apart, normed and converted for weights of `bits`. They
-  // lie in scratch memory: the result is valid until the next call of prepare() or trim().
+  // are in scratch memory: the result is valid until the next call of prepare() or trim().
   InputRows prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
                     const Norm& norm = {});
   // Changes whenever the result of prepare() becomes invalid.

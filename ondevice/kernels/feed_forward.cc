@@ -44,7 +44,8 @@ FeedForward::FeedForward(int64_t hidden, int bits, RecordShape record)
       record_(record),
       row_bytes_(groups_ * kGroup * bits / 8 + (bits == 16 ? 0 : groups_ * 4)) {}
 
-// A segment: for each 16 neurons their gate tile and their up tile, read as one stream; then the down rows.
+// A segment holds the gate tile and the up tile of each 16 neurons, so that both are read as one stream, and
+// then all down rows.
 void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records,
                        int64_t count) const {
   const int64_t blocks = (count + kGroup - 1) / kGroup, row0 = block0 * kGroup;
@@ -116,7 +117,7 @@ int64_t FeedForward::forward_selected(Engine& engine, const Scorer& scorer, cons
   } else {
     scorer.matrix.multiply(engine, rows, scorer.bias, scores);
   }
-  // Gates leave their inputs in place, in the form that the neurons need.
+  // Gates of the layer's own bits need the same form of x, which is still there.
   if (scorer.low_rank || first.bits() != bits_)
     rows = engine.prepare(x, x_stride, tokens, hidden_, bits_, norm);
   FeedForwardPass pass(engine, *this, rows, activation);

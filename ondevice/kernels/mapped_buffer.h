@@ -1,4 +1,4 @@
-// Anonymous memory straight from the operating system: what is released goes back at once.
+// Anonymous memory mapped from the operating system, which gets it back as soon as it is freed.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ class MappedBuffer {
   // At least `bytes`, contents lost when it grows.
   void grow(size_t bytes) {
     if (bytes <= size_) return;
-    *this = MappedBuffer();  // Before the new one exists: the plan counts one of them.
+    *this = MappedBuffer();  // Freed first: the memory plan counts one buffer, not two.
     *this = MappedBuffer(bytes);
   }
   template <class T>

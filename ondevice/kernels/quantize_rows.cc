@@ -22,7 +22,7 @@ void widen(const KernelTable& kernels, SourceType type, const uint8_t* data, int
   }
 }
 
-// Up to 16 rows of floats; a transposed source is read 16 neighbours at a time.
+// Up to 16 rows as floats. In a transposed source the rows' values are neighbours, and are read together.
 void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, int64_t count, int64_t cols,
             float* out) {
   const int64_t bytes = source.type == SourceType::kFloat ? 4 : 2;

@@ -10,10 +10,10 @@
 namespace ondevice {
 namespace {
 
-// Tokens up to which rows are multiplied where they lie; for more it pays to interleave them first.
+// Up to this number of tokens, rows are multiplied in place; for more it pays to interleave them first.
 constexpr int64_t kFewTokens = 4;
 
-// Scales and biases of 16 rows side by side, `stride` bytes from one group to the next.
+// Puts the scales and biases of 16 rows side by side; groups are `stride` bytes apart in `out`.
 void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_t* out, int64_t stride) {
   for (int64_t affine = 0; affine < 2; ++affine, out += 2 * kTile) {
     const int64_t from = groups * kGroup * bits / 8 + affine * 2 * groups;
@@ -26,7 +26,7 @@ void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_
   }
 }
 
-// 16 rows -> one interleaved tile. The 16 rows `next`, if not null, are fetched meanwhile.
+// 16 rows -> one interleaved tile. `next`, if not null: 16 rows to prefetch into the cache.
 void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uint8_t* const* next,
                  uint8_t* tile) {
   const int64_t row_bytes = kGroup * bits / 8, block = tile_group_bytes(bits);
@@ -44,14 +44,14 @@ void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uin
   gather_affines(bits, groups, rows, tile + kTile * row_bytes, block);
 }
 
-// Where the rows of 16 neurons from `first` on lie, `offset` bytes into what is read of each. Those that are
-// missing are copies of the first: their lanes aren't used.
+// Addresses of the rows of 16 neurons from `first` on, `offset` bytes into their parts. Behind the last
+// neuron the first one fills up the 16: those lanes aren't used.
 void rows_of_tile(const SelectedNeurons& neurons, int64_t first, int64_t offset, const uint8_t** rows) {
   for (int64_t r = 0; r < kTile; ++r)
     rows[r] = neurons.parts[first + r < neurons.count ? first + r : first] + offset;
 }
 
-// Gates of 16 neurons (T, 16): their scores, zeros behind the last.
+// The gates of 16 neurons (T, 16) are their scores; zeros behind the last neuron.
 void take_gates(const SelectedNeurons& neurons, int64_t first, int64_t tokens, float* gates) {
   const int64_t count = std::min(neurons.count - first, kTile);
   for (int64_t t = 0; t < tokens; ++t, gates += kTile) {
@@ -61,7 +61,7 @@ void take_gates(const SelectedNeurons& neurons, int64_t first, int64_t tokens, f
   }
 }
 
-// Where others selected a neuron: for this token it is zero, whatever its gate and up products (T, 16) are.
+// Clears gates and ups (T, 16) of neurons that only other tokens selected.
 void clear_unselected(const SelectedNeurons& neurons, int64_t first, int64_t tokens, float* gates,
                       float* ups) {
   for (int64_t t = 0; t < tokens; ++t)
@@ -151,7 +151,7 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
   });
 }
 
-// Products of 16 rows with every token -> (T, 16). `next`, if not null: the rows to prefetch.
+// Products of 16 rows with every token -> (T, 16). `next`, if not null: 16 rows to prefetch into the cache.
 void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile,
                                         float* out) {
   const KernelTable& kernels = engine_.kernels();

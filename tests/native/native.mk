@@ -41,7 +41,7 @@ test-tsan: $(STAMPS)/native
 # They run beside a copy of the package that has the instrumented extension; -S keeps the editable install's
 # import hook out. Left out: what preloads a library of its own.
 SANITIZED := build/sanitize
-SANITIZED_TESTS := tests/test_kernels.py tests/test_cpu_backend.py tests/test_gathered.py \
+SANITIZED_TESTS := tests/test_kernels.py tests/test_wide_kernels.py tests/test_cpu_backend.py tests/test_gathered.py \
 	tests/test_record_batch.py $(filter-out %_faults.py,$(wildcard tests/test_flash*.py))
 test-sanitize: $(STAMPS)/test
 	@mkdir -p build/native

@@ -6,14 +6,17 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
-// A neuron's down column is quantised along the model dimension, so its scale varies inside a sum over
-// neurons. It moves to the activation: c = h * scale, quantised to int8 per block of 64 stored neurons
-// (zeros included); then a block's sum is an exact integer dot product, and blocks are added in ascending
-// order by fused multiply-adds. Codes count from their middle, 8 or 128, lest the rounding of c shift all
-// outputs of a group alike; the biases move with it. Their share, sum of h * (bias + middle * scale), is the
-// same for all 64 outputs of a group: it is kept in 16 lanes by neuron % 16 and added last.
+// The down projection: y gains h[n] * row n for each neuron n.
 //
-// Layout of (group, block): four tiles of 16 outputs x 64 neurons, then 64 scales, then 64 biases.
+// A neuron's down row is quantised along the model dimension, so the scale varies inside a sum over neurons.
+// We multiply the activation by it: c = h * scale, quantised to int8 per block of 64 stored neurons, zeros
+// included. A block's sum is then an exact integer dot product, and blocks are added in ascending order by
+// fused multiply-adds. Codes are taken as offsets from their middle, 8 or 128; otherwise the rounding errors
+// of c would shift all outputs of a group in the same direction. What the biases add, the sum of h * (bias +
+// middle * scale), is equal for all 64 outputs of a group: it is summed in 16 lanes by neuron % 16 and added
+// last.
+//
+// Layout of a (group, block): four tiles of 16 outputs x 64 neurons, then 64 scales, then 64 biases.
 constexpr int64_t kTilesPerGroup = kGroup / kTile;
 
 template <int BITS>
@@ -52,7 +55,7 @@ void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bi
   }
 }
 
-// One block's part of 16 outputs. Centring is exact: both terms are integers below 2^24.
+// Adds one block's part to 16 outputs. Centring is exact: both terms are integers below 2^24.
 template <int BITS>
 void add_centred(F sums, int32_t code_sum, float scale, float* out) {
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
@@ -64,7 +67,7 @@ template <int BITS, int TT>
 void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, float* y,
                  int64_t y_stride, float* lanes, int64_t lanes_stride) {
   constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
-  // Quantising is a chain of dependent steps: with few tokens, several blocks go through it side by side.
+  // Quantising is a chain of dependent steps, so with few tokens several blocks are quantised side by side.
   constexpr int64_t kAhead = TT >= 4 ? 1 : 2;
   F bias_sum[TT];
   for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);

@@ -1,4 +1,4 @@
-// Compiled once per target: hands this target's kernels to dispatch.cc.
+// This target's kernels, for dispatch.cc.
 #include "simd.h"
 #include "target_kernels.h"
 
