@@ -1,4 +1,4 @@
-"""What the parts of a model take in memory: packed weights, segments, stream slots, working memory.
+"""What the parts of a model take in memory: packed weights, segments, stream slots, scratch memory.
 
 Pure functions of the model's shape and the options, in bytes; `plan` divides a budget with them.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.speculation.registry import drafter_bytes, runs_streams
@@ -45,13 +45,13 @@ HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
-NARROW_TOKENS = 16
-"""A pass over so many tokens or fewer is decoding: the working memory that it leaves is lent to neurons."""
+DECODE_TOKENS = 16
+"""A pass over so many tokens or fewer is decoding: neurons get the scratch memory that it leaves."""
 
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory is lent in: each holds `neurons` neurons of one layer."""
+    """The equal pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer."""
 
     neurons: int
     nbytes: int
@@ -68,7 +68,7 @@ class SegmentShape:
         """Segments without which nothing can be computed."""
         return 0
 
-    def lent(self, segments: int) -> tuple[int, ...]:
+    def quota(self, segments: int) -> tuple[int, ...]:
         """How many of `segments` each layer has: as even as can be, and fewer of them for no layer more.
 
         The remainder goes to layers in one fixed order, spread over the depth, so that shrinking takes back
@@ -82,7 +82,7 @@ class SegmentShape:
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The equal pieces that memory for single neurons is lent in: `slots` of one record's part each.
+    """The equal pieces that memory for single neurons is allocated in: `slots` of one record's part each.
 
     `reserve` slots are for neurons on their way through; `least` segments hold them.
     """
@@ -102,7 +102,7 @@ class SlotShape:
         """Segments without which nothing can be computed."""
         return -(-self.reserve // self.slots)
 
-    def lent(self, segments: int) -> tuple[int, ...]:
+    def quota(self, segments: int) -> tuple[int, ...]:
         """All of them in one: layers share the slots of every segment."""
         return (max(0, min(segments, self.total)),)
 
@@ -158,7 +158,7 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
     neurons = config.num_layers * config.intermediate_size
     # Two batches of a layer, its guess that has come, and the next layer's that is being read.
-    reserve = 2 * fetch_neurons(config) + 2 * guess_neurons(config)
+    reserve = 2 * fetch_neurons(config) + 2 * prefetch_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
     return SlotShape(slots, slot_bytes, reserve, -(-(neurons + reserve) // slots))
 
@@ -168,7 +168,7 @@ def fetch_neurons(config: ModelConfig) -> int:
     return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
 
 
-def guess_neurons(config: ModelConfig) -> int:
+def prefetch_neurons(config: ModelConfig) -> int:
     """Most neurons of a layer that are read from a guess.
 
     More than most flash reads while a layer is computed: what hasn't begun when the layer's turn comes is
@@ -244,7 +244,7 @@ def predictors_bytes(config: ModelConfig, predictors: Predictors) -> int:
     )
 
 
-def stream_bytes(config: ModelConfig, streams: Streams) -> int:
+def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
     """Every adapter of the streams, packed, and the embeddings."""
     matrices = streams.matrices(config).values()
     packed = sum(interleaved_bytes(rows, cols, streams.bits) for rows, cols in matrices)
@@ -279,7 +279,7 @@ def sparse_activation_bytes(
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
     """Most tokens of a draft, its root included: those of a narrow pass."""
-    return min(NARROW_TOKENS, runtime.prefill_chunk)
+    return min(DECODE_TOKENS, runtime.prefill_chunk)
 
 
 def draft_bytes(
@@ -287,7 +287,7 @@ def draft_bytes(
     quant: QuantConfig,
     runtime: RuntimeConfig,
     threads: int,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
     draft_model_bytes: int = 0,
 ) -> int:
     """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention.
@@ -340,7 +340,7 @@ def _widest_input(config: ModelConfig) -> int:
     return max(config.hidden_size, config.query_size)
 
 
-def adapted_row_bytes(config: ModelConfig, quant: QuantConfig, streams: Streams) -> int:
+def adapted_row_bytes(config: ModelConfig, quant: QuantConfig, streams: MultiStreams) -> int:
     """What a row that adapters are added for takes in a pass beside `activation_bytes` of a plain one.
 
     A row between their two matrices, what they add, and a copy of what enters a feed-forward block, which is
@@ -359,9 +359,9 @@ def activation_bytes(
     runtime: RuntimeConfig,
     threads: int,
     tokens: int,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
 ) -> int:
-    """Working memory of a pass of the cpu backend: activations, scores, hidden values, logits.
+    """Scratch memory of a pass of the cpu backend: activations, scores, hidden values, logits.
 
     streams: the bundle's; shared ones have adapters for every token, whether anything drafts or not. Convex
     in the pass's tokens: between two sizes it takes no more than a line from one to the other.

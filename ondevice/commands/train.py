@@ -22,7 +22,7 @@ from ondevice.config import TRAIN_TOKENS, BackendName
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
-    from ondevice.bundle.streams import StreamMode
+    from ondevice.bundle.streams import MultiStreamMode
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
 """Beside them, what every training takes whose result runs to be measured."""
-engine_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
+backend_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
 """Beside them, what a training takes that more than one engine can do."""
 
 
@@ -68,7 +68,7 @@ def train() -> None:
 
 @train.command()
 @training_options
-@engine_options
+@backend_options
 @measuring_options
 def predictors(
     model: str | None,
@@ -100,7 +100,7 @@ def predictors(
             dram_budget=dram_budget,
             on_progress=show,
         )
-    print_result(as_json, reports.trained_figures(found), reports.predictor_table(found))
+    print_result(as_json, reports.trained_facts(found), reports.predictor_table(found))
 
 
 @train.command()
@@ -123,7 +123,7 @@ def thresholds(
         found = training.train_thresholds(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
-    print_result(as_json, reports.trained_figures(found), reports.threshold_table(found))
+    print_result(as_json, reports.trained_facts(found), reports.threshold_table(found))
 
 
 @train.command()
@@ -142,7 +142,7 @@ def streams(
     output: Path | None,
     tokens: int,
     as_json: bool,
-    mode: StreamMode,
+    mode: MultiStreamMode,
     steps: int | None,
     replace: bool,
 ) -> None:
@@ -171,4 +171,4 @@ def streams(
             **chosen,
         )
     config = Bundle.open(find_model(model)).config
-    print_result(as_json, reports.stream_figures(found, config), reports.stream_table(found, config))
+    print_result(as_json, reports.stream_facts(found, config), reports.stream_table(found, config))

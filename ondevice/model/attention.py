@@ -11,14 +11,14 @@ from ondevice.backends.base import Array, Backend, Float32, HeadNorms, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.weights import LayerWeights, StreamLayer
+from ondevice.model.weights import LayerWeights, MultiStreamLayer
 
 
 class Rows(NamedTuple):
     """How a pass's rows lie: behind `position` tokens stored in kv, which has room reserved for them.
 
     tree: how they follow each other, if they don't just follow; cos, sin: (R, Dh / 2) of their places. Rows
-    from `certain` on are streams; adapters are added for those from `adapted` on.
+    from `num_exact_rows` on are streams; adapters are added for those from `adapted` on.
     """
 
     kv: KVCache
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     tree: TokenTree | None
     cos: Float32
     sin: Float32
-    certain: int
+    num_exact_rows: int
     adapted: int
 
 
@@ -37,7 +37,7 @@ def attention(
     layer: int,
     x: Array,
     rows: Rows,
-    adapters: StreamLayer | None = None,
+    adapters: MultiStreamLayer | None = None,
 ) -> Array:
     """x: (R, D), may be overwritten. Returns x + attention, (R, D). Writes keys and values of the rows."""
     kv, position, tree, cos, sin, _, adapted = rows

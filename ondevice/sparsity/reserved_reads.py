@@ -1,0 +1,75 @@
+"""Neurons that nobody waits for, on their way from flash into slots that are claimed for them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ondevice.backends.base import Int32
+from ondevice.errors import FlashReadError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.sparsity.record_reads import Parts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Neurons of one layer, ascending, and the slots that are theirs once they have come."""
+
+    layer: int
+    ids: Int32
+    slots: Int32
+
+
+class ReservedReads:
+    """One reservation at a time; its reads give way to those that somebody waits for.
+
+    parts: what is read of records; those with at most `gap_bytes` between them are one read.
+    """
+
+    def __init__(self, reader: FlashReader, cache: NeuronCache, parts: Parts, gap_bytes: int) -> None:
+        self._reads = _native.RecordBatch(reader.native, urgent=False)
+        self._cache = cache
+        self._parts = parts
+        self._gap_bytes = gap_bytes
+
+    def begin(self, file: int, layer: int, ids: Int32) -> Reservation | None:
+        """Reserve slots for absent neurons of a layer and begin to read them. None if there is no memory."""
+        try:
+            slots, addresses = self._cache.reserve(layer, len(ids))
+        except MemoryError as error:
+            log.info("no memory to read ahead into: %s", error)
+            return None
+        started = False
+        try:
+            self._reads.start(file, self._parts.first, self._parts.count, ids, addresses, self._gap_bytes)
+            started = True
+        finally:
+            if not started:
+                self._cache.release(layer, slots)
+        return Reservation(layer, ids, slots)
+
+    def done(self) -> bool:
+        """Whether `ends` would wait for nothing."""
+        return self._reads.done()
+
+    def halt(self) -> int:
+        """Begin no more reads. Returns how many neurons, from the first on, are in memory or on their way."""
+        return self._reads.halt()
+
+    def ends(self) -> bool:
+        """Wait for what has begun; no slot is written to after that. False if some of it can't be read."""
+        try:
+            self._reads.finish()
+        except FlashReadError as error:
+            # Nobody asked for these; whoever does will read them again and be told.
+            log.info("reading ahead failed: %s", error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the reads under way; their slots are given back with the cache."""
+        self._reads.close()

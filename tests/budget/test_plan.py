@@ -1,0 +1,295 @@
+"""The memory arithmetic: parts that add up, a ceiling that holds, residency that yields to the KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ondevice.backends.base import KVLayout
+from ondevice.budget.limits import require_fit
+from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
+from ondevice.budget.sizes import (
+    activation_bytes,
+    context_tokens,
+    interleaved_bytes,
+    segment_shape,
+    sparse_activation_bytes,
+    stream_bytes,
+    stream_shape,
+)
+from ondevice.bundle.streams import MultiStreams
+from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.errors import BudgetError, UsageError
+from ondevice.speculation.registry import drafter_bytes
+
+LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
+TINY = ModelConfig("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
+Q4, F16 = QuantConfig(4), QuantConfig(16)
+MB = 10**6
+
+
+def plan_for(
+    config: ModelConfig, quant: QuantConfig, budget: int, streams: MultiStreams | None = None, **options: Any
+) -> Plan:
+    """Without drafts: what they hold is added as it is."""
+    runtime = RuntimeConfig(**{"speculation": "off", **options})
+    return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB, streams=streams)
+
+
+def streams_of(mode: Any, bits: Any = 8) -> MultiStreams:
+    """Four in the last eight layers of the 7B shape, of ranks 32 and 80."""
+    text = {"trained_tokens": 0, "measured_tokens": 0, "acceptance": (0.0,) * 4, "sha256": "", "crcs": ()}
+    return MultiStreams("", mode, bits, 4, 24, 32, 80, 8, **text)  # type: ignore[arg-type]
+
+
+def configs() -> st.SearchStrategy[ModelConfig]:
+    return st.builds(
+        lambda width, layers, heads, neurons, vocab: ModelConfig(
+            "llama", width * 8, layers, heads * 2, heads, 16, neurons, vocab, 2048, "silu", 1e-5, 1e4
+        ),
+        st.integers(1, 1100),
+        st.integers(1, 90),
+        st.integers(1, 8),
+        st.integers(1, 30000),
+        st.integers(2, 200000),
+    )
+
+
+def test_a_matrix_costs_whole_tiles_of_sixteen_rows() -> None:
+    # 2 tiles x 2 groups x (16 rows x 64 codes of 4 bits + 16 scales and biases of 2 bytes)
+    assert interleaved_bytes(17, 65, 4) == 2 * 2 * (16 * 64 // 2 + 16 * 4)
+    assert interleaved_bytes(16, 64, 8) == 16 * 64 + 16 * 4
+    assert interleaved_bytes(16, 64, 16) == 16 * 64 * 2
+
+
+def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 4000 * MB)
+    per_weight = 4.5 / 8
+    attention_and_head = 32 * 4 * 4096 * 4096 + 32000 * 4096
+    assert plan.weights_bytes == pytest.approx(attention_and_head * per_weight, rel=0.01)
+    feed_forward = 32 * 3 * 4096 * 11008 * per_weight
+    assert plan.segment.total * plan.segment.nbytes == pytest.approx(feed_forward, rel=0.02)
+    assert plan.kv_cache_bytes == 2 * 32 * 4096 * 4096 * 2
+    assert plan.embedding_bytes == 32000 * 2560
+    assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
+    # Eight slots and one packed, each of 256 records of 3 x 4096 weights.
+    assert plan.stream.nbytes == pytest.approx(9 * 256 * 3 * 4096 * per_weight, rel=0.05)
+    # A chunk of 256 tokens: residual, projections and feed-forward; then 16 rows of logits, twice.
+    per_token = 4 * (3.25 * 4096 + 3 * 4096 + 4096) + 64 * 128 + 4096 * 1.2
+    working = 256 * per_token + 2 * 4 * 16 * 32000 + 4 * 32 * (4096 + 256) + (2 << 20)
+    assert plan.activation_bytes == pytest.approx(1.25 * working, rel=0.01)
+    needed = plan.weights_bytes + plan.stream.nbytes + plan.kv_cache_bytes + plan.activation_bytes
+    assert plan.minimum_budget_bytes == needed + plan.process_bytes + REPEAT_MARGIN_BYTES
+    assert plan.full_bytes == (
+        plan.minimum_budget_bytes
+        - REPEAT_MARGIN_BYTES
+        + plan.segment.total * plan.segment.nbytes
+        + plan.embedding_bytes
+    )
+
+
+def test_loading_is_the_peak_of_a_short_context() -> None:
+    wide = replace(TINY, hidden_size=1024, tie_embeddings=False)
+    for vocab, ahead in ((50_000, 52 << 20), (5_000, None)):
+        plan = plan_for(replace(wide, vocab_size=vocab), F16, 0, max_context=64)
+        held = 2 * plan.weights_bytes if ahead is None else ahead
+        assert plan.minimum_budget_bytes == (
+            plan.weights_bytes + plan.process_bytes + held + REPEAT_MARGIN_BYTES
+        )
+        assert sum(plan.minimum_parts.values()) == plan.minimum_budget_bytes
+
+
+@pytest.mark.parametrize(("bits", "beside"), [(8, 0), (16, 4 * 4096)])
+def test_adapters_take_working_memory_for_every_row_that_has_them(bits: Any, beside: int) -> None:
+    # Between their matrices, what they add to queries, keys and values, and a copy; inputs of another width.
+    row = 4 * (80 + 3 * 4096 + 4096) + beside
+    plain, shared = (plan_for(LLAMA_7B, Q4, 0, of) for of in (None, streams_of("shared", bits)))
+    assert shared.activation_bytes == plain.activation_bytes + 256 * row * 5 // 4
+    assert shared.decode_activation_bytes == plain.decode_activation_bytes + 16 * row * 5 // 4
+    assert shared.draft_bytes == stream_bytes(LLAMA_7B, streams_of("shared", bits))
+    lossless = streams_of("lossless", bits)
+    assert plan_for(LLAMA_7B, Q4, 0, lossless) == plain
+    for name, nodes, rows in (("streams", 16, 15), ("auto", 16, 15), ("streams", 2, 4)):
+        # All of a pass's rows but its root, or the four streams of the last token by themselves.
+        options = {"speculation": name, "sparsity": "dense", "prefill_chunk": nodes}
+        drafting, without = (plan_for(LLAMA_7B, Q4, 0, of, **options) for of in (lossless, None))
+        held = stream_bytes(LLAMA_7B, lossless) + rows * row
+        held += drafter_bytes("streams", LLAMA_7B, 4096, nodes) if name == "auto" else 0
+        assert drafting.draft_bytes == without.draft_bytes + held
+        assert drafting.activation_bytes == without.activation_bytes
+        assert sum(drafting.minimum_parts.values()) == drafting.minimum_budget_bytes
+    assert sum(shared.minimum_parts.values()) == shared.minimum_budget_bytes
+
+
+@pytest.mark.parametrize("budget", [0, 1000 * MB, 3700 * MB, 4000 * MB, 6000 * MB, 20000 * MB])
+def test_the_parts_add_up_to_the_total(budget: int) -> None:
+    plan = plan_for(LLAMA_7B, Q4, budget)
+    assert sum(plan.minimum_parts.values()) == plan.minimum_budget_bytes
+    shown = plan.to_json()
+    parts = ("resident_weights", "kv_cache", "neuron_cache", "predictor", "draft", "staging", "activation")
+    assert shown["total_bytes"] == sum(int(shown[f"{part}_bytes"]) for part in (*parts, "process"))
+
+
+@given(configs(), st.sampled_from([4, 8, 16]), st.integers(0, 1 << 40), st.sampled_from([8, 16]))
+def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
+    config: ModelConfig, bits: Any, budget: int, kv_bits: Any
+) -> None:
+    plan = plan_for(config, QuantConfig(bits), budget, kv_bits=kv_bits)
+    assert plan.fits == (budget >= plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES)
+    if budget < plan.minimum_budget_bytes:
+        assert plan.total_bytes >= plan.budget_bytes
+        return
+    assert plan.total_bytes <= budget
+    blocks = plan.kv_cache_bytes // plan.kv_block_bytes
+    held = [plan.segments_for(count * plan.kv_block_bytes) for count in range(0, blocks + 1, 7)]
+    assert held == sorted(held, reverse=True)
+    fixed = plan.total_bytes - plan.kv_cache_bytes - plan.neuron_cache_bytes
+    for count, segments in zip(range(0, blocks + 1, 7), held, strict=True):
+        assert 0 <= segments <= plan.segment.total
+        assert fixed + count * plan.kv_block_bytes + segments * plan.segment.nbytes <= budget
+
+
+@given(configs(), st.sampled_from([4, 8, 16]))
+def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any) -> None:
+    quant = QuantConfig(bits)
+    shape = segment_shape(config, quant)
+    assert shape.neurons % 64 == 0
+    assert (shape.per_layer - 1) * shape.neurons < config.intermediate_size <= shape.per_layer * shape.neurons
+    assert shape.nbytes >= 3 * interleaved_bytes(shape.neurons, config.hidden_size, bits)
+    assert shape.nbytes <= 16 << 20 or shape.neurons == 64
+    if config.intermediate_size >= 64 * 64:
+        assert shape.per_layer * shape.neurons <= config.intermediate_size * 1.05 + 64
+
+
+@given(configs(), st.sampled_from([4, 8, 16]))
+def test_a_stream_slot_holds_its_records_widened_to_pages(config: ModelConfig, bits: Any) -> None:
+    quant = QuantConfig(bits)
+    shape = stream_shape(config, quant)
+    records = shape.neurons * plan_records(config, quant)
+    assert shape.neurons % 64 == 0
+    assert shape.slot_bytes % 4096 == 0
+    assert shape.slot_bytes >= records + 4096
+    assert shape.slots >= 2
+
+
+def plan_records(config: ModelConfig, quant: QuantConfig) -> int:
+    from ondevice.bundle.layout import neuron_layout
+
+    return neuron_layout(config, quant).stride
+
+
+@given(
+    configs(),
+    st.sampled_from([4, 8, 16]),
+    st.sampled_from(["dense", "exact", "threshold"]),
+    st.integers(1, 600),
+    st.integers(1, 600),
+)
+def test_a_pass_is_counted_with_what_it_takes_or_more(
+    config: ModelConfig, bits: Any, sparsity: Any, chunk: int, tokens: int
+) -> None:
+    quant, runtime = QuantConfig(bits), RuntimeConfig(prefill_chunk=chunk, sparsity=sparsity)
+    plan = plan_memory(config, quant, runtime, budget_bytes=1 << 40, process_bytes=0)
+    tokens = min(tokens, plan.pass_tokens)
+    takes = activation_bytes(config, quant, runtime, 1, tokens) * 5 // 4
+    if sparsity != "dense":
+        takes += sparse_activation_bytes(config, runtime, None, tokens)
+    assert takes <= plan.working_bytes(tokens) <= plan.activation_bytes
+    assert plan.working_bytes(plan.pass_tokens) == plan.activation_bytes
+
+
+def test_segments_are_lent_evenly() -> None:
+    shape = segment_shape(LLAMA_7B, Q4)
+    for segments in (0, 1, 5, 31, 32, 33, 100, shape.total - 1, shape.total):
+        quota = shape.quota(segments)
+        assert sum(quota) == segments
+        assert max(quota) - min(quota) <= 1
+        fewer = shape.quota(segments - 1)
+        assert all(less <= more for less, more in zip(fewer, quota, strict=True))
+    assert shape.quota(shape.total + 5) == (shape.per_layer,) * 32
+    assert shape.quota(-1) == (0,) * 32
+
+
+def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:
+    full = plan_for(LLAMA_7B, Q4, 1 << 40).full_bytes
+    at_full = plan_for(LLAMA_7B, Q4, full)
+    assert (at_full.streams, at_full.total_bytes) == (False, full)
+    assert at_full.staging_bytes == at_full.stream.nbytes
+    assert at_full.resident_weights_bytes == at_full.weights_bytes + at_full.embedding_bytes
+    below = plan_for(LLAMA_7B, Q4, full - 1)
+    assert not below.streams
+    assert below.resident_weights_bytes == below.weights_bytes
+    assert below.segments_for(below.kv_cache_bytes) == below.segment.total
+    streaming = plan_for(LLAMA_7B, Q4, below.total_bytes - 1)
+    assert streaming.streams
+    assert streaming.staging_bytes == streaming.stream.nbytes
+    assert streaming.segments_for(streaming.kv_cache_bytes) < streaming.segment.total
+    assert streaming.total_bytes < below.total_bytes
+
+
+def test_a_budget_below_the_minimum_names_the_one_that_works() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 0)
+    assert not plan.fits
+    with pytest.raises(BudgetError) as caught:
+        require_fit(plan, "llama-7b")
+    assert caught.value.required_bytes == plan.minimum_budget_bytes
+    assert str(plan.minimum_budget_bytes) in str(caught.value)
+    assert "llama-7b" in str(caught.value)
+    enough = plan.with_budget(caught.value.required_bytes)
+    require_fit(enough, "llama-7b")
+    assert enough.segments_for(enough.kv_cache_bytes) == 0
+    with pytest.raises(BudgetError):
+        require_fit(plan.with_budget(enough.budget_bytes - REPEAT_MARGIN_BYTES - 1), "llama-7b")
+
+
+def test_only_the_budget_changes_with_the_budget() -> None:
+    plan = plan_for(TINY, F16, 1 << 40)
+    assert plan.with_budget(123) == replace(plan, budget_bytes=123)
+    assert plan.with_budget(123).with_budget(1 << 40) == plan
+
+
+def test_a_short_context_and_8_bit_keys_lower_the_minimum() -> None:
+    usual = plan_for(LLAMA_7B, Q4, 0).minimum_budget_bytes
+    short = plan_for(LLAMA_7B, Q4, 0, max_context=512)
+    assert short.kv_cache_bytes == KVLayout(LLAMA_7B, 16).block_bytes * 8
+    assert short.minimum_budget_bytes < usual - 1500 * MB
+    assert plan_for(LLAMA_7B, Q4, 0, kv_bits=8).minimum_budget_bytes < usual - 900 * MB
+
+
+def test_the_context_is_bounded_by_the_model() -> None:
+    assert context_tokens(LLAMA_7B, RuntimeConfig()) == 4096
+    assert context_tokens(replace(LLAMA_7B, max_context=131072), RuntimeConfig()) == 4096
+    assert context_tokens(TINY, RuntimeConfig()) == 512
+    assert context_tokens(TINY, RuntimeConfig(max_context=100)) == 100
+    for wrong in (513, -1):
+        with pytest.raises(UsageError, match="512"):
+            context_tokens(TINY, RuntimeConfig(max_context=wrong))
+
+
+def test_sessions_may_share_what_one_context_leaves() -> None:
+    streaming = plan_for(LLAMA_7B, Q4, 4000 * MB)
+    assert streaming.kv_limit_bytes > streaming.kv_cache_bytes
+    fixed = streaming.total_bytes - streaming.kv_cache_bytes - streaming.neuron_cache_bytes
+    assert fixed + streaming.kv_limit_bytes == streaming.budget_bytes
+    full = plan_for(TINY, F16, 1 << 40)
+    assert full.total_bytes - full.kv_cache_bytes + full.kv_limit_bytes == full.budget_bytes
+
+
+def test_the_reference_backend_holds_everything_in_float32() -> None:
+    plan = plan_for(TINY, Q4, 1 << 40, backend="reference")
+    per_layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 172
+    assert plan.weights_bytes == 4 * (5 * per_layer + 512 * 64)
+    assert plan.full_bytes == plan.minimum_budget_bytes
+    assert plan.total_bytes == plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
+    assert plan.segments_for(0) == 0
+
+
+def test_a_budget_that_one_run_named_does_for_a_slightly_larger_process() -> None:
+    plan = plan_for(LLAMA_7B, Q4, 0)
+    next_time = replace(plan, process_bytes=plan.process_bytes + REPEAT_MARGIN_BYTES)
+    assert next_time.with_budget(plan.minimum_budget_bytes).fits
+    assert not next_time.with_budget(plan.minimum_budget_bytes - 1).fits

@@ -1,0 +1,158 @@
+"""Bundles as running models and as plain weights, for tests that compare the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import ondevice.runtime.engine
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.reference import ReferenceBackend
+from ondevice.budget.sizes import segment_shape, stream_shape
+from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
+from ondevice.bundle.reader import Bundle
+from ondevice.config import ModelConfig
+from ondevice.flash.reader import FlashReader
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.sparsity.segments import SegmentPool
+from ondevice.speculation.policy import TreePolicy
+
+BackendName = Literal["reference", "cpu"]
+
+
+@contextmanager
+def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transformer]:
+    """The bundle's model, everything resident."""
+    bundle = Bundle.open(folder)
+    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+        if backend == "reference":
+            engine = ReferenceBackend()
+            yield Transformer(bundle.config, engine, load_weights(bundle, reader, engine))
+            return
+        segments, stream = (
+            segment_shape(bundle.config, bundle.quant),
+            stream_shape(bundle.config, bundle.quant),
+        )
+        cpu = CpuBackend(
+            make_engine(threads=1), segment_neurons=segments.neurons, stream_neurons=stream.neurons
+        )
+        weights = load_weights(bundle, reader, cpu)
+        pool = SegmentPool(
+            cpu.feed_forwards,
+            reader,
+            segment_bytes=segments.nbytes,
+            stream_neurons=stream.neurons,
+            slot_bytes=stream.slot_bytes,
+            slots=stream.slots,
+        )
+        pool.resize(segments.quota(segments.total))
+        yield Transformer(bundle.config, cpu, weights)
+        pool.close()
+
+
+def all_logits(model: Transformer, tokens: list[int], kv_bits: Literal[32, 16, 8] = 16) -> np.ndarray:
+    """(T, V) logits of one sequence in one pass."""
+    return every_logits(model, tokens, KVCache(KVLayout(model.config, kv_bits)))
+
+
+def every_logits(
+    model: Transformer, tokens: list[int], kv: KVCache, cancelled: Callable[[], bool] | None = None
+) -> np.ndarray:
+    """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
+    return np.concatenate(list(model.every_logits(tokens, kv, 3, cancelled)))
+
+
+def random_tokens(config: ModelConfig, count: int, seed: int = 7) -> list[int]:
+    """Ids of the model's vocabulary."""
+    return [int(token) for token in np.random.default_rng(seed).integers(0, config.vocab_size, count)]
+
+
+def error(mine: np.ndarray, theirs: np.ndarray) -> float:
+    """Largest difference, as a part of the largest value."""
+    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())
+
+
+def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
+    """The float weights that a bundle stands for, under Hugging Face's names; read without our readers."""
+    bundle = Bundle.open(folder)
+    config, bits = bundle.config, bundle.quant.bits
+    resident = load_file(folder / RESIDENT)
+    hidden, queries, keys = config.hidden_size, config.query_size, config.kv_size
+    row = RowLayout(hidden, bits)
+    weights = {"model.norm.weight": resident["final_norm.weight"]}
+    table = load_file(folder / EMBEDDING)["records"]
+    weights["model.embed_tokens.weight"] = _rows(table[:, : row.nbytes], row)
+    if not config.tie_embeddings:
+        weights["lm_head.weight"] = _resident_matrix(resident, "head", RowLayout(hidden, bits))
+    for i in range(config.num_layers):
+        layer, attention = f"model.layers.{i}", f"layers.{i}.attention"
+        qkv = _resident_matrix(resident, f"{attention}.qkv", row)
+        splits = {
+            "q": slice(0, queries),
+            "k": slice(queries, queries + keys),
+            "v": slice(queries + keys, None),
+        }
+        for name, rows in splits.items():
+            weights[f"{layer}.self_attn.{name}_proj.weight"] = qkv[rows]
+            if config.attention_bias:
+                weights[f"{layer}.self_attn.{name}_proj.bias"] = resident[f"{attention}.qkv.bias"][rows]
+        out = _resident_matrix(resident, f"{attention}.out", RowLayout(queries, bits))
+        weights[f"{layer}.self_attn.o_proj.weight"] = out
+        if config.attention_output_bias:
+            weights[f"{layer}.self_attn.o_proj.bias"] = resident[f"{attention}.out.bias"]
+        if config.qk_norm:
+            weights[f"{layer}.self_attn.q_norm.weight"] = resident[f"{attention}.q_norm.weight"]
+            weights[f"{layer}.self_attn.k_norm.weight"] = resident[f"{attention}.k_norm.weight"]
+        weights[f"{layer}.input_layernorm.weight"] = resident[f"layers.{i}.attention_norm.weight"]
+        weights[f"{layer}.post_attention_layernorm.weight"] = resident[f"layers.{i}.feed_forward_norm.weight"]
+        records = load_file(folder / neuron_file_name(i))["records"]
+        second = bundle.neuron_layout.part_offsets[1]
+        for name, start in (("gate", 0), ("up", second), ("down", second + row.nbytes)):
+            matrix = _rows(records[:, start : start + row.nbytes], row)
+            weights[f"{layer}.mlp.{name}_proj.weight"] = matrix.T if name == "down" else matrix
+    return weights
+
+
+def _resident_matrix(resident: dict[str, np.ndarray], name: str, row: RowLayout) -> np.ndarray:
+    pieces = [
+        resident[f"{name}.{part}"] for part in ("codes", "scales", "biases") if f"{name}.{part}" in resident
+    ]
+    return _rows(
+        np.concatenate([np.ascontiguousarray(piece).view(np.uint8) for piece in pieces], axis=1), row
+    )
+
+
+def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
+    """(n, row.nbytes) [codes | scales | biases] -> (n, cols) float32."""
+    if row.bits == 16:
+        return np.ascontiguousarray(stored).view(np.float16)[:, : row.cols].astype(np.float32)
+    codes, affine = stored[:, : row.codes_bytes], np.ascontiguousarray(stored[:, row.codes_bytes :])
+    if row.bits == 4:
+        nibbles = np.empty((len(codes), row.padded_cols), dtype=np.uint8)
+        nibbles[:, 0::2], nibbles[:, 1::2] = codes & 15, codes >> 4
+        codes = nibbles
+    scales, biases = np.split(affine.view(np.float16).astype(np.float32), 2, axis=1)
+    values = np.repeat(scales, 64, axis=1) * codes + np.repeat(biases, 64, axis=1)
+    return values[:, : row.cols].astype(np.float32)
+
+
+def always_draft(patch: pytest.MonkeyPatch, sizes: Iterable[int]) -> None:
+    """Drafts in every pass, as large as `sizes` say one after another, whatever they are worth."""
+    next_size = cycle(sizes).__next__
+    patch.setattr(ondevice.runtime.engine, "LEAST_PASS_SECONDS", 0.0)
+    patch.setattr(TreePolicy, "begin", lambda policy: next_size())
+    patch.setattr(TreePolicy, "pause", lambda policy: False)
+    for question in ("worth", "promising"):
+        patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
+    # Nor do drafters stop to learn.
+    patch.setattr(TreePolicy, "resting", False)
+    patch.setattr(TreePolicy, "quiet", False)

@@ -1,0 +1,99 @@
+"""Drafts from a text that is known ahead: trees of all shapes, whatever they are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ondevice.api import Model
+from ondevice.backends.base import Float32
+from ondevice.budget.sizes import DECODE_TOKENS
+from ondevice.config import SamplingConfig
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.response import Response
+from ondevice.speculation.tree import Draft
+
+STREAMS = 3
+"""Of the models that these are for, if they have some."""
+
+
+class Scripted:
+    """Drafts that are right for a while and wrong beside it: trees of all shapes, from a text known ahead."""
+
+    def __init__(self, text: Sequence[int], vocab_size: int, seed: int) -> None:
+        self._text = list(text)
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(seed)
+        self.sizes: list[int] = []
+        self.preparing_seconds = self.growing_seconds = 0.0
+        self.deaf = False
+        self.decision = ""
+        self.resting = False
+        self.wants_streams = True
+        self.streamed = 0
+        """Nodes that had streams in their pass."""
+
+    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
+        self._length = len(text)
+
+    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
+        rng, known, self._places = self._random, self._text[self._length :], most_nodes
+        tokens, parents, depths = [root], [-1], [0]
+        for _ in range(int(rng.integers(0, min(DECODE_TOKENS, most_nodes)))):
+            parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
+            depth = depths[parent] + 1
+            right = depth <= len(known) and rng.random() < 0.6
+            token = known[depth - 1] if right else int(rng.integers(self._vocab_size))
+            taken = [tokens[i] for i, its_parent in enumerate(parents) if its_parent == parent]
+            if depth < most_tokens and token not in taken:
+                tokens.append(token)
+                parents.append(parent)
+                depths.append(depth)
+        self.sizes.append(len(tokens))
+        return Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
+
+    def prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
+        """Some nodes end here, with what is behind them; some get streams."""
+        kept = [0]
+        for node in range(1, len(draft)):
+            if draft.parents[node] in kept and self._random.random() < 0.9:
+                kept.append(node)
+        most = min(2, (DECODE_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
+        return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
+
+    def entered(self, found: ForwardOutput, node: int) -> None:
+        self.streamed += len(found.streams)
+
+    def drew(self, last: int, token: int, logits: Float32) -> None:
+        self._length += 1
+
+    def passed(self, draft: Draft, seconds: float) -> None:
+        pass
+
+
+def draft_by(model: Model, text: Sequence[int], seed: int) -> Scripted:
+    """Make the model draft from what it is known to write."""
+    engine = model._engine
+    scripted: Any = Scripted(text, engine._bundle.config.vocab_size, seed)
+    engine._generator = dataclasses.replace(engine._generator, drafting=scripted)
+    return scripted  # type: ignore[no-any-return]
+
+
+def drafted(
+    model: Model,
+    prompt: str,
+    samplings: Sequence[dict[str, Any]],
+    texts: Sequence[tuple[int, ...]],
+    **options: Any,
+) -> Iterator[tuple[Scripted, Response]]:
+    """What is written with trees drafted from `texts`, those of plain decoding: they must be the same."""
+    start = model.tokenizer.encode(prompt)
+    for seed, (sampling, expected) in enumerate(zip(samplings, texts, strict=True)):
+        scripted = draft_by(model, [*start, *expected], seed)
+        answer = model.generate(prompt, max_tokens=len(expected), **options, **sampling)
+        assert answer.tokens == expected
+        yield scripted, answer
