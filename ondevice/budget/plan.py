@@ -85,7 +85,12 @@ class Plan:
     @cached_property
     def minimum_budget_bytes(self) -> int:
         """The smallest budget that surely works: with a full context, the fewest segments are left."""
-        return max(self._bare_bytes, self._loading_bytes, self._opening_bytes) + REPEAT_MARGIN_BYTES
+        return self.least_budget_bytes + REPEAT_MARGIN_BYTES
+
+    @cached_property
+    def least_budget_bytes(self) -> int:
+        """The smallest budget that is enough by this measurement of the process: no margin."""
+        return max(self._bare_bytes, self._loading_bytes, self._opening_bytes)
 
     @cached_property
     def resident_budget_bytes(self) -> int:
@@ -124,7 +129,7 @@ class Plan:
     @property
     def suffices(self) -> bool:
         """Whether the budget is enough, control groups aside."""
-        return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
+        return self.budget_bytes >= self.least_budget_bytes
 
     @property
     def offloads_weights(self) -> bool:

@@ -26,7 +26,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import without_damage
-from ondevice.config import RuntimeConfig, Speculation
+from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
 from ondevice.kernels import _native
@@ -64,7 +64,11 @@ class ResolvedModel:
     whole: ResolvedModel | None = None
     """With the default context, where that doesn't fit and this one's is shorter."""
     fitting_context: int = 0
-    """Where the plan doesn't fit: the longest context with which one would, 0 for none."""
+    """The longest context that would fit, where the plan doesn't; 0 for none."""
+    fitting_options: tuple[str, ...] = ()
+    """Options with which the model would fit, where the plan doesn't, each by itself."""
+    alternatives: tuple[ResolvedModel, ...] = ()
+    """What `auto` chose this from, in order of preference; empty where the options left it one mode."""
     budget_origin: str = ""
     """What `auto` made the budget of, in words; empty for the user's own."""
     warnings: tuple[str, ...] = ()
@@ -73,8 +77,10 @@ class ResolvedModel:
     """Why the user's budget may be more than there is."""
 
     def require_fit(self) -> None:
-        """Raises BudgetError, with the smallest budget and the longest context that work, if it doesn't."""
-        require_fit(self.plan, self.bundle.name, self.budget_origin, self.fitting_context)
+        """Raises BudgetError if the plan doesn't fit, with the smallest budget and what else would work."""
+        require_fit(
+            self.plan, self.bundle.name, self.budget_origin, self.fitting_context, self.fitting_options
+        )
 
     def require_whole_context(self) -> None:
         """Raises BudgetError where the budget has shortened the default context."""
@@ -211,12 +217,13 @@ class _Planner:
         floor = wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
         whole = found = self._at(wanted)
         if not whole.plan.fits:
-            fitting = self._fitting_context(wanted)
-            whole = replace(whole, fitting_context=fitting)
+            fitting, options = self._fitting_context(wanted), self._fitting_options(whole)
+            whole = replace(whole, fitting_context=fitting, fitting_options=options)
             found = self._at(fitting, wanted) if fitting >= floor else whole
         least = whole.frugal if floor == wanted else self._at(floor, wanted).frugal
         if not found.plan.fits:
-            return replace(least, fitting_context=whole.fitting_context)
+            options = self._fitting_options(least)
+            return replace(least, fitting_context=whole.fitting_context, fitting_options=options)
         return replace(
             found,
             least=None if least.plan == found.plan else least,
@@ -230,6 +237,18 @@ class _Planner:
         shorter = [length for length in lengths if length < wanted]
         fitting = bisect_left(shorter, True, key=lambda length: not self._at(length).plan.fits)
         return shorter[fitting - 1] if fitting else 0
+
+    def _fitting_options(self, missed: ResolvedModel) -> tuple[str, ...]:
+        """Options that would make room for a model whose plan doesn't fit: `dense`, no drafts, else both."""
+        runtime, dense, plain = missed.runtime, "--sparsity dense", "--speculation off"
+        planned = {
+            dense: self._plan(replace(runtime, sparsity="dense"), missed.draft),
+            plain: self._plan(replace(runtime, speculation="off"), None),
+            f"{dense} and {plain}": self._plan(replace(runtime, sparsity="dense", speculation="off"), None),
+        }
+        fitting = [options for options, plan in planned.items() if plan.fits]
+        alone = tuple(options for options in fitting if options in (dense, plain))
+        return alone or tuple(fitting)
 
     def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
         """The modes to take with such a context: those that need least where none fit.
@@ -260,13 +279,12 @@ class _Planner:
                     warnings=self.warnings,
                 )
             )
-        # The first that needs no flash, else the first that fits; where none does, the one that needs least.
-        # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
-        chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.offloads_weights))
+        chosen = possible[_preferred([it.plan for it in possible])]
         least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
-        if not chosen.plan.fits or chosen is least:
-            return least
-        return replace(chosen, least=least)
+        if not chosen.plan.fits:
+            chosen = least
+        alternatives = tuple(possible) if len(possible) > 1 else ()
+        return replace(chosen, least=None if chosen is least else least, alternatives=alternatives)
 
     def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
@@ -298,6 +316,48 @@ class _Planner:
         if self._is_auto:
             return ()
         return tuple(budget_warnings(plan, name, measured.held_bytes, measured.rooms))
+
+
+def _preferred(plans: Sequence[Plan]) -> int:
+    """The index of the plan to take: the first that needs no flash, else the first that fits.
+
+    Drafting comes before none. It is given up only where its memory is what is missing.
+    """
+    return min(range(len(plans)), key=lambda at: (not plans[at].fits, plans[at].offloads_weights))
+
+
+@dataclass(frozen=True)
+class ModeChange:
+    """The modes that `auto` takes below `budget_bytes`, which aren't those of now."""
+
+    budget_bytes: int
+    """The smallest budget that keeps the modes of now."""
+    sparsity: Sparsity
+    speculation: Speculation
+
+
+def mode_change(resolved: ResolvedModel) -> ModeChange | None:
+    """The nearest budget below a model's own at which `auto` takes other modes, such as dense for exact.
+
+    The context and the process's memory are taken as they are now. None where the options name the modes,
+    where no smaller budget that fits changes them, and where the model doesn't fit now.
+    """
+    choices = resolved.alternatives
+    if not choices or not resolved.plan.fits:
+        return None
+    modes = resolved.runtime.sparsity, resolved.runtime.speculation
+    # Only there does a plan begin to fit, or to hold every weight.
+    limits = {it.plan.least_budget_bytes for it in choices}
+    limits |= {it.plan.resident_budget_bytes for it in choices}
+    for limit in sorted((it for it in limits if it <= resolved.plan.budget_bytes), reverse=True):
+        plans = [it.plan.with_budget(limit - 1) for it in choices]
+        at = _preferred(plans)
+        below = choices[at].runtime
+        if not plans[at].fits:
+            return None
+        if (below.sparsity, below.speculation) != modes:
+            return ModeChange(limit, below.sparsity, below.speculation)
+    return None
 
 
 def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
