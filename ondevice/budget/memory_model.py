@@ -1,4 +1,4 @@
-"""What a model takes in memory, part by part: the sizes and shapes that a plan adds up and divides.
+"""A model's memory, part by part: the sizes and shapes that a plan adds up and divides.
 
 `MemoryModel` has what all backends have in common. Each backend has a class of its own: `CpuMemory`,
 `MlxMemory`, `ReferenceMemory`. They are pure functions of the model's shape and the options; they open no
@@ -93,7 +93,7 @@ class MemoryModel(ABC):
 
     @property
     def weights_bytes(self) -> int:
-        """What every token uses: attention, norms, head, checksum tables, and what selects neurons."""
+        """Weights of every token: attention, norms, head, checksum tables, and what selects neurons."""
         selecting = 0
         if self.selects_neurons:
             selecting = self.config.num_layers * self.config.intermediate_size * NEURON_TABLE_BYTES
@@ -120,7 +120,7 @@ class MemoryModel(ABC):
 
     @property
     def draft_bytes(self) -> int:
-        """What drafting holds.
+        """Memory that drafting holds.
 
         That is the drafters' state, adapters, scores held back until draft tokens are accepted, and
         attention's values along the paths of a draft tree.

@@ -1,4 +1,4 @@
-"""What a model takes in memory under the MLX backend. All sizes are bytes."""
+"""A model's memory under the MLX backend. All sizes are bytes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class MlxMemory(MemoryModel):
         return super().draft_bytes + self._wider_bytes(elements, streams.bits)
 
     def activation_bytes(self, tokens: int) -> int:
-        """What a layer computes before MLX lets go of it. Attention's scores and masks exist whole."""
+        """A layer's activations before MLX frees them. Attention's scores and masks exist whole."""
         config, context = self.config, self.max_context
         neurons = max(fetch_neurons(config), config.intermediate_size)
         per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
@@ -110,7 +110,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def _stored_bytes(self) -> int:
-        """What keys and values of a full context take beside what they are stored in (`backends/mlx_kv.py`).
+        """Copies of a full context's keys and values beside those that are stored (`backends/mlx_kv.py`).
 
         A layer's exist twice while they grow. They are read in the operands' type, without a copy where they
         are stored in it. Both happen layer by layer, and the next layer is begun meanwhile.
@@ -127,12 +127,12 @@ class MlxMemory(MemoryModel):
         return 3 * held_bytes(neurons * row, self.quant.bits, self.operand_bytes)
 
     def _wider_bytes(self, elements: int, bits: int) -> int:
-        """What operands wider than a bundle's float16 add to matrices."""
+        """The bytes that operands wider than a bundle's float16 add to matrices."""
         return held_bytes(elements, bits, self.operand_bytes) - held_bytes(elements, bits, 2)
 
 
 def held_bytes(elements: int, bits: int, operand_bytes: int) -> int:
-    """Matrices of so many elements, whose rows are whole groups."""
+    """Matrices of `elements` elements, whose rows are whole groups."""
     if bits == 16:
         return elements * operand_bytes
     return elements * bits // 8 + elements // GROUP_SIZE * 2 * operand_bytes

@@ -42,7 +42,7 @@ Such passes leave the heap larger than they found it, by up to 7 MB in `long_cei
 
 @dataclass(frozen=True)
 class Plan:
-    """What everything costs under `budget_bytes`. No other field depends on the budget."""
+    """The memory of every part under `budget_bytes`. No other field depends on the budget."""
 
     budget_bytes: int
     weights_bytes: int
@@ -69,9 +69,9 @@ class Plan:
     opening_bytes: int = 0
     """The process while the tokenizer is read, which comes before everything else."""
     unread_bytes: int = 0
-    """What the tokenizer may take if it hasn't been read; once read, it counts as the process's."""
+    """Most memory of the tokenizer if it hasn't been read; once read, it counts as the process's."""
     others_bytes: int = 0
-    """What other models of this process hold or have claimed."""
+    """Memory that other models of this process hold or have claimed."""
     limit: MemoryRoom | None = None
     """The control group with the lowest limit; None if none has one."""
     wanted_context: int = 0
@@ -196,7 +196,7 @@ class Plan:
         return max(0, min(self.segment.total, left // self.segment.nbytes))
 
     def working_bytes(self, tokens: int) -> int:
-        """Scratch memory that is kept for passes of so many tokens.
+        """Scratch memory that is kept for passes of `tokens` tokens.
 
         It grows in proportion from a decoding pass to the widest, and has a margin.
         """
@@ -242,7 +242,7 @@ class Plan:
 
     @property
     def _bare_bytes(self) -> int:
-        """What a full context takes in all with the fewest feed-forward segments."""
+        """Memory of a full context in all, with the fewest feed-forward segments."""
         least = self.segment.least * self.segment.nbytes
         return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes + least
 

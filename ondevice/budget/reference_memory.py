@@ -1,4 +1,4 @@
-"""What a model takes in memory under the reference backend. All sizes are bytes."""
+"""A model's memory under the reference backend. All sizes are bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend runs a model, what the model takes in memory there, and how the backend is made.
+"""Chooses and makes the backend that runs a model, and its memory model.
 
 MLX is imported only where it runs, or where `auto` may choose it.
 """
@@ -94,7 +94,7 @@ def memory_model(
     predictors: Predictors | None = None,
     streams: MultiStreams | None = None,
 ) -> MemoryModel:
-    """What a model takes in memory under the backend that `runtime` names.
+    """The memory of a model under the backend that `runtime` names.
 
     Args:
         config: The model's shape.

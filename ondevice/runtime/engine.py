@@ -223,7 +223,7 @@ class Engine:
         return True
 
     def make_drafting(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Drafting | None:
-        """What drafts for this model under the options of `resolved`; None for no drafts.
+        """Make what drafts for this model under the options of `resolved`; None for no drafts.
 
         The caller closes it. Raises what loading a second model raises.
         """

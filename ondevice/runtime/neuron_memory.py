@@ -114,7 +114,7 @@ def open_neuron_memory(
     costs: CostModel,
     options: FetchOptions,
 ) -> NeuronMemory:
-    """What will hold a model's neurons by its plan; it has no segments yet.
+    """Make what holds a model's neurons by its plan. It has no segments yet.
 
     Args:
         bundle: The model.
@@ -213,7 +213,7 @@ class NeuronQuota:
             self._allocate(self._room(kv_bytes))
 
     def _room(self, kv_bytes: int) -> int:
-        """Segments that fit beside so many bytes of keys and values."""
+        """Segments that fit beside `kv_bytes` of keys and values."""
         return self._plan.segments_for(kv_bytes, self._pass_tokens)
 
     def _allocate(self, segments: int) -> None:

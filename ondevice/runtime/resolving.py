@@ -1,4 +1,4 @@
-"""What can be known of a model before a weight is read: its options settled, its memory planned."""
+"""Resolves a model before a weight is read: settles its options and plans its memory."""
 
 from __future__ import annotations
 
@@ -41,38 +41,38 @@ from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memor
 log = logging.getLogger(__name__)
 
 LEAST_CONTEXT = 512
-"""Tokens of the default context that no budget takes away: as many as pieces of text for training have."""
+"""Tokens of context that no budget shortens the default below: those of a training text's pieces."""
 CONTEXT_STEP = 256
 TINY_CONTEXTS = (64, 128)
-"""What a user may still ask for by name."""
+"""Contexts below LEAST_CONTEXT that are tried, in tokens: only a user takes them, by name."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that could be loaded: opened, checked against the options and planned, nothing read."""
+    """A model, its options and its plan, ready to be loaded. No weight has been read."""
 
     bundle: Bundle
     tokenizer: Tokenizer | None
-    """None where the bundle has none, and where the budget has no room for reading it."""
+    """None if the bundle has none, or if the budget has no room for reading it."""
     runtime: RuntimeConfig
-    """With `auto` and 0 settled."""
+    """The options, with `auto` and 0 settled."""
     plan: Plan
     draft: ResolvedDraft | None = None
-    """The second model that drafts, if one does."""
+    """The second model that drafts; None without one."""
     least: ResolvedModel | None = None
-    """What `auto` would take under a budget that is too small for this; None where that is this."""
+    """The model as `auto` would take it under the smallest budget that works; None if that is this one."""
     whole: ResolvedModel | None = None
-    """With the default context, where that doesn't fit and this one's is shorter."""
+    """The model with the default context, where that doesn't fit and this one's is shorter."""
     fitting_context: int = 0
     """The longest context that would fit, where the plan doesn't; 0 for none."""
     fitting_options: tuple[str, ...] = ()
     """Options with which the model would fit, where the plan doesn't, each by itself."""
     alternatives: tuple[ResolvedModel, ...] = ()
-    """What `auto` chose this from, in order of preference; empty where the options left it one mode."""
+    """The models that `auto` chose this from, in order of preference; empty where it had no choice."""
     budget_origin: str = ""
-    """What `auto` made the budget of, in words; empty for the user's own."""
+    """How `auto` found the budget, in words; empty for the user's own."""
     warnings: tuple[str, ...] = ()
-    """What is damaged of the additions that `auto` may choose: it goes without."""
+    """Sidecars that are damaged and that `auto` therefore goes without."""
     budget_warnings: tuple[str, ...] = ()
     """Why the user's budget may be more than there is."""
 
@@ -83,7 +83,7 @@ class ResolvedModel:
         )
 
     def require_whole_context(self) -> None:
-        """Raises BudgetError where the budget has shortened the default context."""
+        """Raises BudgetError if the budget has shortened the default context."""
         if self.whole is None:
             return
         try:
@@ -116,12 +116,12 @@ class ResolvedModel:
 
     @property
     def frugal(self) -> ResolvedModel:
-        """What the options allow that runs in the smallest budget."""
+        """The model under those allowed options that need the smallest budget."""
         return self.least or self
 
 
 def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
-    """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
+    """Settle the options and plan the memory. A budget that is too small gives a plan that doesn't fit.
 
     Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
     that this model or machine can't have, BundleError for one whose files are damaged, and what reading the
@@ -143,7 +143,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     # What is imported anyway is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
-    # What was freed before isn't held against anybody.
+    # Freed memory that the heap keeps would count as the process's.
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)
     opening = before.process_bytes + reading
@@ -165,14 +165,14 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What there is and what is taken, before a model is planned."""
+    """Memory that exists and that is taken before a model is planned."""
 
     held_bytes: int
-    """By this process, its models included."""
+    """Memory of this process, its models included."""
     process_bytes: int
-    """Of that, what no model holds."""
+    """Memory of this process, its models left out."""
     others_bytes: int
-    """What models that are loaded hold, or have claimed."""
+    """Memory that loaded models hold or have claimed."""
     rooms: tuple[MemoryRoom, ...]
     limit: MemoryRoom | None
 
@@ -181,7 +181,7 @@ def _measured() -> _Measured:
     before = others()
     held_bytes = process_memory().current_bytes
     after = others()
-    # A model that fills or closes meanwhile must not seem to have held what the process still counts.
+    # A model that fills or closes meanwhile must not be subtracted with more than the process counts for it.
     of_models = min(before.held_bytes, after.held_bytes)
     process_bytes = max(0, held_bytes - of_models)
     return _Measured(held_bytes, process_bytes, after.claimed_bytes, tuple(memory_rooms()), group_limit())
@@ -189,7 +189,7 @@ def _measured() -> _Measured:
 
 @dataclass(frozen=True)
 class _Planner:
-    """One model's plans under one budget. runtime: settled but for `auto` modes and the context."""
+    """Plans one model under one budget. runtime: settled but for `auto` modes and the context."""
 
     bundle: Bundle
     tokenizer: Tokenizer | None
@@ -199,9 +199,9 @@ class _Planner:
     """Its sizes under `runtime`, without a second model."""
     measured: _Measured
     opening_bytes: int
-    """The process while the tokenizer is read."""
+    """Memory of the process while the tokenizer is read."""
     unread_bytes: int
-    """What the tokenizer may take, where it hasn't been read."""
+    """Most memory of the tokenizer, where it hasn't been read."""
     warnings: tuple[str, ...]
 
     @property
@@ -212,7 +212,7 @@ class _Planner:
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def resolved(self) -> ResolvedModel:
-        """With the context asked for; with the longest that fits where none was, down to LEAST_CONTEXT."""
+        """The model with the context asked for, or with the longest from LEAST_CONTEXT on that fits."""
         wanted = context_tokens(self.bundle.config, self.runtime)
         floor = wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
         whole = found = self._at(wanted)
@@ -251,9 +251,9 @@ class _Planner:
         return alone or tuple(fitting)
 
     def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
-        """The modes to take with such a context: those that need least where none fit.
+        """The model in the modes to take with a context. Where none fits, it has those that need least.
 
-        wanted: the default one, if this isn't what was asked for.
+        wanted: the default context if it was shortened to this one.
         """
         runtime = replace(self.runtime, max_context=max_context)
         draft = None if self.draft is None else self.draft.within(max_context)
@@ -311,7 +311,7 @@ class _Planner:
         return allowance(self.measured.held_bytes, self.measured.rooms)
 
     def _doubts(self, plan: Plan) -> tuple[str, ...]:
-        """Whether there is as much as the user's budget allows."""
+        """Warnings that the user's budget may be more than there is."""
         name, measured = self.bundle.name, self.measured
         if self._is_auto:
             return ()
@@ -361,7 +361,7 @@ def mode_change(resolved: ResolvedModel) -> ModeChange | None:
 
 
 def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
-    """Without the additions that these options may use and whose tensors, read once for it, are damaged."""
+    """The bundle without sidecars that the options use and whose tensors, which this reads, are damaged."""
     speculation = _speculation(runtime)
     for sidecar, used in (
         (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
@@ -374,7 +374,7 @@ def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
 
 
 def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
-    """What is damaged and not ruled out by an option that leaves it alone."""
+    """Damaged sidecars that the options don't rule out."""
     may_use = {
         "predictors": runtime.sparsity == "auto",
         "thresholds": runtime.sparsity == "auto",
@@ -385,7 +385,7 @@ def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
 
 
 def _speculation(runtime: RuntimeConfig) -> Speculation:
-    """What `auto` means: the second model, if one is named; nothing where guesses could change a text."""
+    """The speculation that `auto` means: a second model if one is named, none where drafts change texts."""
     if runtime.speculation != "auto":
         return runtime.speculation
     if settled_backend(runtime.backend) != "cpu":
@@ -394,7 +394,7 @@ def _speculation(runtime: RuntimeConfig) -> Speculation:
 
 
 def tokenizer_bytes(bundle: Bundle) -> int:
-    """Memory that `open_tokenizer` takes at its peak, at most. Raises BundleError for a file that is gone."""
+    """Most memory that `open_tokenizer` takes at its peak. Raises BundleError for a file that is gone."""
     info = bundle.manifest.tokenizer
     if info.kind is None or info.file is None:
         return 0
@@ -411,7 +411,7 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
         info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
     )
     del data
-    # What parsing took would count as the process's own.
+    # Freed memory of the parser would count as the process's own.
     trim_heap()
     return tokenizer
 
@@ -419,7 +419,7 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:
     """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
 
-    wanted: tokens that there must be room for behind these.
+    wanted: tokens that must fit behind these.
     """
     try:
         check_prompt(tokens, resolved.plan.max_context, resolved.bundle.config.max_context, wanted)
@@ -433,20 +433,20 @@ def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0
 
 
 def is_auto(budget: str | int) -> bool:
-    """Whether the budget is for the machine to say."""
+    """Whether the budget is `auto`: what the machine has."""
     return str(budget).strip().lower() == "auto"
 
 
 def budget_bytes(budget: str | int, plan: Plan) -> int:
-    """The budget that `budget` means for the planned model, loaded or not. Raises UsageError for no size."""
+    """The bytes that `budget` means for a planned model, loaded or not. Raises UsageError for no size."""
     if is_auto(budget):
-        # What a loaded model holds already is as good as free to it.
+        # Memory that a loaded model holds already is free to it.
         return auto_budget(plan, allowance(process_memory().current_bytes, memory_rooms()))
     return parse_budget(budget)
 
 
 def warn_of_budget(budget: str | int, plan: Plan, name: str) -> None:
-    """Log why a loaded model's new budget may be more than there is."""
+    """Log warnings if a loaded model's new budget may be more than there is."""
     if not is_auto(budget):
         for warning in budget_warnings(plan, name, process_memory().current_bytes, memory_rooms()):
             log.warning("%s", warning)
