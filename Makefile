@@ -5,6 +5,7 @@
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
+#   make docs         the documents as a site, build/site/index.html; a dead link fails. options: docs/options.md anew
 #   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
 #   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
@@ -174,6 +175,7 @@ format: $(STAMPS)/check
 
 include tests/native/native.mk
 include tests/fuzz/fuzz.mk
+include docs/docs.mk
 
 # --- comparisons ----------------------------------------------------------------------------------------
 
