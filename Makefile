@@ -162,6 +162,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@rm -rf build/typing && mkdir -p build/typing/ondevice
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
+	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
 	@MYPYPATH=build/typing:tests/benchmarks $(PY) -m mypy --strict tests/benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,14 +20,14 @@ INTRODUCTION = """# Options
 
 Generated from the settings' tables and the command line by `make options`; edit those, not this page.
 
-A flag on the command line beats an environment variable, which beats the settings file, which beats the default.
-The variable of `--max-tokens` is `ONDEVICE_MAX_TOKENS`, and its key in the settings file is `max_tokens`; every
-option below follows that pattern. The settings file is TOML: `config.toml` in the platform's configuration folder,
-or the file that `ONDEVICE_CONFIG` names. `ONDEVICE_HOME` is the folder of converted models. An unknown key in the
-file is an error, and a misspelt variable is a warning.
+A flag on the command line beats an environment variable, which beats the settings file, which beats the
+default. The variable of `--max-tokens` is `ONDEVICE_MAX_TOKENS`, and its key in the settings file is
+`max_tokens`; every option below follows that pattern. The settings file is TOML: `config.toml` in the
+platform's configuration folder, or the file that `ONDEVICE_CONFIG` names. `ONDEVICE_HOME` is the folder
+of converted models. An unknown key in the file is an error, and a misspelt variable is a warning.
 
-Python takes the same options by their field names, which are the keys of the settings file except where the tables
-say otherwise. [api.md](api.md) lists them.
+Python takes the same options by their field names, which are the keys of the settings file except where
+the tables say otherwise. [api.md](api.md) lists them.
 """
 EXIT_CODES = {
     0: "done",
@@ -118,7 +119,7 @@ def _values(option: click.Option) -> str:
         return ", ".join(_code([str(choice)]) for choice in option.type.choices)
     if isinstance(option.type, click.Path) or (option.metavar or "").endswith("DIR"):
         return "a path" if option.metavar is None else _code([option.metavar])
-    kinds: dict[type[click.ParamType], type] = {click.types.IntRange: int, click.types.IntParamType: int}
+    kinds: dict[type[click.ParamType[Any]], type] = {click.types.IntRange: int, click.types.IntParamType: int}
     return _kind(kinds.get(type(option.type), str))
 
 

@@ -2,16 +2,16 @@
 
     python docs/tools/walks.py [--files]
 
-Each walk is a real run of the model that ships, on one thread of computing. A file counts for a walk if one of
-its functions runs there:
+Each walk is a real run of the model that ships, on one thread of computing. A file counts for a walk if one
+of its functions runs there:
 
-- `budget`: `ondevice chat --dram-budget`, from the command line to the first attention of the first layer. Of
-  the functions that run on the way, those count that name a budget, a plan, a claim, an allowance or a segment,
-  with their callers, and the callers of that attention.
-- `neuron`: the feed-forward blocks of a few tokens in predicted mode under the smallest budget, with neurons that
-  are missing and read from flash.
-- `token`: turns of the decode loop in which draft tokens are accepted, from the drafter to the text's events, on
-  the thread that decodes. What runs inside the forward pass doesn't count.
+- `budget`: `ondevice chat --dram-budget`, from the command line to the first attention of the first layer.
+  Of the functions that run on the way, those count that name a budget, a plan, a claim, an allowance or a
+  segment, with their callers, and the callers of that attention.
+- `neuron`: the feed-forward blocks of a few tokens in predicted mode under the smallest budget, with neurons
+  that are missing and read from flash.
+- `token`: turns of the decode loop in which draft tokens are accepted, from the drafter to the text's events,
+  on the thread that decodes. What runs inside the forward pass doesn't count.
 
 C++ sources aren't traced; docs/architecture.md names those of each walk. The script knows the engine by a few
 functions' names (MARKS), so that it counts an older tree too: run it with that tree's Python.
@@ -41,7 +41,7 @@ MARKS = {
     "turn": ("generate.py", "_decode"),
 }
 QUESTION = "I'm looking for a cheap Italian restaurant in Oakland.\n"
-REPEATED = "The cat sat on the mat. The dog sat on the mat. The cat sat on the mat. The dog sat on the mat. The"
+REPEATED = "The cat sat on the mat. The dog sat on the mat. " * 2 + "The"
 
 
 class Walk:
@@ -116,11 +116,12 @@ class NeuronWalk(Walk):
         super().__init__()
         self.armed = False
         self._top: FrameType | None = None
+        self._thread = 0
 
     def seen(self, frame: FrameType) -> None:
         if self.armed and self._top is None and self.is_at(frame, "feed_forward"):
-            self._top = frame
-        if self._top is not None:
+            self._top, self._thread = frame, threading.get_ident()
+        if self._top is not None and threading.get_ident() == self._thread:
             self.add(frame.f_code)
 
     def returned(self, frame: FrameType) -> None:
@@ -174,7 +175,8 @@ def budget_walk() -> set[str]:
 
 @contextlib.contextmanager
 def watching_quietly(walk: Walk) -> Iterator[None]:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), walk.watching():
+    out, err = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with out, err, walk.watching():
         yield
 
 
@@ -186,7 +188,7 @@ def neuron_walk() -> set[str]:
     options: dict[str, Any] = {"sparsity": "predicted", "speculation": "off", "threads": 1}
     least = ondevice.inspect(**options).minimum_budget_bytes
     with watching_quietly(walk), ondevice.load(dram_budget=least, **options) as model:
-        for event in model.stream(REPEATED, max_tokens=24):
+        for event in model.stream(REPEATED, max_tokens=96, temperature=0.8, seed=1):
             walk.armed = event.finish_reason is None
         assert model.stats.flash_bytes_read > 0
     assert walk.files, "no feed-forward ran: MARKS is out of date"
