@@ -163,7 +163,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
 	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
-	@MYPYPATH=build/typing:tests/benchmarks $(PY) -m mypy --strict tests/benchmarks
+	@MYPYPATH=build/typing $(PY) -m mypy --strict -p tests.benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat
 
@@ -182,10 +182,10 @@ include docs/docs.mk
 
 bench: $(STAMPS)/bench
 	@mkdir -p $(BENCH_DIR)
-	@status=0; for script in versus_llama_cpp flash_versus_llama_cpp flash_versus_fio ceiling \
-		ceiling_matrix long_ceiling convert_versus_cp; do \
+	@status=0; for script in compare.versus_llama_cpp compare.flash_versus_llama_cpp compare.flash_versus_fio \
+		ceiling.ceiling ceiling.ceiling_matrix ceiling.long_ceiling compare.convert_versus_cp; do \
 		echo "== $$script"; \
-		$(PY) tests/benchmarks/$$script.py --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
+		$(PY) -m tests.benchmarks.$$script --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
 	done; exit $$status
 
 # The newest mlx-lm is the rival; the tests don't need it. Where there is a GPU of NVIDIA's, MLX gets to it.
@@ -200,9 +200,9 @@ prove-mlx: $(STAMPS)/mlx-lm
 	if [ "$$gpu" ]; then echo "== MLX on its GPU"; else echo "== MLX on its CPU device: no GPU is proven"; fi; \
 	echo "== doctor"; $(VENV)/bin/ondevice doctor || status=1; \
 	echo "== tests"; ONDEVICE_TEST_MLX_GPU=$$gpu $(PY) -m pytest -q -m "not slow" $(TEST_ARGS) tests || status=1; \
-	echo "== mlx_invariance"; $(PY) tests/benchmarks/mlx_invariance.py || status=1; \
-	echo "== flash_into_mlx"; $(PY) tests/benchmarks/flash_into_mlx.py || status=1; \
-	echo "== versus_mlx_lm"; $(PY) tests/benchmarks/versus_mlx_lm.py --workdir $(BENCH_DIR) \
+	echo "== mlx_invariance"; $(PY) -m tests.benchmarks.explain.mlx_invariance || status=1; \
+	echo "== flash_into_mlx"; $(PY) -m tests.benchmarks.explain.flash_into_mlx || status=1; \
+	echo "== versus_mlx_lm"; $(PY) -m tests.benchmarks.compare.versus_mlx_lm --workdir $(BENCH_DIR) \
 		--shape $$(if [ "$$gpu" ]; then echo llama-7b; else echo small; fi) $(BENCH_ARGS) || status=1; \
 	exit $$status
 

@@ -19,13 +19,14 @@ from ondevice.converters.convert import convert
 from ondevice.flash.reader import FlashReader
 from ondevice.runtime import resolving
 from ondevice.units import process_memory
-from tests.bundles import convert_bundle, write_chat_checkpoint
-from tests.command_line import Result, Run
-from tests.faults import build_shim
-from tests.flash_files import RecordFile, write_records
-from tests.mlx_models import ON_GPU
-from tests.models import VARIANTS, write_checkpoint
-from tests.small_tokenizers import train_sentencepiece
+from tests.support.bundles import convert_bundle, write_chat_checkpoint
+from tests.support.command_line import Result, Run
+from tests.support.faults import build_shim
+from tests.support.flash_files import RecordFile, write_records
+from tests.support.mlx_models import ON_GPU
+from tests.support.models import VARIANTS, write_checkpoint
+from tests.support.paths import SHARED_DATA
+from tests.support.small_tokenizers import train_sentencepiece
 
 # What a shell starts in the background is deaf to Ctrl-C, and so is what it starts; several tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -41,7 +42,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of data that others made, beside the repository. Skips where it is absent."""
-    folder = Path(__file__).resolve().parents[2] / "shared" / "data"
+    folder = SHARED_DATA
     if not folder.is_dir():
         pytest.skip("../shared/data is absent: this test needs its models, tokenizers or text")
     return folder
@@ -49,7 +50,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def chat_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A q4 bundle of random weights with a byte tokenizer and a chat template; see `tests/bundles.py`."""
+    """A q4 bundle of random weights with a byte tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     return convert_bundle(write_chat_checkpoint(folder / "checkpoint"), folder / "tiny-chat")
 
@@ -159,7 +160,7 @@ def io_uring(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that makes reads fail in a process that preloads it; see `tests/faults.py`."""
+    """The library that makes reads fail in a process that preloads it; see `tests/support/faults.py`."""
     return build_shim(tmp_path_factory.mktemp("shim"))
 
 

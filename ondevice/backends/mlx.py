@@ -1,9 +1,9 @@
 """The MLX engine: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
-bit depends on the budget. Where MLX's kernels give a row the same bits whatever lies beside it, and skip
-zeros exactly (its CPU device does: `tests/benchmarks/mlx_invariance.py`), none depends on how a text is
-split, nor on whether neurons are skipped that don't fire. MLX is lazy; memory that is filled from flash is
+bit depends on the budget. MLX's CPU device gives a row the same bits whatever lies beside it, and skips zeros
+exactly (`tests/benchmarks/explain/mlx_invariance.py`). Where that holds, no bit depends on how a text is
+split, or on whether neurons that don't fire are skipped. MLX is lazy; memory that is filled from flash is
 written to only after what was computed from it has been evaluated.
 """
 

@@ -256,7 +256,7 @@ class NeuronCache:
         """Shares by where the best scores of the whole model are: a slot is worth the same in every layer.
 
         Shares from calibrated miss-rate curves hold as much of what fires, in small caches 0.3 points less
-        (tests/benchmarks/cache_hit_rates.py).
+        (tests/benchmarks/explain/cache_hit_rates.py).
         """
         layers, neurons = self._slot_of.shape
         self._tokens = 0

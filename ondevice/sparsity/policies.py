@@ -21,8 +21,8 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "gate"
 
 FREQUENCY_DECAY = 0.9
-# On the shipped model's held-out text (tests/benchmarks/cache_hit_rates.py); a slow mean of 0.98 or 0.995, or
-# half or double the weight, changes hit rates by at most half a point.
+# Measured on the shipped model's held-out text (tests/benchmarks/explain/cache_hit_rates.py): a slow mean of
+# 0.98 or 0.995, or half or double the weight, changes hit rates by at most half a point.
 SLOW_DECAY = 0.99
 FAST_DECAY = 0.8
 GATE_WEIGHT = 0.3

@@ -15,10 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.training import train_predictors
-from tests.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
-from tests.made_up_streams import add_streams
-from tests.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
-from tests.small_tokenizers import small_json, train_sentencepiece
+from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
+from tests.support.made_up_streams import add_streams
+from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
+from tests.support.small_tokenizers import small_json, train_sentencepiece
 
 VOCAB = 384
 LLAMA3_PATTERN = (

@@ -38,7 +38,7 @@ fuzz-guided: $(STAMPS)/atheris $(STAMPS)/native
 		$$(($(FUZZ_SECONDS) / 10)) $(FUZZ_SEED)
 
 stress: $(STAMPS)/test
-	@$(PY) -m tests.thread_stress --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	@$(PY) -m tests.support.thread_stress --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 # The same over an extension built with ThreadSanitizer, beside a copy of the package, as test-sanitize does.
 # The interpreter isn't instrumented: what is suppressed, and why, is in tsan_suppressions.txt.
@@ -54,4 +54,4 @@ stress-tsan: $(STAMPS)/test $(STAMPS)/native
 	@packages="$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; cd $(TSAN); \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" PYTHONPATH="$$packages" OPENBLAS_NUM_THREADS=1 \
 		TSAN_OPTIONS="suppressions=tests/fuzz/tsan_suppressions.txt:halt_on_error=1" \
-		$(abspath $(PY)) -S -m tests.thread_stress --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+		$(abspath $(PY)) -S -m tests.support.thread_stress --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)

@@ -36,11 +36,11 @@ with atheris.instrument_imports(include=["ondevice"]):
     from ondevice.tokenizer.sentencepiece_file import read_sentencepiece_file
     from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 
-from tests.chat_templates import CONVERSATION
 from tests.fuzz import signing, template_cases
 from tests.fuzz.bases import LLAMA3_PATTERN, Bases, make_bases
 from tests.fuzz.mutations import changed_json
-from tests.models import tiny_config
+from tests.support.chat_templates import CONVERSATION
+from tests.support.models import tiny_config
 
 SCRATCH = Path(tempfile.mkdtemp(prefix="ondevice-guided-"))
 SIDECARS = {"predictors": parse_predictors, "thresholds": parse_thresholds, "streams": parse_streams}

@@ -9,10 +9,10 @@ from typing import Any
 from ondevice.chat_template import ChatTemplate
 from ondevice.errors import UsageError
 from ondevice.settings import read_settings, runtime_config, sampling_config
-from tests.bundles import TEMPLATE
-from tests.chat_templates import CONVERSATION, HEADERS, INSTRUCTIONS
 from tests.fuzz.bases import Bases
 from tests.fuzz.mutations import changed_bytes, changed_text, made_up_text
+from tests.support.bundles import TEMPLATE
+from tests.support.chat_templates import CONVERSATION, HEADERS, INSTRUCTIONS
 
 SOURCES = [TEMPLATE, INSTRUCTIONS, HEADERS]
 LEAVES = [

@@ -1,12 +1,11 @@
 """Makes the golden bundle, and others like it: random weights from a frozen generator, every byte decided.
 
-`python tests/golden/build.py` writes `tests/golden/bundle-v1`, which is under version control and must not
+`python -m tests.golden.build` writes `tests/golden/bundle-v1`, which is under version control and must not
 change: a new format version gets a new folder beside it.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import Provenance, TokenizerInfo
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import ModelConfig, QuantConfig
+from tests.support.crc32c import crc32c
 
 GOLDEN = Path(__file__).parent / "bundle-v1"
 
@@ -144,8 +144,5 @@ def fill(writer: BundleWriter, recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from crc32c import crc32c
-
     golden = Recipe()
     fill(BundleWriter(GOLDEN, golden.config, golden.quant, crc32c, fingerprint=golden.fingerprint), golden)

@@ -1,0 +1,169 @@
+"""The CPU engine: attention and feed-forward against oracles, and one result for every way to run a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Bytes, Float32
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.reference import ReferenceBackend
+from ondevice.bundle.layout import neuron_layout
+from ondevice.config import ACTIVATIONS, ModelConfig, QuantConfig
+from ondevice.errors import BackendUnavailableError
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.transformer import Transformer
+from tests.support.engines import every_logits
+from tests.support.sources import ArrayFeedForward, RandomWeights, quantise_rows, tiny_config
+
+TARGETS = _native.available_targets()
+
+
+def normal(*shape: int, seed: int = 0) -> Float32:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def make_backend(threads: int = 2, target: str = "auto") -> CpuBackend:
+    return CpuBackend(make_engine(threads, target), segment_neurons=64, stream_neurons=64)
+
+
+def lend(layer: CpuFeedForward, segments: int) -> None:
+    """Make the first `segments` of a layer resident and stream the rest, without a flash reader."""
+    del layer.segments[:]
+    for index in range(segments):
+        neurons = layer.segment_range(index)
+        segment = _native.Segment(layer.native.segment_bytes(-(-layer.segment_neurons // 64)))
+        layer.pack(segment, index, neurons.start, layer.source.read(neurons.start, len(neurons)))
+        layer.segments.append(segment)
+
+    def streamed() -> Iterator[Bytes]:
+        for first in range(layer.resident_neurons, layer.source.num_neurons, 64):
+            yield layer.source.read(first, min(64, layer.source.num_neurons - first))
+
+    layer.streamed = streamed
+
+
+def load(config: ModelConfig, backend: CpuBackend, bits: Any, segments: int = 99) -> Transformer:
+    model = RandomWeights(config).load(backend, bits)
+    for layer in backend.feed_forwards:
+        lend(layer, min(segments, -(-config.intermediate_size // 64)))
+    return model
+
+
+def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -> Float32:
+    kv = KVCache(KVLayout(model.config, kv_bits))
+    parts = [every_logits(model, tokens[i : i + chunk], kv) for i in range(0, len(tokens), chunk)]
+    return np.concatenate(parts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 70])
+@pytest.mark.parametrize("kv_bits", [8, 16])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 8), (6, 2, 10), (8, 1, 64), (2, 2, 128)])
+def test_attention_equals_the_reference_on_the_same_stored_keys(
+    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int
+) -> None:
+    config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
+    layout = KVLayout(config, kv_bits)
+    tokens = 150
+    qkv = normal(tokens, (heads + 2 * kv_heads) * width)
+    # Angles of zero: a rotation rounds, and what is stored must be the same.
+    cos, sin = np.ones((tokens, width // 2), np.float32), np.zeros((tokens, width // 2), np.float32)
+    reference, expected_kv = ReferenceBackend(), KVCache(layout)
+    expected_kv.reserve(tokens)
+    expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, None, window)
+    results = []
+    for target in TARGETS:
+        for threads in (1, 2):
+            backend, kv = make_backend(threads, target), KVCache(layout)
+            kv.reserve(tokens)
+            out = np.empty((tokens, heads * width), dtype=np.float32)
+            for first, last in ((0, 1), (1, 64), (64, 67), (67, 150)):
+                chunk = slice(first, last)
+                given = qkv[chunk].copy()
+                out[chunk] = backend.attend(given, kv, 1, first, cos[chunk], sin[chunk], None, window)
+            for mine, theirs in zip(kv.blocks, expected_kv.blocks, strict=True):
+                assert mine.tobytes() == theirs.tobytes()
+            results.append(out)
+    assert len({result.tobytes() for result in results}) == 1
+    np.testing.assert_allclose(results[0], expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, activation: Any) -> None:
+    hidden, neurons, tokens = 100, 200, 11
+    config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
+    gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
+    source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
+    x = normal(tokens, hidden, seed=9)
+    results = []
+    for target in TARGETS:
+        for threads in (1, 2):
+            backend = make_backend(threads, target)
+            layer = backend.load_feed_forward(0, source)
+            for segments in (0, 1, 3, 4):
+                lend(layer, segments)
+                results.append(backend.feed_forward(x, layer, activation).copy())
+                alone = [backend.feed_forward(row[None], layer, activation).copy() for row in x]
+                results.append(np.concatenate(alone))
+    assert len({result.tobytes() for result in results}) == 1
+    exact = ArrayFeedForward(
+        *(quantise_rows(matrix, bits)[3] for matrix in (gate, up, down)),
+        16,
+        neuron_layout(config, QuantConfig(16)),
+    )
+    reference = ReferenceBackend()
+    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation)
+    # float16 weights: rounding alone. Quantised: activations carry 7 bits, twice in a row.
+    tolerance = 2e-3 if bits == 16 else 2e-2
+    assert np.abs(results[0] - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kv_bits", [8, 16])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_model_has_one_result(bits: Any, kv_bits: Any) -> None:
+    """Prefill chunks, threads, targets and residency change no bit of any logit."""
+    config = tiny_config(
+        intermediate_size=200, qk_norm=True, attention_bias=True, layer_windows=(0, 40), max_context=256
+    )
+    tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 90)]
+    results = {
+        (target, threads, segments, chunk): logits_of(
+            load(config, make_backend(threads, target), bits, segments), tokens, chunk, kv_bits
+        ).tobytes()
+        for target in TARGETS
+        for threads in (1, 2)
+        for segments, chunk in ((99, 90), (0, 64), (2, 7), (1, 1))
+    }
+    assert len(set(results.values())) == 1, sorted(results, key=lambda key: str(results[key]))
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(16, 1e-3), (8, 0.05), (4, 0.05)])
+def test_a_model_stays_close_to_the_reference(bits: Any, limit: float) -> None:
+    """float16: rounding only (16-bit keys and values in both). q8, q4: int8 activations, 1/254 per value."""
+    config = tiny_config(hidden_size=128, intermediate_size=256, head_dim=32)
+    tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
+    mine = logits_of(load(config, make_backend(), bits), tokens, 40, 16)
+    expected = logits_of(RandomWeights(config).load(ReferenceBackend(), bits), tokens, 40, 16)
+    assert np.abs(mine - expected).max() <= limit * np.abs(expected).max()
+
+
+def test_results_of_an_op_are_rewritten_in_place_and_logits_are_not() -> None:
+    config = tiny_config()
+    model = load(config, make_backend(), 16)
+    kv = KVCache(KVLayout(config, 16))
+    first = model.forward([1, 2, 3], kv)
+    assert first is not None
+    kept = first.copy()
+    model.forward([4], kv)
+    assert (first == kept).all()
+
+
+def test_a_target_that_is_not_here_is_refused_by_name() -> None:
+    with pytest.raises(BackendUnavailableError, match="sse9"):
+        make_engine(1, "sse9")

@@ -1,0 +1,267 @@
+"""The MLX engine: near `reference` on every family, in every mode, and of equal bits under every budget.
+
+All on MLX's CPU device; on a Mac or beside a CUDA device the same tests run with half-precision operands when
+ONDEVICE_TEST_MLX_GPU is set.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ondevice
+from ondevice.backends.reference import ReferenceBackend, activate
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
+from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
+from ondevice.errors import BackendUnavailableError, BudgetError
+from ondevice.flash.reader import FlashReader
+from ondevice.measure.prompts import BUILT_IN
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.runtime import backend_choice
+from ondevice.units import memory_total
+from tests.support.bundles import copy_files
+from tests.support.engines import all_logits, error, random_tokens
+from tests.support.mlx_models import ON_GPU, loaded, smallest
+from tests.support.models import QUANTS, VARIANTS
+from tests.support.paths import SHIPPED
+
+# A wheel whose shared libraries are missing fails to import too, and is as good as absent.
+mx = pytest.importorskip("mlx.core", exc_type=ImportError)
+
+from ondevice.backends import mlx as mlx_engine  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("mlx_device")
+
+TOLERANCE = 2e-2 if ON_GPU else 1e-3
+"""Of logits, of the largest: keys and values are rounded to float16, and what is near the middle of two goes
+either way; operands of a GPU have 11 bits."""
+
+
+@pytest.mark.parametrize(("variant", "quant"), [*QUANTS.items(), ("llama-relu", "q4"), ("llama-tails", "q8")])
+def test_logits_are_those_of_reference(bundles: Any, variant: str, quant: str) -> None:
+    folder = bundles(variant, quant)
+    with loaded(folder, "reference", sparsity="dense") as reference:
+        tokens = random_tokens(reference.config, 100)
+        theirs = reference.logits(tokens)
+    modes = ["dense", "exact"] if VARIANTS[variant].get("hidden_act") in ("relu", "relu2") else ["dense"]
+    for mode in modes:
+        with loaded(folder, sparsity=mode, prefill_chunk=37) as model:
+            assert error(model.logits(tokens), theirs) < TOLERANCE, mode
+
+
+class ThresholdReference(ReferenceBackend):
+    """The oracle of threshold mode: of a layer's gates, those that matter too little become zero."""
+
+    def __init__(self, layers: list[LayerThresholds]) -> None:
+        self._layers, self._loaded, self.left_out = layers, {}, 0.0  # type: ignore[var-annotated]
+
+    def load_feed_forward(self, layer: int, source: Any, selector: Any = None) -> Any:
+        found = super().load_feed_forward(layer, source)
+        self._loaded[id(found)] = self._layers[layer]
+        return found
+
+    def feed_forward(
+        self, x: Any, weight: Any, activation: Any, norm: Any = None, added: Any = None, certain: Any = None
+    ) -> Any:
+        entering, cutoff = self.rms_norm(x, *norm), self._loaded[id(weight)]
+        gates = activate(entering @ weight.gate.T, activation)
+        small = np.abs(gates) * cutoff.importance <= cutoff.thresholds[0]
+        self.left_out += small.mean() / len(self._layers)
+        return added + (np.where(small, 0, gates) * (entering @ weight.up.T)) @ weight.down
+
+
+def test_thresholds_leave_out_what_they_say(bundles: Any, tmp_path: Path) -> None:
+    folder = copy_files(bundles("llama-tails", "q8"), tmp_path / "threshold")
+    bundle, rng = Bundle.open(folder), np.random.default_rng(0)
+    layers = [
+        LayerThresholds(
+            rng.uniform(0.5, 2, bundle.config.intermediate_size).astype(np.float32), (0.4,), (0.5,)
+        )
+        for _ in range(bundle.config.num_layers)
+    ]
+    write_thresholds(bundle, layers, folder, [0.5], 0, 0)
+    oracle = ThresholdReference(layers)
+    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+        weights = load_weights(bundle, reader, oracle)
+        tokens = [int(token) for token in rng.integers(0, bundle.config.vocab_size, 50)]
+        expected = all_logits(Transformer(bundle.config, oracle, weights), tokens)
+    assert 0.2 < oracle.left_out < 0.8
+    with loaded(folder, sparsity="dense") as model:
+        dense = model.logits(tokens)
+    with loaded(folder, sparsity="threshold") as model:
+        found = model.logits(tokens)
+    # A gate near its threshold may fall on either side of it.
+    assert error(found, expected) < 0.2 * error(dense, expected)
+
+
+@pytest.mark.usefixtures("steady_process")
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+def test_the_budget_changes_no_bit(sparsity: str) -> None:
+    """Resident, nothing but the least, and in between; logits of a prompt, and tokens one by one."""
+    found, reads = [], []
+    for more in (memory_total(), 0, 1 << 20):
+        # The process grows from one model to the next.
+        budget = more if more == memory_total() else smallest(SHIPPED, sparsity=sparsity) + more
+        with loaded(SHIPPED, sparsity=sparsity, dram_budget=budget) as model:
+            tokens = random_tokens(model.config, 60)
+            text = model.generate(tokens=tokens[:20], max_tokens=24)
+            found.append((model.logits(tokens).tobytes(), text.tokens))
+            reads.append(model.stats.flash_bytes_read)
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    assert reads[1] > reads[0], "the smallest budget should have had to read"
+
+
+def test_a_budget_changes_between_tokens_and_the_text_does_not() -> None:
+    with loaded(SHIPPED, sparsity="dense") as model:
+        tokens = random_tokens(model.config, 20)
+        expected = model.generate(tokens=tokens, max_tokens=60).tokens
+        least = smallest(SHIPPED, sparsity="dense")
+        found = []
+        for index, event in enumerate(model.stream(tokens=tokens, max_tokens=60)):
+            found.append(event.token)
+            if index % 10 == 5:
+                model.set_dram_budget(memory_total() if index % 20 == 15 else least)
+    assert tuple(found[: len(expected)]) == tuple(expected)
+
+
+def test_the_likeliest_tokens_are_those_of_cpu(stories_bundle: Path) -> None:
+    """2,000 teacher-forced positions of greedy texts each: 99 % of them, in all.
+
+    `cpu` rounds activations to 8 bits; where tokens differ, the two best logits are within 0.5 % of the
+    spread of all. `reference`, which rounds keys and values only, has the same but for 1 of 1,000.
+    """
+    prompts = [prompt for task in BUILT_IN for prompt in task.prompts]
+    stories = ["Once upon a time", "One day, a little girl named Lily", "Tom had a big red ball."]
+    equal = seen = 0
+    for folder, begun in ((SHIPPED, prompts), (stories_bundle, stories)):
+        ours, theirs, right, texts = [], [], [], 0
+        with (
+            loaded(folder, "cpu") as cpu,
+            loaded(folder, sparsity="dense") as model,
+            loaded(folder, "reference", sparsity="dense") as reference,
+        ):
+            for index, prompt in enumerate(begun * 5):
+                start = cpu.tokenizer.encode(prompt)[: 20 + index]
+                text = [*start, *cpu.generate(tokens=start, max_tokens=200).tokens]
+                for found, it in ((ours, model), (theirs, cpu), (right, reference)):
+                    found.append(it.logits(text))
+                texts += len(text)
+                if texts >= 2000:
+                    break
+        mine, cpus, exact = (np.concatenate(found) for found in (ours, theirs, right))
+        best, own = cpus.argmax(axis=1), mine.argmax(axis=1)
+        places = np.arange(len(cpus))
+        margins = cpus[places, best] - cpus[places, own]
+        assert (margins < 0.005 * np.ptp(cpus, axis=1)).all(), margins.max()
+        assert (own == exact.argmax(axis=1)).mean() > (0.99 if ON_GPU else 0.999)
+        equal, seen = equal + int((own == best).sum()), seen + len(own)
+    assert seen >= 4000
+    assert equal >= 0.99 * seen, f"{equal} of {seen}"
+
+
+def test_one_synchronisation_a_layer_and_one_for_the_logits() -> None:
+    with loaded(SHIPPED, sparsity="exact") as model:
+        model.generate("Once upon a time", max_tokens=30)
+        stats = model.generate("Once upon a time", max_tokens=80).stats
+        assert stats.prompt_tokens + stats.generated_tokens > 64, "keys and values grow meanwhile"
+        assert stats.synchronisations == stats.forward_passes * (model.config.num_layers + 1)
+        assert 0 < stats.synchronised_seconds < 60
+
+
+def test_a_prompts_chunks_are_computed_one_by_one() -> None:
+    """MLX is lazy: what nobody waits for would pile up, beyond the plan and beyond cancelling."""
+    with loaded(SHIPPED, sparsity="dense", prefill_chunk=16) as model:
+        stats = model.generate(tokens=random_tokens(model.config, 100), max_tokens=1).stats
+        assert stats.forward_passes == 7
+        assert stats.synchronisations >= 7
+
+
+@pytest.mark.skipif(ON_GPU, reason="MLX's CPU kernels give rows the same bits in any company; others may not")
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+def test_on_the_cpu_device_nothing_but_the_mode_changes_a_bit(sparsity: str) -> None:
+    """A prompt's chunks, skipped zeros and every drafter, greedy and sampled."""
+    found, texts = [], []
+    for chunk in (256, 37, 1):
+        with loaded(SHIPPED, sparsity=sparsity, prefill_chunk=chunk) as model:
+            found.append(model.logits(random_tokens(model.config, 48)))
+    assert all((other == found[0]).all() for other in found)
+    if sparsity == "exact":
+        with loaded(SHIPPED, sparsity="dense") as model:
+            assert (model.logits(random_tokens(model.config, 48)) == found[0]).all()
+    prompt, drafts = "It was a cold morning, and the old man, the old man went to the", 0
+    for drafter in ("off", "lookup", "recycling", "streams", "resident"):
+        with loaded(SHIPPED, sparsity=sparsity, speculation=drafter) as model:
+            greedy = model.generate(prompt, max_tokens=24)
+            sampled = model.generate(prompt, max_tokens=24, temperature=0.7, seed=5)
+            texts.append((greedy.tokens, sampled.tokens))
+            drafts += greedy.stats.drafting.drafts
+    assert texts == [texts[0]] * 5
+    assert drafts >= 5
+
+
+def test_what_it_cannot_do_is_refused_with_the_way_out(bundles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = bundles("llama", "q4")
+    for speculation in ("model", "auto"):
+        with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
+            loaded(folder, speculation=speculation, draft_model=folder)
+    monkeypatch.setattr(mlx_engine, "is_row_invariant", lambda: False)
+    with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
+        loaded(folder, speculation="lookup")
+    with pytest.raises(BudgetError) as refused:
+        loaded(folder, dram_budget="1MB")
+    assert refused.value.required_bytes > 1 << 20
+
+
+def test_limits_of_mlx_are_those_of_who_is_loaded_and_are_given_back(bundles: Any) -> None:
+    own = 123 << 20, 7 << 30
+
+    def now() -> tuple[int, int]:
+        found = mx.set_cache_limit(1), mx.set_memory_limit(1)
+        mx.set_cache_limit(found[0])
+        mx.set_memory_limit(found[1])
+        return found
+
+    before = mx.set_cache_limit(own[0]), mx.set_memory_limit(own[1])
+    try:
+        with loaded(bundles("llama", "q4"), dram_budget="3GB"):
+            assert now() == (16 << 20, 3 * 10**9)
+            with loaded(bundles("qwen2", "q8"), dram_budget="4GB") as second:
+                assert now()[1] == 4 * 10**9
+                second.set_dram_budget("2GB")
+                assert now()[1] == 3 * 10**9
+            assert now() == (16 << 20, 3 * 10**9)
+            with pytest.raises(BudgetError):
+                loaded(bundles("qwen2", "q8"), dram_budget="1MB")
+        assert now() == own
+    finally:
+        mx.set_cache_limit(before[0])
+        mx.set_memory_limit(before[1])
+
+
+def test_the_budget_chooses_no_mode_where_modes_differ_in_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = (smallest(SHIPPED, sparsity="dense"), memory_total())
+
+    def chosen() -> list[str]:
+        return [ondevice.inspect(SHIPPED, backend="mlx", dram_budget=it).sparsity for it in budgets]
+
+    if not ON_GPU:
+        assert chosen() == ["dense", "exact"]
+    monkeypatch.setattr(mlx_engine, "is_row_invariant", lambda: False)
+    assert chosen() == ["exact", "exact"]
+
+
+def test_auto_is_cpu_but_on_apple_silicon(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RuntimeConfig().backend == "auto"
+    monkeypatch.setattr(backend_choice.sys, "platform", "linux")
+    assert backend_choice.settled_backend("auto") == "cpu"
+    monkeypatch.setattr(backend_choice.sys, "platform", "darwin")
+    monkeypatch.setattr(backend_choice.platform, "machine", lambda: "arm64")
+    assert backend_choice.settled_backend("auto") == "mlx"
+    monkeypatch.setattr(backend_choice, "has_mlx", lambda: False)
+    assert backend_choice.settled_backend("auto") == "cpu"

@@ -1,0 +1,91 @@
+"""How much of a layer a guess must name to include every neuron that fires.
+
+The guess is the next layer's own gate, or predictor, on the stream before this layer's feed-forward, as the
+engine makes it. If a guess surely had all that fires, MLX needn't be waited for to know the selection. Per
+layer: neurons that fire for a token, the share of them that the guess scores above zero, and the median of
+how many a guess must name, best first, to have them all. Ends with one JSON line.
+
+    python -m tests.benchmarks.explain.guess_coverage [--model DIR] [--sparsity exact|predicted] [--tokens 80]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import ondevice
+from ondevice.backends import mlx
+from ondevice.measure.prompts import BUILT_IN
+from tests.benchmarks.lib.measure import machine
+from tests.support.paths import ROOT
+
+Scores = NDArray[np.float32]
+
+
+class Watched(mlx.MlxBackend):
+    """Keeps what a layer is guessed to select, and what it then does, of passes over one token."""
+
+    seen: ClassVar[dict[int, list[tuple[Scores, Scores]]]] = {}
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.guesses: dict[int, Scores] = {}
+
+    def foresee(self, x: Any, norm: Any, weight: Any) -> None:
+        self.guesses[self.feed_forwards.index(weight)] = self._scores(x, weight, norm)
+        super().foresee(x, norm, weight)
+
+    def feed_forward(  # type: ignore[override]
+        self, x: Any, weight: Any, activation: Any, norm: Any = None, **more: Any
+    ) -> Any:
+        layer = self.feed_forwards.index(weight)
+        guess = self.guesses.pop(layer, None)
+        if guess is not None and len(guess) == 1:
+            self.seen.setdefault(layer, []).append((guess[0], self._scores(x, weight, norm)[0]))
+        return super().feed_forward(x, weight, activation, norm=norm, **more)
+
+    def _scores(self, x: Any, weight: Any, norm: Any) -> Scores:
+        scores: Scores = np.array(self._scored(x, weight.selector, norm)[0])
+        return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "weights" / "small-relu")
+    parser.add_argument("--sparsity", choices=["exact", "predicted"], default="exact")
+    parser.add_argument("--tokens", type=int, default=80, help="for each of the built-in prompts")
+    args = parser.parse_args()
+    mlx.MlxBackend = Watched  # type: ignore[misc]
+    with ondevice.load(args.model, backend="mlx", sparsity=args.sparsity, speculation="off") as model:
+        for task in BUILT_IN:
+            for prompt in task.prompts:
+                model.generate(prompt, max_tokens=args.tokens)
+        neurons = model.config.intermediate_size
+    found = []
+    for layer, pairs in sorted(Watched.seen.items()):
+        guesses, scores = (np.stack(side) for side in zip(*pairs, strict=True))
+        fires = scores > 0
+        # The lowest guess of a neuron that fires decides how far down the list one must go.
+        lowest = np.where(fires, guesses, np.inf).min(axis=1, keepdims=True)
+        it = {
+            "layer": layer,
+            "tokens": len(pairs),
+            "fires": float(fires.sum(axis=1).mean()),
+            "found": float((fires & (guesses > 0)).sum() / fires.sum()),
+            "named_for_all": float(np.median((guesses >= lowest).sum(axis=1))),
+        }
+        found.append(it)
+        print(
+            f"layer {layer}: {it['fires']:.0f} of {neurons} fire, a guess finds {it['found']:.2f} of them; "
+            f"to have all it must name {it['named_for_all']:.0f} ({it['named_for_all'] / neurons:.0%})"
+        )
+    print(json.dumps({"neurons": neurons, "sparsity": args.sparsity, "layers": found, **machine()}))
+
+
+if __name__ == "__main__":
+    main()

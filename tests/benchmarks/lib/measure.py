@@ -1,0 +1,180 @@
+"""How a run is measured: a fresh process that prints JSON, from cold caches, its memory limited from outside.
+
+Linux, and root for dropping caches and for cgroup v1 limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.paths import ROOT
+
+MEMORY_CGROUP = Path("/sys/fs/cgroup/memory")
+Result = dict[str, Any]
+KILLED = "killed"
+"""The reason of a run that SIGKILL ended, as a cgroup does when its memory is used up."""
+# Decode rates leave out the first tokens of both engines, when memory still fills: ours with the neurons that
+# stay resident, a mapped file's with its pages.
+STEADY_TOKENS = 8
+
+
+def require_rig(fio: bool = False) -> None:
+    """Exit with the reason if this machine can't be measured on; fio: it is needed too."""
+    missing = []
+    if sys.platform != "linux":
+        missing.append("Linux")
+    elif os.geteuid() != 0:
+        missing.append("root, to drop caches and to make cgroups")
+    if not (MEMORY_CGROUP / "memory.limit_in_bytes").exists():
+        missing.append(f"a cgroup v1 memory controller at {MEMORY_CGROUP}")
+    if fio and shutil.which("fio") is None:
+        missing.append("fio")
+    if missing:
+        raise SystemExit("this benchmark needs " + " and ".join(missing))
+
+
+def drop_caches() -> None:
+    """Empty the page cache, so that the next run reads from the disk."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n")
+
+
+class MemoryCgroup:
+    """A cgroup v1 memory limit for the processes that `command` starts. `limit_bytes` None: unlimited."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.path = MEMORY_CGROUP / f"ondevice-bench-{os.getpid()}"
+        self.path.mkdir(exist_ok=True)  # one left by a killed run of the same process id
+        limit = -1 if limit_bytes is None else limit_bytes
+        (self.path / "memory.limit_in_bytes").write_text(str(limit))
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """`arguments` as started from inside the cgroup."""
+        return ["sh", "-c", f'echo $$ > "{self.path}/cgroup.procs"; exec "$@"', "sh", *arguments]
+
+    def read(self, counter: str) -> int:
+        """A counter such as `failcnt` (times the limit was hit) or `max_usage_in_bytes` (cache included)."""
+        return int((self.path / f"memory.{counter}").read_text())
+
+    def close(self) -> None:
+        """Remove the cgroup; whatever is left in it dies first, and its cache with it."""
+        for pid in (self.path / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+                return
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int | None) -> Iterator[MemoryCgroup]:
+    """A `MemoryCgroup` for the length of a block."""
+    group = MemoryCgroup(limit_bytes)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def run_engine(
+    script: str,
+    spec: Mapping[str, object],
+    limit_bytes: int | None = None,
+    timeout_seconds: float = 900.0,
+) -> Result:
+    """One cold run of `script`, a module beside this one, with `spec` as JSON; returns the JSON it printed.
+
+    Added to it: `wall_seconds`, `start_to_first_token_seconds`, `failcnt`. A run that was killed, failed
+    or took longer than `timeout_seconds` returns `{"survived": False, "reason": ...}`.
+    """
+    drop_caches()
+    with memory_cgroup(limit_bytes) as group:
+        spec = {**spec, "failcnt_file": str(group.path / "memory.failcnt")}
+        command = group.command([sys.executable, "-m", f"tests.benchmarks.lib.{script}", json.dumps(spec)])
+        started = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return {"survived": False, "reason": f"no end after {timeout_seconds:.0f} s"}
+        wall = time.monotonic() - started
+        failcnt = group.read("failcnt")
+        peak_with_cache = group.read("max_usage_in_bytes")
+    if process.returncode != 0:
+        killed = process.returncode == -signal.SIGKILL
+        reason = KILLED if killed else (stderr.strip().splitlines() or [f"exit {process.returncode}"])[-1]
+        return {"survived": False, "reason": reason}
+    result: Result = json.loads(stdout.strip().splitlines()[-1])
+    result |= {
+        "survived": True,
+        "wall_seconds": wall,
+        "failcnt": failcnt,
+        "cgroup_peak_bytes": peak_with_cache,
+    }
+    result["start_to_first_token_seconds"] = result["first_token_at"] - started
+    return result
+
+
+def peak_memory_bytes() -> int:
+    """Peak of this process's resident memory, mapped files included (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM in /proc/self/status")
+
+
+def decode_rate(times: Sequence[float]) -> float:
+    """Tokens per second from the moments at which tokens came, the first `STEADY_TOKENS` left out."""
+    steady = times[STEADY_TOKENS - 1 :]
+    return (len(steady) - 1) / (steady[-1] - steady[0]) if len(steady) > 1 else 0.0
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, min and max."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`median (min to max)`."""
+    s = summary(values)
+    return f"{s['median']:.{digits}f} ({s['min']:.{digits}f} to {s['max']:.{digits}f})"
+
+
+def machine() -> dict[str, object]:
+    """What the figures belong to."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else []:
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": pages, "system": platform.system()}
+
+
+def note(message: str) -> None:
+    """Progress, to stderr: stdout is for the table and the JSON line."""
+    print(message, file=sys.stderr, flush=True)

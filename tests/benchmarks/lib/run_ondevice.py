@@ -1,0 +1,86 @@
+"""One run of ondevice in a fresh process, through the Python API. JSON in, JSON out.
+
+Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (tokens made
+before the clock starts; 0: none), dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy). KV is
+8-bit. The end-of-text token is forbidden, so that every run has its `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ondevice
+from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
+
+END_OF_TEXT = 2
+
+
+def load(spec: dict[str, Any]) -> ondevice.Model:
+    """The model as every benchmark loads it: our kernels, 8-bit keys and values, nothing drafted."""
+    return ondevice.load(
+        spec["model"],
+        dram_budget=spec["dram_budget"],
+        backend="cpu",
+        sparsity=spec["sparsity"],
+        speculation="off",
+        threads=spec["threads"],
+        kv_bits=8,
+        max_context=spec["context"],
+        io=spec["io"],
+    )
+
+
+def run(spec: dict[str, Any]) -> dict[str, object]:
+    """Prefill and decode once, timed from outside the engine."""
+    prompt: list[int] = spec["prompt"]
+    failcnt = Path(spec["failcnt_file"])
+    started = time.monotonic()
+    with load(spec) as model:
+        loaded = time.monotonic()
+        if spec["warm_up"]:
+            model.generate(
+                tokens=prompt[:16], max_tokens=spec["warm_up"], temperature=spec["temperature"], seed=0
+            )
+        begin = time.monotonic()
+        times: list[float] = []
+        stats = None
+        steady_failcnt = 0
+        for event in model.stream(
+            tokens=prompt,
+            max_tokens=spec["max_tokens"],
+            temperature=spec["temperature"],
+            seed=0,
+            logit_bias={END_OF_TEXT: -1e9},
+        ):
+            if event.token is not None:
+                times.append(time.monotonic())
+                if len(times) == STEADY_TOKENS:
+                    steady_failcnt = int(failcnt.read_text())
+            stats = event.stats or stats
+        if stats is None or len(times) != spec["max_tokens"]:
+            raise SystemExit(f"generated {len(times)} of {spec['max_tokens']} tokens")
+        return {
+            "load_seconds": loaded - started,
+            "prompt_at": begin,
+            "first_token_at": times[0],
+            "last_token_at": times[-1],
+            "prefill_tokens_per_second": len(prompt) / (times[0] - begin),
+            "decode_tokens_per_second": decode_rate(times),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "steady_failcnt": int(failcnt.read_text()) - steady_failcnt,
+            "plan_bytes": model.plan.total_bytes,
+            "budget_bytes": model.plan.budget_bytes,
+            "flash_bytes_read": stats.flash_bytes_read,
+            "flash_read_seconds": stats.flash_read_seconds,
+            "flash_cpu_seconds": stats.flash_cpu_seconds,
+            "neuron_cache_hit_rate": stats.neuron_cache_hit_rate,
+            "io": stats.io,
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(json.loads(sys.argv[1]))))

@@ -1,0 +1,108 @@
+"""Format version 1 doesn't drift: the golden bundle's bytes, read by hand and written again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import verify
+from ondevice.bundle.writer import BundleWriter
+from tests.golden.build import GOLDEN, Recipe, fill
+from tests.malformed.rules import canonical
+from tests.support.crc32c import crc32c
+
+SHA256 = {
+    "bundle.json": "39938235c9bb787a389388b11928f6a861be002e122002eb5465c1b905502abc",
+    "checksums.bin": "9ec06f5afc303772efd892a9c11056ea3623bb2b75da4a3fe22988d2deca6771",
+    "embedding.safetensors": "1bb864b369e2285c979dc374d4fbf77a217659bd7085c10347105f48bf1a9415",
+    "gates-00000.safetensors": "8b17cfa2dc340f23d90e98e07d10970d3dada52b425515be35122c8c828530d0",
+    "gates-00001.safetensors": "f7963d0ed61454194375acbab530858fd8c828a3871676e339fcad091bef69b1",
+    "neurons-00000.safetensors": "6e6e106caab4805d96a195ec55523b387d5159353cd5bff58cc142c4687ca368",
+    "neurons-00001.safetensors": "ef6df6ec7e764885eeb559eb15fe9ae1fb069d694b64f94091af87bb76d89bf8",
+    "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
+}
+WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
+    "bundle.json": "33c733f05854dd2b3d162813f268c0dd7c9c5ae82acb01ddb7e5f1567f2eefe8",
+    "checksums.bin": "024feab3f75fa9e08fe90d317dd39fbe1e5536e511a372e19d3a73b3e7cfe2a3",
+}
+"""The same weights for an activation that never makes a gate zero."""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def test_golden_bytes_are_unchanged() -> None:
+    assert hashes(GOLDEN) == SHA256
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 100_000
+
+
+def test_writer_makes_the_golden_bytes(tmp_path: Path) -> None:
+    recipe = Recipe()
+    writer = BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden")
+    fill(writer, recipe)
+    assert hashes(tmp_path / "b") == SHA256
+
+
+def test_a_bundle_without_gates(tmp_path: Path) -> None:
+    recipe = Recipe(config=replace(Recipe().config, hidden_act="silu"))
+    fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden"), recipe)
+    assert hashes(tmp_path / "b") == WITHOUT_GATES
+    assert b'\n  "gates": null,\n' in (tmp_path / "b" / "bundle.json").read_bytes()
+    assert Bundle.open(tmp_path / "b").config == recipe.config
+
+
+def test_golden_bundle_opens_and_verifies() -> None:
+    assert Bundle.open(GOLDEN).config == Recipe().config
+    assert verify(GOLDEN, crc32c).checksums == 1 + 64 + 2 * 96 * 2 + 2 * 96
+
+
+def test_checksum_oracle() -> None:
+    data = np.frombuffer(b"123456789", np.uint8)
+    assert crc32c(data, (9,)).tolist() == [0xE3069283]
+    assert crc32c(data, (4, 2)).tolist() == [
+        int(crc32c(np.frombuffer(piece, np.uint8), (9,))[0]) for piece in (b"1234", b"56", b"789")
+    ]
+
+
+def test_a_neuron_by_hand() -> None:
+    """Neuron 7 of layer 1, from the specification's offsets alone."""
+    data = (GOLDEN / "neurons-00001.safetensors").read_bytes()
+    start = 4096 + 7 * 192
+    gate, up, down = data[start : start + 36], data[start + 64 : start + 100], data[start + 100 : start + 136]
+    assert gate.hex() == "8384cfcae5e06993a6aadd360461eda8cc53f768b0bbaef32fbd9e038947712e08202f19"
+    assert up.hex() == "5c3d513a5837c5c80409cea1ad259b19632c5ff56d6ef4bd60b849f854cc85b4661d4b19"
+    assert down.hex() == "12088a3ae901c0aa82836bacce8f1a049a313fb3c7d744f4f7b7338caf4b6e370723ac1c"
+    assert data[start + 36 : start + 64] == bytes(28)
+    assert data[start + 136 : start + 192] == bytes(56)
+    # The gate's first byte is 0x83: codes 3 and 8. Scale 0x2008 = 1032 / 2^17, bias 0x192f = 1327 / 2^19.
+    assert dequantised(gate)[:2] == [(4 * 1032 * 3 + 1327) / 2**19, (4 * 1032 * 8 + 1327) / 2**19]
+    table = np.fromfile(GOLDEN / "checksums.bin", "<u4")
+    first = 1 + 64 + 192 + 7 * 2
+    assert table[first] == crc32c(np.frombuffer(data[start : start + 64], np.uint8), (64,))[0]
+    assert table[first + 1] == crc32c(np.frombuffer(data[start + 64 : start + 192], np.uint8), (128,))[0]
+    # Its gate once more, in records of 64 bytes.
+    gates = (GOLDEN / "gates-00001.safetensors").read_bytes()
+    assert gates[4096 + 7 * 64 : 4096 + 8 * 64] == gate + bytes(28)
+    first = 1 + 64 + 2 * 192 + 96 + 7
+    assert table[first] == crc32c(np.frombuffer(gate + bytes(28), np.uint8), (64,))[0]
+
+
+def dequantised(row: bytes) -> list[float]:
+    """A row of 64 elements at 4 bits."""
+    scale, bias = np.frombuffer(row[32:], "<f2").astype(float)
+    codes = [code for byte in row[:32] for code in (byte & 15, byte >> 4)]
+    return [scale * code + bias for code in codes]
+
+
+def test_manifest_by_hand() -> None:
+    document = json.loads((GOLDEN / "bundle.json").read_bytes())
+    assert document["sha256"] == hashlib.sha256(canonical(document["manifest"])).hexdigest()
+    for name, entry in document["manifest"]["files"].items():
+        assert entry["bytes"] == (GOLDEN / name).stat().st_size
+        assert entry["sha256"] == SHA256[name]

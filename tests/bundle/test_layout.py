@@ -1,0 +1,141 @@
+"""Layout arithmetic, against numbers worked out by hand from weights/README.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ondevice.bundle.layout import (
+    RecordLayout,
+    RowLayout,
+    TensorSpec,
+    embedding_layout,
+    file_layout,
+    neuron_layout,
+    padded,
+    record_header,
+    resident_header,
+    resident_tensors,
+)
+from ondevice.config import ModelConfig, QuantConfig
+from tests.golden.build import CONFIG
+
+LLAMA_7B = ModelConfig(
+    architecture="llama",
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=11008,
+    vocab_size=32000,
+    max_context=4096,
+    hidden_act="silu",
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("cols", "bits", "padded_cols", "codes", "scales"),
+    [
+        (64, 4, 64, 32, 2),
+        (65, 4, 128, 64, 4),
+        (1, 8, 64, 64, 2),
+        (100, 16, 128, 256, 0),
+        (4096, 8, 4096, 4096, 128),
+    ],
+)
+def test_row(cols: int, bits: int, padded_cols: int, codes: int, scales: int) -> None:
+    row = RowLayout(cols, bits)
+    assert (row.padded_cols, row.groups) == (padded_cols, padded_cols // 64)
+    assert (row.codes_bytes, row.scales_bytes, row.biases_bytes) == (codes, scales, scales)
+    assert row.nbytes == codes + 2 * scales
+
+
+def test_records_of_a_7b_model() -> None:
+    layout = neuron_layout(LLAMA_7B, QuantConfig(4))
+    assert layout.alignment == 512
+    assert layout.row_bytes == (2304, 4608)
+    assert layout.part_bytes == (2560, 4608)
+    assert layout.part_offsets == (0, 2560)
+    assert layout.stride == 7168
+    assert layout.padding == ((2304, 2560),)
+    assert embedding_layout(LLAMA_7B, QuantConfig(4)).part_bytes == (2560,)
+    assert neuron_layout(LLAMA_7B, QuantConfig(16)).part_bytes == (8192, 16384)
+    neurons = file_layout("neurons-00031.safetensors", LLAMA_7B, QuantConfig(4))
+    assert neurons.nbytes == 4096 + 11008 * 7168
+    assert neurons.crc_count(4096 + 11008 * 7168) == 2 * 11008
+
+
+def test_small_records_pack_at_64_bytes() -> None:
+    layout = neuron_layout(CONFIG, QuantConfig(4))
+    assert layout.alignment == 64
+    assert layout.part_bytes == (64, 128)
+    assert layout.padding == ((36, 64), (64 + 72, 192))
+
+
+@given(st.lists(st.lists(st.integers(1, 20_000), min_size=1, max_size=3), min_size=1, max_size=3))
+def test_padding_rule(parts: list[list[int]]) -> None:
+    layout = RecordLayout(tuple(tuple(RowLayout(cols, 8) for cols in part) for part in parts))
+    used = [sum(row.nbytes for row in part) for part in layout.parts]
+    at_512 = sum(padded(nbytes, 512) for nbytes in used)
+    assert layout.alignment == (512 if at_512 <= 1.125 * sum(used) else 64)
+    assert all(nbytes % layout.alignment == 0 for nbytes in layout.part_bytes)
+    assert layout.stride == sum(layout.part_bytes)
+    zeros = sum(stop - start for start, stop in layout.padding)
+    assert zeros == layout.stride - sum(used)
+
+
+def test_resident_tensors_of_every_option() -> None:
+    config = replace(
+        CONFIG,
+        num_layers=1,
+        layer_windows=(),
+        hidden_size=100,
+        attention_bias=True,
+        attention_output_bias=True,
+        qk_norm=True,
+        tie_embeddings=False,
+    )
+    expected = {
+        "layers.0.attention_norm.weight": ("F32", (100,)),
+        "layers.0.attention.qkv.codes": ("U32", (128, 16)),
+        "layers.0.attention.qkv.scales": ("F16", (128, 2)),
+        "layers.0.attention.qkv.biases": ("F16", (128, 2)),
+        "layers.0.attention.qkv.bias": ("F32", (128,)),
+        "layers.0.attention.q_norm.weight": ("F32", (16,)),
+        "layers.0.attention.k_norm.weight": ("F32", (16,)),
+        "layers.0.attention.out.codes": ("U32", (100, 8)),
+        "layers.0.attention.out.scales": ("F16", (100, 1)),
+        "layers.0.attention.out.biases": ("F16", (100, 1)),
+        "layers.0.attention.out.bias": ("F32", (100,)),
+        "layers.0.feed_forward_norm.weight": ("F32", (100,)),
+        "final_norm.weight": ("F32", (100,)),
+        "head.codes": ("U32", (64, 16)),
+        "head.scales": ("F16", (64, 2)),
+        "head.biases": ("F16", (64, 2)),
+    }
+    tensors = resident_tensors(config, QuantConfig(4))
+    assert [(name, (spec.dtype, spec.shape)) for name, spec in tensors.items()] == list(expected.items())
+    halves = resident_tensors(config, QuantConfig(16))
+    assert halves["head.codes"] == TensorSpec("F16", (64, 128))
+    assert "head.scales" not in halves
+    assert resident_tensors(config, QuantConfig(8))["head.codes"] == TensorSpec("U32", (64, 32))
+
+
+def test_headers() -> None:
+    header = record_header(96, 192)
+    assert len(header) == 4096
+    assert header[:8] == (4088).to_bytes(8, "little")
+    assert header[8:].rstrip(b" ") == b'{"records":{"dtype":"U8","shape":[96,192],"data_offsets":[0,18432]}}'
+    many = resident_header(resident_tensors(LLAMA_7B, QuantConfig(4)))
+    assert len(many) % 4096 == 0
+    entries = list(json.loads(many[8:]).values())
+    for before, after in pairwise(entries):
+        assert before["data_offsets"][1] == after["data_offsets"][0]

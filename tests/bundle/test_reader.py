@@ -1,0 +1,212 @@
+"""Bundle.open: what it gives for a sound bundle, and a typed error for each rule broken."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ondevice.bundle.layout import resident_tensors
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.writer import BundleWriter
+from ondevice.config import QuantConfig, RopeScaling
+from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError
+from tests.golden.build import CONFIG, GOLDEN, Recipe, fill
+from tests.malformed.rules import RULES, Rule, put
+from tests.support.crc32c import crc32c
+
+MOST_MEMORY = 8 << 20
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the golden bundle that may be spoilt."""
+    return shutil.copytree(GOLDEN, tmp_path / "bundle")
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Fails a test that allocates more than a small bundle can need."""
+    tracemalloc.start()
+    yield
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MOST_MEMORY
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_malformed_bundle_is_refused(rule: Rule, copy: Path, traced: None) -> None:
+    rule.break_bundle(copy)
+    with pytest.raises(OndeviceError, match=rule.message) as caught:
+        Bundle.open(copy)
+    assert type(caught.value) is rule.error
+
+
+def test_rules_are_told_apart() -> None:
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize("path", ["absent", "a\0b", "x" * 5000])
+def test_no_bundle_there(path: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="ondevice convert SOURCE --output"):
+        Bundle.open(tmp_path / path)
+
+
+def test_facts_of_the_golden_bundle() -> None:
+    bundle = Bundle.open(str(GOLDEN))
+    assert bundle.path == GOLDEN
+    assert bundle.name == "bundle-v1"
+    assert bundle.config == CONFIG
+    assert bundle.quant == QuantConfig(4)
+    assert bundle.bundle_bytes == sum(path.stat().st_size for path in GOLDEN.iterdir())
+    assert bundle.manifest.tokenizer == TokenizerInfo(bos_id=1, eos_ids=(2,), add_bos=True)
+    assert bundle.manifest.generation == {"temperature": 0.5, "top_k": 40}
+    layer = 64 * 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert bundle.parameters == 64 * 64 + 2 * layer + 64
+
+
+def test_parameters_count_every_option(tmp_path: Path) -> None:
+    config = replace(
+        CONFIG, tie_embeddings=False, attention_bias=True, attention_output_bias=True, qk_norm=True
+    )
+    bundle = _written(tmp_path / "b", Recipe(config=config, quant=QuantConfig(16)))
+    in_resident = sum(np.prod(spec.shape) for spec in resident_tensors(config, bundle.quant).values())
+    assert bundle.parameters == in_resident + 64 * 64 + 2 * 3 * 64 * 96
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_spans_are_where_safetensors_finds_the_tensors(bits: int, tmp_path: Path) -> None:
+    config = replace(CONFIG, tie_embeddings=False, attention_bias=True, qk_norm=True, head_dim=6)
+    bundle = _written(tmp_path / "b", Recipe(config=config, quant=QuantConfig(bits)))  # type: ignore[arg-type]
+    tensors = load_file(tmp_path / "b" / "resident.safetensors")
+    assert set(tensors) == set(resident_tensors(config, bundle.quant))
+    for name, tensor in tensors.items():
+        span = bundle.tensor_span(name)
+        data = (bundle.path / span.file).read_bytes()[span.offset : span.offset + span.nbytes]
+        assert (span.shape, span.dtype) == (tensor.shape, tensor.dtype)
+        assert span.offset % 4 == 0
+        assert data == tensor.tobytes()
+
+
+def test_record_files_are_safetensors_files() -> None:
+    bundle = Bundle.open(GOLDEN)
+    layers = [bundle.neuron_file(layer) for layer in range(bundle.config.num_layers)]
+    for file in (bundle.embedding_file, *layers):
+        tensors = load_file(file.path)
+        assert list(tensors) == ["records"]
+        assert tensors["records"].dtype == np.uint8
+        assert tensors["records"].tobytes() == file.path.read_bytes()[4096:]
+        assert tensors["records"].shape[1] == sum(file.crc_units)
+
+
+def test_checksums_belong_to_their_files(tmp_path: Path) -> None:
+    recipe = Recipe(
+        tokenizer=TokenizerInfo("tokenizers", chat_template="chat_template.jinja"),
+        blobs={"tokenizer.json": b"{}" * 600_000, "chat_template.jinja": b"{{ x }}"},
+    )
+    bundle = _written(tmp_path / "b", recipe)
+    sizes = {}
+    for name in bundle.manifest.files:
+        if name != "checksums.bin":
+            file = bundle.file(name)
+            data = np.fromfile(file.path, np.uint8)
+            assert file.nbytes == data.size
+            assert np.array_equal(crc32c(data[file.crc_start :], file.crc_units), file.crcs)
+            sizes[name] = file.crcs.size
+    assert sizes["tokenizer.json"] == 2
+    assert sizes["neurons-00001.safetensors"] == 2 * 96
+    with pytest.raises(ValueError, match="read-only"):
+        bundle.embedding_file.crcs[0] = 1
+
+
+def test_tokenizer_files_are_checked_when_read(tmp_path: Path) -> None:
+    recipe = Recipe(
+        tokenizer=TokenizerInfo("sentencepiece", chat_template="chat_template.jinja"),
+        blobs={"tokenizer.model": b"pieces", "chat_template.jinja": b"{{ x }}"},
+    )
+    bundle = _written(tmp_path / "b", recipe)
+    assert bundle.read_small("tokenizer.model") == b"pieces"
+    assert bundle.read_small("chat_template.jinja") == b"{{ x }}"
+    (bundle.path / "tokenizer.model").write_bytes(b"picces")
+    with pytest.raises(BundleError, match=r"tokenizer.model doesn't match its sha256"):
+        Bundle.open(bundle.path).read_small("tokenizer.model")
+    with pytest.raises(BundleError, match="no tokenizer file"):
+        bundle.read_small("resident.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("info", "limit"),
+    [
+        (TokenizerInfo("sentencepiece"), 16 << 20),
+        (TokenizerInfo("tokenizers"), 32 << 20),
+        (TokenizerInfo(chat_template="chat_template.jinja"), 4 << 16),
+    ],
+)
+def test_size_of_files_read_whole_is_capped(info: TokenizerInfo, limit: int, tmp_path: Path) -> None:
+    (name,) = info.files
+    bundle = _written(tmp_path / "b", Recipe(tokenizer=info, blobs={name: b"pieces"}))
+    assert MAX_BLOB_BYTES[name] == limit
+    with (bundle.path / name).open("r+b") as file:
+        file.truncate(limit + 1)
+    put("files", name, "bytes", value=limit + 1)(bundle.path)
+    put("files", name, "crc", value={"offset": 449, "count": limit // (1 << 20) + 1})(bundle.path)
+    with pytest.raises(BundleError, match=f"has {limit + 1} bytes; the limit is {limit}"):
+        Bundle.open(bundle.path)
+
+
+def test_names_that_are_not_there() -> None:
+    bundle = Bundle.open(GOLDEN)
+    for name in ("checksums.bin", "bundle.json", "../bundle-v1/bundle.json", "tokenizer.model"):
+        with pytest.raises(BundleError, match="not a file with checksums"):
+            bundle.file(name)
+    with pytest.raises(BundleError, match="not a file with checksums"):
+        bundle.neuron_file(2)
+    with pytest.raises(BundleError, match="no tensor"):
+        bundle.tensor_span("head.codes")
+
+
+def test_link_inside_the_bundle_is_followed(copy: Path) -> None:
+    (copy / "neurons-00001.safetensors").rename(copy / "elsewhere")
+    (copy / "neurons-00001.safetensors").symlink_to("elsewhere")
+    assert Bundle.open(copy).neuron_file(1).nbytes == 22528
+
+
+def test_bundle_reached_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "alias").symlink_to(GOLDEN)
+    assert Bundle.open(tmp_path / "alias").name == "bundle-v1"
+
+
+def test_every_model_option_survives(tmp_path: Path) -> None:
+    config = replace(
+        CONFIG,
+        architecture="qwen3",
+        hidden_act="relu2",
+        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64),
+        layer_windows=(0, 16),
+        qk_norm=True,
+        rms_norm_eps=1e-6,
+        rope_theta=1_000_000,
+    )
+    assert _written(tmp_path / "b", Recipe(config=config)).config == config
+
+
+def test_opening_reads_no_weights(copy: Path) -> None:
+    """Weights that don't match any checksum are found when they are read, not before."""
+    path = copy / "neurons-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    assert hashlib.sha256(data).hexdigest() != Bundle.open(copy).manifest.files[path.name].sha256
+
+
+def _written(folder: Path, recipe: Recipe) -> Bundle:
+    fill(BundleWriter(folder, recipe.config, recipe.quant, crc32c), recipe)
+    return Bundle.open(folder)

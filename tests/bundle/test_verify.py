@@ -1,0 +1,144 @@
+"""verify: sound bundles pass with a report, each kind of damage is named with its place."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ondevice.bundle import digest, verify
+from ondevice.bundle.layout import DATA_OFFSET
+from ondevice.bundle.reader import Bundle
+from ondevice.errors import BundleError, ModelNotFoundError
+from tests.golden.build import GOLDEN
+from tests.malformed.rules import overwrite, put, reseal
+from tests.support.crc32c import crc32c
+
+GATES, NEURONS = "gates-00001.safetensors", "neurons-00001.safetensors"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return shutil.copytree(GOLDEN, tmp_path / "bundle")
+
+
+def test_report_and_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    report = verify.verify(GOLDEN, crc32c, lambda done, total: seen.append((done, total)))
+    assert dict(report.files) == {
+        path.name: path.stat().st_size for path in GOLDEN.iterdir() if path.name != "bundle.json"
+    }
+    assert report.nbytes == sum(nbytes for _, nbytes in report.files)
+    assert report.checksums == 641
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {report.nbytes}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200, 1000, 5000])
+def test_chunk_size_changes_nothing(chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(digest, "CHUNK_BYTES", chunk_bytes)
+    assert verify.verify(copy, crc32c).checksums == 641
+    overwrite(NEURONS, 4096 + 95 * 192 + 70, b"\x00\x01\x02")(copy)
+    with pytest.raises(BundleError, match="record 95, part 1, at byte 22400"):
+        verify.verify(copy, crc32c)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "place"),
+    [
+        (NEURONS, 4096, "record 0, part 0, at byte 4096"),
+        (NEURONS, 4096 + 192 * 5 + 63, "record 5, part 0, at byte 5056"),
+        (NEURONS, 4096 + 192 * 5 + 64, "record 5, part 1, at byte 5120"),
+        ("embedding.safetensors", 8191, "record 63, part 0, at byte 8128"),
+        ("resident.safetensors", 19199, "the block at byte 0"),
+    ],
+)
+def test_damage_is_named(name: str, offset: int, place: str, copy: Path) -> None:
+    byte = (copy / name).read_bytes()[offset]
+    overwrite(name, offset, bytes([byte ^ 0x10]))(copy)
+    with pytest.raises(BundleError, match=f"{name}: {place} doesn't match its CRC32C"):
+        verify.verify(copy, crc32c)
+
+
+def test_a_wrong_sha256_is_found(copy: Path) -> None:
+    put("files", NEURONS, "sha256", value="0" * 64)(copy)
+    with pytest.raises(BundleError, match=f"{NEURONS} doesn't match its sha256"):
+        verify.verify(copy, crc32c)
+
+
+@pytest.mark.parametrize(("offset", "name"), [(4096 + 36, NEURONS), (8191, "embedding.safetensors")])
+def test_padding_that_is_not_zero_is_found(offset: int, name: str, copy: Path) -> None:
+    """Every hash is made to match, as another writer's would."""
+    overwrite(name, offset, b"\x07")(copy)
+    reseal(copy, name)
+    with pytest.raises(BundleError, match=f"{name}: byte {offset} is padding and not zero"):
+        verify.verify(copy, crc32c)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1000, digest.CHUNK_BYTES])
+@pytest.mark.parametrize(
+    ("name", "offset", "record"),
+    [(GATES, 4096 + 50 * 64 + 3, 50), (GATES, 4096, 0), (NEURONS, 4096 + 95 * 192 + 35, 95)],
+)
+def test_gates_that_are_not_the_neurons_are_named(
+    name: str, offset: int, record: int, chunk_bytes: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "CHUNK_BYTES", chunk_bytes)
+    overwrite(name, offset, bytes([(copy / name).read_bytes()[offset] ^ 1]))(copy)
+    reseal(copy, name)
+    with pytest.raises(BundleError, match=f"{GATES}: record {record} isn't the gate row that {NEURONS} has"):
+        verify.verify(copy, crc32c)
+
+
+def test_equal_gates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes: Counter[str] = Counter()
+
+    class CountedFile(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            data = super().read(size)
+            nbytes[Path(str(self.name)).name] += len(data)
+            return data
+
+        def readinto(self, buffer: memoryview, /) -> int:
+            count = super().readinto(buffer)
+            nbytes[Path(str(self.name)).name] += count
+            return count
+
+    monkeypatch.setattr(Path, "open", lambda path, mode: CountedFile(path, mode))
+    verify.verify(GOLDEN, crc32c)
+    for name in (GATES, NEURONS):
+        # Opening the bundle reads the header of 4096 bytes besides.
+        assert nbytes[name] == 4096 + (GOLDEN / name).stat().st_size
+
+
+def test_a_scale_that_is_not_finite_is_found(copy: Path) -> None:
+    """Every hash is made to match, as another writer's would."""
+    places = broken_halves(Bundle.open(copy))
+    for name, offset in places.items():
+        broken = copy.with_name(name)
+        shutil.copytree(copy, broken)
+        overwrite(name, offset, b"\x00\x7c")(broken)
+        reseal(broken, name)
+        with pytest.raises(BundleError, match=f"{name}: the scale or weight at byte {offset} is not finite"):
+            verify.verify(broken, crc32c)
+    assert set(places) == {NEURONS, "embedding.safetensors", "resident.safetensors"}
+
+
+def broken_halves(bundle: Bundle) -> dict[str, int]:
+    """Where a float16 lies in each kind of file: the last neuron's last bias, a token's scale, a matrix's."""
+    neurons, embedding = bundle.neuron_layout, bundle.embedding_layout
+    last = bundle.config.intermediate_size - 1
+    return {
+        NEURONS: DATA_OFFSET + last * neurons.stride + neurons.part_offsets[1] + neurons.row_bytes[1] - 2,
+        "embedding.safetensors": DATA_OFFSET + 3 * embedding.stride + embedding.parts[0][0].codes_bytes,
+        "resident.safetensors": bundle.tensor_span("layers.1.attention.out.biases").offset + 2,
+    }
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError):
+        verify.verify(tmp_path, crc32c)

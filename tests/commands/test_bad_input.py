@@ -1,0 +1,131 @@
+"""Bad input through the command line: each kind ends in its exit code and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
+from tests.support.bundles import TEMPLATE, convert_bundle, write_byte_tokenizer, write_chat_checkpoint
+from tests.support.command_line import Run, command
+from tests.support.models import random_tensors, save_safetensors, tiny_config, write_checkpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+def not_a_number(folder: Path) -> None:
+    tensors = random_tensors(tiny_config())
+    tensors["lm_head.weight"][0, 0] = np.nan
+    save_safetensors(folder / "model.safetensors", tensors)
+
+
+def a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps([1]))
+
+
+def a_climbing_path(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    weight_map = dict.fromkeys(random_tensors(tiny_config()), "../outside.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+def another_tokenizer(folder: Path) -> None:
+    write_byte_tokenizer(folder)
+
+
+def wrong_shapes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 161}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "message", "remedy"),
+    [
+        (not_a_number, CheckpointError.exit_code, "lm_head.weight holds NaN", "download it again"),
+        (a_pickle, UnsupportedModelError.exit_code, "pytorch_model.bin", "safetensors"),
+        (
+            a_climbing_path,
+            CheckpointError.exit_code,
+            "../outside.safetensors",
+            "download the checkpoint again",
+        ),
+        (
+            another_tokenizer,
+            CheckpointError.exit_code,
+            "tokenizer.json has 260 tokens",
+            "put this model's in its place",
+        ),
+        (wrong_shapes, CheckpointError.exit_code, "asks for [161, 64]", "from the same repository"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_right(
+    ondevice: Run, tmp_path: Path, damage: Callable[[Path], None], code: int, message: str, remedy: str
+) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    damage(source)
+    result = ondevice("convert", source, "-o", tmp_path / "out")
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+    assert remedy in result.err
+    assert "Traceback" not in result.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_template_that_tries_to_escape(ondevice: Run, tmp_path: Path) -> None:
+    source = write_chat_checkpoint(tmp_path / "source")
+    write_byte_tokenizer(source, TEMPLATE + "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    bundle = convert_bundle(source, tmp_path / "bundle")
+    result = ondevice("chat", "-m", bundle, stdin="Hello\n")
+    assert (result.code, result.out) == (6, "")
+    assert "attribute '__class__' of 'str' is out of bounds" in result.err
+    assert "put another chat_template.jinja into the checkpoint's folder and convert it again" in result.err
+    write_byte_tokenizer(source)
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    assert ondevice("convert", source, "-o", bundle, "--force").code == 0
+    assert ondevice("chat", "-m", bundle, "--max-tokens", 3, stdin="Hello\n").code == 0
+
+
+def test_a_disk_without_room(ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    real = shutil.disk_usage(source)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=100_000))
+    result = ondevice("convert", source, "-o", tmp_path / "out")
+    assert (result.code, result.out) == (OndeviceError.exit_code, "")
+    assert "free; make room" in result.err
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """A limit on the size of files refuses writes as a full disk does."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+    arguments = command("convert", write_checkpoint(tmp_path / "source"), "-o", tmp_path / "out")
+    full = subprocess.run(arguments, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert (full.returncode, full.stdout) == (OndeviceError.exit_code, "")
+    assert "make room" in full.stderr
+    assert "--resume" in full.stderr
+    resumed = subprocess.run([*arguments, "--resume"], capture_output=True, text=True, check=False)
+    assert (resumed.returncode, resumed.stdout) == (0, f"{tmp_path / 'out'}\n")
+
+
+def test_a_folder_that_cannot_be_written(ondevice: Run, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o555)
+    # Root may write everywhere but into a file.
+    folder = tmp_path / "locked" if os.geteuid() else write_checkpoint(tmp_path / "other") / "config.json"
+    result = ondevice("convert", write_checkpoint(tmp_path / "source"), "-o", folder / "out")
+    assert (result.code, result.out) == (OndeviceError.exit_code, "")
+    assert "can't be made: " in result.err
+    assert "choose an --output" in result.err

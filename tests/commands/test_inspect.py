@@ -1,0 +1,148 @@
+"""What `inspect` says: which modes are taken, what they need, and numbers that add up."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ondevice import api
+from ondevice.commands.reports import figures, residency
+from ondevice.errors import UsageError
+from ondevice.runtime.models import shipped_folder
+from ondevice.stats import GenerationStats
+from tests.support.command_line import Run
+
+SHIPPED = shipped_folder() / "small-relu"
+
+
+def listed(text: str, before: str) -> dict[str, int]:
+    """The indented lines behind the one that starts with `before`, by name."""
+    lines = text.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith(before))
+    found = {}
+    for line in lines[start + 1 :]:
+        if not line.startswith("  "):
+            break
+        found[re.split(r"  +", line.strip())[0]] = int(line.split()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "ample_modes", "least_modes"),
+    [
+        ((), ("exact", "auto"), ("dense", "off")),
+        (("--sparsity", "exact"), ("exact", "auto"), ("exact", "off")),
+        (("--speculation", "lookup"), ("exact", "lookup"), ("dense", "lookup")),
+    ],
+)
+def test_the_smallest_budget_is_that_of_the_modes_that_need_least(
+    ondevice: Run, options: tuple[str, ...], ample_modes: tuple[str, str], least_modes: tuple[str, str]
+) -> None:
+    ample = ondevice("inspect", "-m", SHIPPED, *options, "--json").json
+    assert (ample["plan"]["sparsity"], ample["speculation"]) == ample_modes
+    assert (ample["minimum_budget_sparsity"], ample["minimum_budget_speculation"]) == least_modes
+    assert ample["minimum_budget_bytes"] < ample["plan"]["minimum_budget_bytes"]
+    # It is what works, and what takes those modes.
+    budget = ("--dram-budget", ample["minimum_budget_bytes"])
+    small = ondevice("inspect", "-m", SHIPPED, *options, *budget, "--json").json
+    assert small["plan"]["fits"] is True
+    assert (small["plan"]["sparsity"], small["speculation"]) == least_modes
+    assert small["minimum_budget_bytes"] == small["plan"]["minimum_budget_bytes"]
+
+
+def test_the_text_names_the_modes_of_both_budgets(ondevice: Run) -> None:
+    text = ondevice("inspect", "-m", SHIPPED).out
+    assert re.search(r"^memory for .* with --sparsity exact --speculation auto:$", text, re.MULTILINE)
+    assert re.search(r"^smallest budget for these: ", text, re.MULTILINE)
+    assert re.search(
+        r"^smallest budget that works: .* with --sparsity dense --speculation off:$", text, re.MULTILINE
+    )
+    small = ondevice("inspect", "-m", SHIPPED, "--dram-budget", "1MB").out
+    assert "smallest budget for these" not in small
+
+
+def test_a_refusal_names_the_smallest_budget_of_all(ondevice: Run) -> None:
+    refused = ondevice("generate", "-m", SHIPPED, "-p", "a", "--dram-budget", "1MB")
+    assert refused.code == 5
+    assert "drafting" not in refused.err
+    named = re.search(r"smallest that works is (\d+) bytes", refused.err)
+    assert named is not None
+    enough = ondevice("inspect", "-m", SHIPPED, "--dram-budget", named[1], "--json").json
+    assert (enough["plan"]["fits"], enough["plan"]["sparsity"]) == (True, "dense")
+
+
+def test_every_part_of_what_is_needed_is_listed(ondevice: Run) -> None:
+    text = ondevice("inspect", "-m", SHIPPED).out
+    parts = listed(text, "memory for")
+    assert sum(parts.values()) == 2 * parts["total"]
+    smallest = re.search(r"smallest budget that works: .*\((\d+) bytes\)", text)
+    assert smallest is not None
+    needs = listed(text, "smallest budget that works")
+    assert sum(needs.values()) == int(smallest[1])
+    assert any(name.startswith("a margin") for name in needs)
+
+
+def test_the_plan_and_the_closing_line_agree_on_what_is_read(ondevice: Run) -> None:
+    plan = api.inspect(SHIPPED, sparsity="exact")
+    stats = GenerationStats(generated_tokens=10, flash_bytes_read=50_000, guess_wasted_bytes=2_000)
+    for budget, says, read, wasted in (
+        (
+            plan.full_bytes,
+            "everything will be resident, read from flash once",
+            "50.0 kB to fill",
+            "2.00 kB in",
+        ),
+        (plan.full_bytes - 1, "a row of the embedding is read", "5.00 kB/token", "200 B/token in"),
+        (plan.minimum_budget_bytes, "those that are selected are read", "5.00 kB/token", "200 B/token in"),
+    ):
+        under = plan.with_budget(budget)
+        assert says in residency(under)
+        assert f"; flash {read}" in figures(stats, under)
+        assert f" {wasted} vain" in figures(stats, under)
+    told = ondevice("generate", "-m", SHIPPED, "-p", "One", "--max-tokens", 3)
+    assert "everything will be resident, read from flash once" in told.err
+    assert re.search(r"flash \S+ MB to fill memory, ", told.err)
+    assert "everything will be resident, read from flash once" in ondevice("inspect", "-m", SHIPPED).out
+
+
+def test_a_plan_without_an_embedding_table_reads_a_row_for_every_token(ondevice: Run) -> None:
+    text = ondevice("inspect", "-m", SHIPPED, "--backend", "reference").out
+    assert "a row of the embedding is read" in text
+
+
+def test_the_targets_that_a_model_has_are_listed(ondevice: Run) -> None:
+    shown = ondevice("inspect", "-m", SHIPPED, "--json").json
+    assert shown["predictor_recalls"] == [0.9, 0.95, 0.97, 0.98, 0.99, 0.995]
+    assert shown["threshold_sparsities"] == []
+    listed = "0.9, 0.95, 0.97, 0.98, 0.99, 0.995"
+    assert f"--predictor-recall {listed}" in ondevice("inspect", "-m", SHIPPED).out
+    refused = ondevice("inspect", "-m", SHIPPED, "--sparsity", "predicted", "--predictor-recall", 0.8)
+    assert refused.code == 3
+    assert f"0.8 isn't one of those that this model has: {listed}" in refused.err
+
+
+@pytest.mark.parametrize("recall", [1.5, 1.0, 0.0, -1])
+def test_what_is_no_recall_is_refused_with_one_range(ondevice: Run, recall: float) -> None:
+    refused = ondevice("inspect", "-m", SHIPPED, "--sparsity", "predicted", "--predictor-recall", recall)
+    assert refused.code == 2
+    assert "above 0 and below 1, one of those that `ondevice inspect` lists" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "mode"),
+    [("--predictor-recall", 0.9, "predicted"), ("--threshold-sparsity", 0.5, "threshold")],
+)
+def test_a_target_without_its_mode_is_refused(
+    ondevice: Run, flag: str, value: float, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for chosen in ((), ("--sparsity", "exact"), ("--sparsity", "dense")):
+        refused = ondevice("generate", "-m", SHIPPED, "-p", "a", *chosen, flag, value)
+        assert refused.code == 2
+        assert f"{flag} has no meaning without --sparsity {mode}" in refused.err
+    name = flag[2:].replace("-", "_")
+    with pytest.raises(UsageError, match=f"{name} has no meaning"):
+        api.inspect(SHIPPED, **{name: 0.6})
+    # What is set for all commands is meant for those that can use it.
+    monkeypatch.setenv(f"ONDEVICE_{name.upper()}", str(value))
+    assert ondevice("inspect", "-m", SHIPPED).code == 0

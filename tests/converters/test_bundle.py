@@ -1,0 +1,210 @@
+"""What `convert` writes: every byte of every tensor against the definition, for any source and blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from ondevice.bundle.layout import embedding_layout, neuron_file_name, neuron_layout, resident_tensors
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.verify import verify
+from ondevice.config import QuantConfig
+from ondevice.converters import reading
+from ondevice.converters.bundling import pack_records
+from ondevice.converters.convert import convert
+from ondevice.converters.progress import Progress
+from ondevice.converters.quantize import QuantizedRows, quantize_reference
+from ondevice.kernels import _native
+from tests.support.models import (
+    VARIANTS,
+    random_tensors,
+    save_safetensors,
+    tiny_config,
+    to_bfloat16,
+    write_checkpoint,
+)
+
+
+def folder_bytes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def stored_as(values: np.ndarray, dtype: str) -> np.ndarray:
+    """What a checkpoint that stores `dtype` holds of float32 values."""
+    kinds: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "F32": lambda v: v,
+        "F16": lambda v: v.astype(np.float16),
+        "BF16": to_bfloat16,
+    }
+    return kinds[dtype](values)
+
+
+@pytest.mark.parametrize("quant", ["q4", "q8", "f16"])
+@pytest.mark.parametrize(("variant", "dtype", "shards"), [
+    *((variant, "F32", 1) for variant in VARIANTS),
+    ("llama-tails", "F16", 3), ("llama-tails", "BF16", 5), ("qwen3-bias-relu2", "BF16", 2),
+])  # fmt: skip
+def test_every_byte_is_the_definitions(
+    tmp_path: Path, variant: str, dtype: str, shards: int, quant: str
+) -> None:
+    source = write_checkpoint(tmp_path / "source", dtype=dtype, shards=shards, seed=3, **VARIANTS[variant])
+    bundle = Bundle.open(convert(source, tmp_path / "bundle", quant))
+    verify(bundle.path, _native.crc32c)
+    bits = QuantConfig.parse(quant).bits
+    tensors = random_tensors(tiny_config(**VARIANTS[variant]), seed=3)
+    weights = {name: stored_as(values, dtype) for name, values in tensors.items()}
+
+    def rows(*names: str, transposed: bool = False) -> QuantizedRows:
+        matrix = np.concatenate([weights[name] for name in names])
+        return quantize_reference(np.ascontiguousarray(matrix.T) if transposed else matrix, bits)
+
+    embedding = pack_records(
+        [rows("model.embed_tokens.weight")], embedding_layout(bundle.config, bundle.quant)
+    )
+    assert (load_file(bundle.path / "embedding.safetensors")["records"] == embedding).all()
+    for layer in range(bundle.config.num_layers):
+        mlp = f"model.layers.{layer}.mlp"
+        parts = [rows(f"{mlp}.gate_proj.weight"), rows(f"{mlp}.up_proj.weight")]
+        parts.append(rows(f"{mlp}.down_proj.weight", transposed=True))
+        expected = pack_records(parts, neuron_layout(bundle.config, bundle.quant))
+        assert (load_file(bundle.path / neuron_file_name(layer))["records"] == expected).all()
+    check_resident(load_file(bundle.path / "resident.safetensors"), bundle, rows, weights)
+
+
+def check_resident(
+    found: dict[str, np.ndarray],
+    bundle: Bundle,
+    rows: Callable[..., QuantizedRows],
+    weights: dict[str, np.ndarray],
+) -> None:
+    sources: dict[str, tuple[str, ...]] = {"final_norm": ("model.norm.weight",), "head": ("lm_head.weight",)}
+    for layer in range(bundle.config.num_layers):
+        theirs = f"model.layers.{layer}"
+        attention = f"{theirs}.self_attn"
+        sources |= {
+            f"layers.{layer}.attention_norm": (f"{theirs}.input_layernorm.weight",),
+            f"layers.{layer}.feed_forward_norm": (f"{theirs}.post_attention_layernorm.weight",),
+            f"layers.{layer}.attention.qkv": tuple(f"{attention}.{p}_proj.weight" for p in "qkv"),
+            f"layers.{layer}.attention.out": (f"{attention}.o_proj.weight",),
+            f"layers.{layer}.attention.q_norm": (f"{attention}.q_norm.weight",),
+            f"layers.{layer}.attention.k_norm": (f"{attention}.k_norm.weight",),
+        }
+    assert set(found) == set(resident_tensors(bundle.config, bundle.quant))
+    for name, values in found.items():
+        stem, _, field = name.rpartition(".")
+        names = sources[stem]
+        if field in ("weight", "bias"):
+            names = tuple(name.replace(".weight", f".{field}") for name in names)
+            stored = np.concatenate([weights[name] for name in names])
+            if stored.dtype == np.uint16:
+                stored = (stored.astype(np.uint32) << 16).view(np.float32)
+            assert (values == stored.astype(np.float32)).all(), name
+        else:
+            assert values.tobytes() == getattr(rows(*names), field).tobytes(), name
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_blocks_leave_no_trace(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a down projection read in several bands of columns, the last one narrow."""
+    source = write_checkpoint(tmp_path / "s", dtype=dtype, **VARIANTS["llama-tails"])
+    whole = folder_bytes(convert(source, tmp_path / "whole"))
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 72 * 48 * 4)
+    blocks = [b for b in reading.read_blocks(_opened(source), lambda file, tensor: True) if len(b.rows) == 3]
+    assert {len(block.rows[0]) for block in blocks} == {16, 4}
+    assert len({id(block.rows[2].base) for block in blocks}) > 2, "one band only"
+    in_blocks = folder_bytes(convert(source, tmp_path / "blocks"))
+    # The error is sampled block by block, so it alone may differ.
+    del whole["bundle.json"], in_blocks["bundle.json"]
+    assert in_blocks == whole
+
+
+def _opened(source: Path) -> Any:
+    from ondevice.converters.checkpoints.opening import open_checkpoint
+
+    return open_checkpoint(source)
+
+
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
+    one = write_checkpoint(tmp_path / "a" / "model", shards=2)
+    two = write_checkpoint(tmp_path / "b" / "model", shards=2)
+    for path in two.iterdir():
+        os.utime(path, (1, 1))
+    assert folder_bytes(convert(one, tmp_path / "x")) == folder_bytes(convert(two, tmp_path / "y"))
+
+
+def test_provenance_and_error(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "my-model")
+    errors = {}
+    for quant in ("q4", "q8", "f16"):
+        provenance = Bundle.open(convert(source, tmp_path / quant, quant)).manifest.provenance
+        assert (provenance.source, provenance.source_format) == ("my-model", "huggingface")
+        errors[quant] = provenance.quantisation_error
+    assert list(errors["q4"]) == ["attention", "embedding", "feed_forward", "head"]
+    assert all(0.05 < error < 0.12 for error in errors["q4"].values())
+    assert all(0.003 < error < 0.008 for error in errors["q8"].values())
+    assert errors["f16"] == {}
+
+
+def test_progress_is_monotonic_and_ends_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ondevice.converters.progress.REPORT_SECONDS", 0.0)
+    source = write_checkpoint(tmp_path / "s")
+    seen: list[Progress] = []
+    convert(source, tmp_path / "b", on_progress=seen.append)
+    sizes = sum(values.nbytes for values in random_tensors(tiny_config()).values())
+    assert {progress.total_bytes for progress in seen} == {sizes}
+    assert [p.done_bytes for p in seen] == sorted(p.done_bytes for p in seen)
+    assert seen[0].fraction < 0.5
+    assert (seen[-1].fraction, seen[-1].remaining_seconds) == (1.0, 0.0)
+    assert {p.step for p in seen} >= {"neurons-00001.safetensors", "embedding.safetensors"}
+    assert all(p.bytes_per_second > 0 for p in seen)
+
+
+def test_copies_that_carry_nothing_are_left_out(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    expected = folder_bytes(convert(source, tmp_path / "expected"))
+    config = json.loads((source / "config.json").read_text())
+    tensors = random_tensors(config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    save_safetensors(source / "model.safetensors", tensors)
+    assert folder_bytes(convert(source, tmp_path / "b")) == expected
+
+
+def test_a_hugging_face_cache_folder(tmp_path: Path) -> None:
+    """Snapshots are links to blobs outside the folder; the name is the repository's."""
+    plain = write_checkpoint(tmp_path / "plain")
+    repository = tmp_path / "hub" / "models--some-org--some-model"
+    snapshot = repository / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for path in plain.iterdir():
+        path.rename(repository / "blobs" / f"blob-{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
+    bundle = Bundle.open(convert(snapshot, tmp_path / "b"))
+    assert bundle.manifest.provenance.source == "some-org/some-model@01234567"
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "s")
+    cases: list[tuple[dict[str, Any], dict[str, float]]] = [
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+         {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 1e-9}, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.6, "repetition_penalty": 1e-5}, {"temperature": 0.6}),
+        ({"temperature": 0.6, "repetition_penalty": 1.1}, {"temperature": 0.0, "repetition_penalty": 1.1}),
+        ({"do_sample": True, "temperature": "hot", "top_p": 7, "top_k": -1}, {"temperature": 1.0}),
+        ({"max_new_tokens": 5}, {}),
+    ]  # fmt: skip
+    for number, (values, expected) in enumerate(cases):
+        (source / "generation_config.json").write_text(json.dumps(values))
+        bundle = Bundle.open(convert(source, tmp_path / str(number)))
+        assert bundle.manifest.generation == expected

@@ -1,0 +1,218 @@
+"""`config.json` to ModelConfig: what each family's keys mean, and which are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ondevice.config import ModelConfig, RopeScaling
+from ondevice.converters.architectures import tensors
+from ondevice.converters.architectures.registry import FAMILIES, read_config
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, VARIANTS, tensor_shapes, tiny_config
+
+
+def read(family: str = "llama", **options: Any) -> ModelConfig:
+    return read_config(tiny_config(family, **options))
+
+
+def without(family: str, *keys: str) -> ModelConfig:
+    return read_config({k: v for k, v in tiny_config(family).items() if k not in keys})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rope_style", ["legacy", "parameters"])
+def test_every_variant_and_both_rope_styles(variant: str, rope_style: str) -> None:
+    options = VARIANTS[variant]
+    config = read_config(tiny_config(**options, rope_style=rope_style))
+    assert config == read_config(tiny_config(**options))
+    assert config.architecture == options["family"]
+    assert tensors.tensor_shapes(config) == tensor_shapes(tiny_config(**options))
+    scaling = options.get("rope_scaling")
+    assert (config.rope_scaling.kind if config.rope_scaling else None) == (scaling and scaling["rope_type"])
+
+
+def test_transformers_reads_the_same_out_of_its_own_config(tmp_path: Any) -> None:
+    """Configs as `transformers` itself saves them, whole, with every default written out."""
+    transformers = pytest.importorskip("transformers")
+    for variant, options in VARIANTS.items():
+        values = tiny_config(**options)
+        saved = transformers.AutoConfig.for_model(values.pop("model_type"), **values).to_dict()
+        assert read_config(saved) == read_config(tiny_config(**options)), variant
+
+
+def test_llama_biases_are_on_the_output_too() -> None:
+    config = read(attention_bias=True)
+    assert (config.attention_bias, config.attention_output_bias, config.qk_norm) == (True, True, False)
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values_only() -> None:
+    config = read("qwen2")
+    assert (config.attention_bias, config.attention_output_bias, config.qk_norm) == (True, False, False)
+
+
+def test_qwen3_norms_heads() -> None:
+    config = read("qwen3")
+    assert (config.attention_bias, config.qk_norm, config.head_dim) == (False, True, 16)
+    assert without("qwen3", "head_dim").head_dim == 128
+
+
+@pytest.mark.parametrize(("options", "windows"), [
+    ({"sliding_window": 9}, (9, 9)),
+    ({"sliding_window": None}, (0, 0)),
+])  # fmt: skip
+def test_mistral_windows(options: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert read("mistral", **options).layer_windows == windows
+
+
+def test_mistral_without_the_key_means_the_first_release() -> None:
+    assert without("mistral", "sliding_window").layer_windows == (4096, 4096)
+
+
+def test_mistral_has_8_key_value_heads_where_it_does_not_say() -> None:
+    values = tiny_config("mistral", num_attention_heads=16)
+    del values["num_key_value_heads"]
+    assert read_config(values).num_kv_heads == 8
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("options", "windows"), [
+    ({"sliding_window": 9, "max_window_layers": 1}, (0, 0, 0)),
+    ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, (0, 9, 9)),
+    ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3}, (0, 0, 0)),
+    ({"use_sliding_window": True, "sliding_window": 9,
+      "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (9, 0, 9)),
+    ({"use_sliding_window": False, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+    ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, (0, 0, 0)),
+    ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+])  # fmt: skip
+def test_qwen_windows(family: str, options: dict[str, Any], windows: tuple[int, ...]) -> None:
+    assert read(family, num_hidden_layers=3, **options).layer_windows == windows
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_qwen_without_the_key_has_a_window_of_4096(family: str) -> None:
+    values = tiny_config(family, use_sliding_window=True, max_window_layers=1)
+    values.pop("sliding_window", None)
+    assert read_config(values).layer_windows == (0, 4096)
+
+
+@pytest.mark.parametrize(("name", "activation"), [
+    ("silu", "silu"), ("swish", "silu"), ("gelu", "gelu"), ("gelu_new", "gelu_tanh"),
+    ("gelu_pytorch_tanh", "gelu_tanh"), ("relu", "relu"), ("relu2", "relu2"),
+])  # fmt: skip
+def test_activations(name: str, activation: str) -> None:
+    assert read(hidden_act=name).hidden_act == activation
+
+
+def test_rope() -> None:
+    assert read(rope_scaling=LINEAR_ROPE).rope_scaling == RopeScaling("linear", 4.0)
+    assert read(rope_scaling=LLAMA3_ROPE).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    older = {"type": "linear", "factor": 2}
+    assert read(rope_scaling=older).rope_scaling == RopeScaling("linear", 2.0)
+    assert read(rope_scaling={"rope_type": "default"}).rope_scaling is None
+    short = {k: v for k, v in LLAMA3_ROPE.items() if k != "original_max_position_embeddings"}
+    assert read(rope_scaling=short).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 512)
+    assert read(rope_theta=5e5).rope_theta == 5e5
+    assert without("llama", "rope_theta", "rope_scaling").rope_theta == 10000.0
+
+
+def test_missing_and_null_keys_take_the_familys_defaults() -> None:
+    config = without("llama", "num_key_value_heads", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
+    assert (config.num_kv_heads, config.rms_norm_eps, config.hidden_act) == (4, 1e-6, "silu")
+    assert not config.tie_embeddings
+    assert read(num_key_value_heads=None, head_dim=None).head_dim == 16
+    assert without("llama", "max_position_embeddings").max_context == 2048
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
+    extras = {
+        "torch_dtype": "bfloat16", "dtype": "float16", "transformers_version": "4.1", "_name_or_path": "x/y",
+        "use_cache": False, "pad_token_id": 0, "initializer_range": 0.1, "attention_dropout": 0.1,
+        "quantization_config": None, "some_new_switch": False, "auto_map": {}, "pruned_heads": {},
+    }  # fmt: skip
+    assert read(family, **extras) == read(family)
+
+
+@pytest.mark.parametrize(("family", "key", "value"), [
+    ("llama", "final_logit_softcapping", 30.0), ("llama", "attn_logit_softcapping", 50.0),
+    ("llama", "query_pre_attn_scalar", 256), ("llama", "embedding_multiplier", 12.0),
+    ("llama", "residual_multiplier", 0.22), ("llama", "logits_scaling", 0),
+    ("llama", "pretraining_tp", 2), ("llama", "mlp_bias", True), ("llama", "partial_rotary_factor", 0.5),
+    ("llama", "sliding_window", 4096), ("llama", "quantization_config", {"bits": 4}),
+    ("llama", "auto_map", {"AutoModel": "evil.Model"}), ("llama", "is_encoder_decoder", True),
+    ("mistral", "attention_bias", True), ("mistral", "num_local_experts", 8),
+    ("qwen2", "use_mrope", True), ("qwen3", "layer_norm_scale", 1.0),
+])  # fmt: skip
+def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=key):
+        read(family, **{key: value})
+
+
+@pytest.mark.parametrize("scaling", [
+    {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"},
+    {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5},
+    {"rope_type": "default", "partial_rotary_factor": 0.25},
+    {"rope_type": "default", "mrope_section": [1, 2, 3]},
+])  # fmt: skip
+def test_other_rope_scalings_are_refused(scaling: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="rope_scaling"):
+        read(rope_scaling=scaling)
+    with pytest.raises(UnsupportedModelError, match="rope_parameters"):
+        read(rope_scaling=scaling, rope_style="parameters")
+
+
+def test_rope_parameters_by_layer_type_are_refused() -> None:
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}
+    with pytest.raises(UnsupportedModelError, match="full_attention"):
+        read("qwen3", rope_scaling=nested, rope_style="parameters")
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, mistral, qwen2, qwen3"),
+    ({"model_type": None}, "model_type"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+    ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
+    ({"num_key_value_heads": 3}, "multiple"),
+    ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
+    ({"vocab_size": 0}, "vocab_size"),
+    ({"head_dim": 15}, "odd"),
+])  # fmt: skip
+def test_unsupported_values(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        read(**changes)
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"hidden_size": "64"}, "hidden_size is '64'; it must be an integer"),
+    ({"hidden_size": 64.0}, "hidden_size"), ({"hidden_size": True}, "hidden_size"),
+    ({"hidden_size": None}, "no hidden_size"), ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"), ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings"), ({"hidden_act": ["silu"]}, "hidden_act"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, "factor"),
+    ({"rope_scaling": {"rope_type": 7}}, "rope_type"),
+    ({"rope_scaling": {"rope_type": "default", "type": "linear", "factor": 2.0}}, "contradict"),
+    ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 0.5}}, "high_freq_factor"),
+    ({"rope_scaling": LINEAR_ROPE, "rope_parameters": LLAMA3_ROPE}, "contradict"),
+])  # fmt: skip
+def test_damaged_values(changes: dict[str, Any], match: str) -> None:
+    scaling = changes.pop("rope_scaling", None)
+    with pytest.raises(CheckpointError, match=match):
+        read_config(tiny_config("llama") | changes | ({"rope_scaling": scaling} if scaling else {}))
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+    ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["sliding_attention"] * 2},
+     "sliding_window is null; take config.json from"),
+])  # fmt: skip
+def test_contradictory_windows(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        read("qwen2", **options)
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        read("qwen2", layer_types=["chunked_attention"] * 2)

@@ -1,0 +1,167 @@
+"""What the documents tell people to type exists: make targets, commands, options, API names, links."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import click
+import pytest
+
+import ondevice
+from ondevice.cli import cli
+from ondevice.units import parse_size
+from tests.support.command_line import command
+from tests.support.paths import ROOT
+
+DOCUMENTS = [
+    ROOT / name
+    for name in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "weights/README.md",
+        "weights/small-relu/README.md",
+        "docs/embedding.md",
+        "docs/mlx.md",
+        "examples/macos_app/README.md",
+    )
+]
+
+
+def code_lines(path: Path) -> list[str]:
+    """Lines of code blocks, indented or fenced, without their comments."""
+    lines = []
+    fenced = False
+    for line in path.read_text().splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line.strip())
+    return lines
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Every `ondevice ...` line of the code blocks, as arguments."""
+    found = []
+    for line in code_lines(path):
+        line = line.removeprefix("$ ")
+        if line.startswith("ondevice "):
+            found.append(shlex.split(line, comments=True)[1:])
+    return found
+
+
+def make_targets() -> set[str]:
+    text = (ROOT / "Makefile").read_text() + (ROOT / "tests/native/native.mk").read_text()
+    return {
+        name for names in re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE) for name in names.split()
+    }
+
+
+def python_blocks(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+def option_violations(arguments: list[str]) -> list[str]:
+    """Commands and options of one line that the command line doesn't have."""
+    name = arguments[0]
+    if name not in cli.commands:
+        return [name]
+    known = {flag for p in cli.commands[name].params if isinstance(p, click.Option) for flag in p.opts}
+    return [
+        flag for flag in arguments if flag.startswith("--") and flag.split("=")[0] not in known | {"--help"}
+    ]
+
+
+def test_the_two_commands_are_documented() -> None:
+    lines = [line.split("#")[0].strip() for line in code_lines(ROOT / "README.md")]
+    assert "make chat" in lines
+    assert "make test" in lines
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documented_make_targets_exist(path: Path) -> None:
+    mentioned = set(re.findall(r"(?:^|`| )make ([a-z][a-z-]+)", "\n".join(code_lines(path))))
+    mentioned |= set(re.findall(r"`make ([a-z][a-z-]+)", path.read_text()))
+    assert mentioned <= make_targets()
+
+
+def test_every_public_make_target_is_in_the_help() -> None:
+    text = (ROOT / "Makefile").read_text()
+    head = text[: text.index("SHELL :=")]
+    public = {"chat", "test", "test-slow", "check", "format", "bench", "clean"}
+    public |= {"test-native", "test-neon", "test-sanitize", "test-tsan"}
+    assert public <= make_targets()
+    assert [name for name in sorted(public) if not re.search(rf"\b{name}\b", head)] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documented_commands_and_options_exist(path: Path) -> None:
+    assert [wrong for line in commands(path) for wrong in option_violations(line)] == []
+
+
+def test_the_readme_shows_the_main_job() -> None:
+    assert {"convert", "inspect", "chat", "generate"} <= {line[0] for line in commands(ROOT / "README.md")}
+
+
+def test_an_undocumented_option_is_seen() -> None:
+    assert option_violations(["chat", "--model", "m", "--no-such-option"]) == ["--no-such-option"]
+    assert option_violations(["sing"]) == ["sing"]
+
+
+def test_python_examples_use_names_that_exist() -> None:
+    blocks = python_blocks(ROOT / "README.md")
+    assert blocks
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                owner = {"ondevice": ondevice, "model": ondevice.Model}.get(node.value.id)
+                assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", path.read_text())
+    local = [link for link in links if "://" not in link]
+    assert [link for link in local if not (path.parent / link).exists()] == []
+
+
+def small_budgets() -> list[tuple[str, list[str]]]:
+    """Documents, and their commands that run the shipped model under a budget, inline ones too."""
+    found = []
+    for path in [*DOCUMENTS, *sorted((ROOT / "docs").glob("*.md"))]:
+        inline = re.findall(r"`(ondevice [^`]*)`", path.read_text())
+        for line in [*commands(path), *(shlex.split(text)[1:] for text in inline)]:
+            if "--dram-budget" in line and not {"-m", "--model"} & set(line):
+                found.append((path.name, line))
+    return found
+
+
+def test_budgets_of_the_examples_hold_on_any_machine() -> None:
+    """What a process takes before it loads anything differs: a fifth more than the smallest here is room."""
+    assert ("README.md", "100MB") in [(name, line[-1]) for name, line in small_budgets()]
+    for name, line in small_budgets():
+        budget = parse_size(line[line.index("--dram-budget") + 1])
+        kept = [f"{flag}={line[line.index(flag) + 1]}" for flag in ("--sparsity",) if flag in line]
+        with tempfile.TemporaryDirectory() as home:
+            shown = subprocess.run(
+                command("inspect", "--json", *kept),
+                env=os.environ | {"ONDEVICE_HOME": home},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        least = json.loads(shown.stdout)["minimum_budget_bytes"]
+        assert budget >= 1.2 * least, f"{name}: {shlex.join(line)}: {least} bytes are the smallest here"
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    names = re.findall(r"`((?:ondevice|converters|weights|tests)/[\w./]*)`", (ROOT / "README.md").read_text())
+    assert names
+    assert [name for name in names if not (ROOT / name).exists()] == []

@@ -1,0 +1,222 @@
+"""The feed-forward of the neurons that fire, from their records, against the dense one: equal bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Bytes, Float32
+from ondevice.bundle.layout import neuron_layout
+from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.kernels import _native
+from tests.kernels.test_kernels import ENGINES, normal, on_every_target, packed
+from tests.support.sources import ArrayFeedForward, Bits, tiny_config
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Random neurons of which about a tenth fires for a token, and a run of them never does."""
+
+    source: ArrayFeedForward
+    records: Bytes
+    bits: Bits
+
+    @staticmethod
+    def of(hidden: int, neurons: int, bits: Bits) -> Layer:
+        gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
+        gate[neurons // 4 : neurons // 2] = -np.abs(gate[neurons // 4 : neurons // 2])
+        layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+        source = ArrayFeedForward(gate - 0.15, up, down, bits, layout)
+        return Layer(source, source.read(0, neurons), bits)
+
+    @property
+    def native(self) -> _native.FeedForward:
+        layout = self.source.layout
+        first, second = layout.part_offsets
+        return _native.FeedForward(
+            self.source.hidden_size,
+            self.bits,
+            layout.stride,
+            first,
+            second,
+            second + layout.parts[0][0].nbytes,
+        )
+
+    def dense(self, engine: _native.Engine, x: Float32, activation: int) -> Float32:
+        layer, blocks = self.native, -(-self.source.num_neurons // 64)
+        segment = _native.Segment(layer.segment_bytes(blocks))
+        layer.pack(engine, segment, blocks, 0, self.records)
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        layer.begin(engine, x)
+        layer.add(engine, [segment], len(x), activation)
+        layer.finish(engine, out)
+        return out
+
+    def gates(self, engine: _native.Engine, x: Float32) -> Float32:
+        out = np.empty((len(x), self.source.num_neurons), dtype=np.float32)
+        packed(engine, self.source.gate, self.bits)[0].forward(engine, x, None, out)
+        return out
+
+    def without(self, removed: NDArray[np.bool_]) -> Layer:
+        """The same layer, but these neurons (F,) contribute nothing: their up and down rows are zero."""
+        records = self.records.copy()
+        records[removed, self.source.layout.part_offsets[1] :] = 0
+        return Layer(self.source, records, self.bits)
+
+    def selected(self, engine: _native.Engine, x: Float32, scores: Float32, activation: int) -> Float32:
+        """Those with a score (T, F) above zero, each from a copy of its whole record."""
+        ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
+        copies = [self.records[i].copy() for i in ids]
+        parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        layer = self.native
+        layer.begin(engine, x)
+        layer.add_gathered(engine, ids, parts, True, scores, activation)
+        layer.finish(engine, out)
+        return out
+
+    def gathered(
+        self, engine: _native.Engine, x: Float32, activation: int, also: int = 0, blocks: int = 1 << 20
+    ) -> Float32:
+        """The same from scattered copies of the records of those that fire, and of `also` that don't.
+
+        At most so many `blocks` of 64 stored neurons are added at a time.
+        """
+        gates = self.gates(engine, x)
+        chosen = (gates > 0).any(axis=0)
+        chosen[np.flatnonzero(~chosen)[:also]] = True
+        ids = np.flatnonzero(chosen).astype(np.int32)
+        part = self.source.layout.part_offsets[1]
+        copies = [self.records[i, part:].copy() for i in ids]
+        parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
+        out = np.full(x.shape, np.nan, dtype=np.float32)
+        layer = self.native
+        layer.begin(engine, x)
+        for first in range(0, self.source.num_neurons, 64 * blocks):
+            batch = (ids >= first) & (ids < first + 64 * blocks)
+            layer.add_gathered(engine, ids[batch], parts[batch], False, gates, activation)
+        layer.finish(engine, out)
+        return out
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 19])
+def test_the_neurons_that_fire_give_the_dense_bits(
+    hidden: int, neurons: int, bits: Bits, activation: str, tokens: int
+) -> None:
+    layer, x, act = (
+        Layer.of(hidden, neurons, bits),
+        normal(tokens, hidden, seed=3),
+        ACTIVATIONS.index(activation),
+    )
+    dense = on_every_target(lambda engine: layer.dense(engine, x, act))
+    assert on_every_target(lambda engine: layer.gathered(engine, x, act)).tobytes() == dense.tobytes()
+    assert on_every_target(lambda engine: layer.gathered(engine, x, act, also=9)).tobytes() == dense.tobytes()
+    in_batches = on_every_target(lambda engine: layer.gathered(engine, x, act, blocks=2))
+    assert in_batches.tobytes() == dense.tobytes()
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("hidden", [100, 1088])
+def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activation: str) -> None:
+    layer, act = Layer.of(hidden, 200, bits), ACTIVATIONS.index(activation)
+    x, scores = normal(3, hidden, seed=3), normal(3, 200, seed=4)
+    scores[:, 64:128] = -1
+    together = on_every_target(lambda engine: layer.selected(engine, x, scores, act))
+    for token in range(3):
+        alone = on_every_target(
+            lambda engine, t=token: layer.selected(engine, x[t : t + 1], scores[t : t + 1], act)
+        )
+        dense = on_every_target(
+            lambda engine, t=token: layer.without(scores[t] <= 0).dense(engine, x[t : t + 1], act)
+        )
+        assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
+
+
+def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
+    """Scores (T, F): who counts for whom."""
+    scores = normal(tokens, neurons, seed=4)
+    if pattern == "sparse":
+        scores -= 1.5
+    elif pattern == "dense":
+        scores = np.abs(scores) + 0.1
+    elif pattern == "runs":
+        # Blocks that fire whole for some tokens and not at all for others, and a token that selects nobody.
+        scores = np.abs(scores)
+        scores[::2, : neurons // 2] *= -1
+        scores[-1] = -1
+    else:
+        # Every neuron counts for one token alone.
+        scores = -np.abs(scores)
+        scores[np.arange(neurons) % tokens, np.arange(neurons)] *= -1
+    return scores
+
+
+@pytest.mark.parametrize("pattern", ["sparse", "dense", "runs", "alone"])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(200, 330), (1100, 150)])
+@pytest.mark.parametrize("tokens", [2, 4, 7, 8, 17, 33])
+def test_tokens_together_have_the_bits_of_each_alone(
+    hidden: int, neurons: int, bits: Bits, tokens: int, pattern: str
+) -> None:
+    layer, act = Layer.of(hidden, neurons, bits), ACTIVATIONS.index("silu")
+    x, scores = normal(tokens, hidden, seed=3), patterned_scores(pattern, tokens, neurons)
+    together = on_every_target(lambda engine: layer.selected(engine, x, scores, act))
+    engine = _native.Engine(1, "auto")
+    for token in range(tokens):
+        one = slice(token, token + 1)
+        assert layer.selected(engine, x[one], scores[one], act).tobytes() == together[one].tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_more_than_working_memory_holds_at_once(bits: Bits) -> None:
+    """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
+    layer, act = Layer.of(64, 1000, bits), ACTIVATIONS.index("relu")
+    x, engine = normal(600, 64, seed=3), _native.Engine(2, "auto")
+    assert layer.gathered(engine, x, act).tobytes() == layer.dense(engine, x, act).tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
+def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> None:
+    layer, act = Layer.of(200, 130, bits), ACTIVATIONS.index("relu")
+    x, scores = normal(9, 200, seed=3), normal(9, 130, seed=4)
+    x[4, 7] = broken
+    alone = [
+        layer.selected(ENGINES["scalar", 1], x[t : t + 1], scores[t : t + 1], act) for t in range(len(x))
+    ]
+    for engine in ENGINES.values():
+        together = layer.selected(engine, x, scores, act)
+        assert np.isfinite(np.delete(together, 4, axis=0)).all()
+        # The sign of what is no number is the instruction set's affair.
+        np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
+    layer, engine = Layer.of(100, 70, bits), _native.Engine(1, "auto")
+    x, out = normal(2, 100), np.full((2, 100), np.nan, dtype=np.float32)
+    native = layer.native
+    native.begin(engine, x)
+    none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint64)
+    scores = np.zeros((2, 70), dtype=np.float32)
+    native.add_gathered(engine, *none, False, scores, ACTIVATIONS.index("relu"))
+    native.finish(engine, out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [5, 4], [-1, 2], [2, 70]])
+def test_ids_that_do_not_ascend_within_the_layer_are_refused(ids: list[int]) -> None:
+    layer, engine = Layer.of(64, 70, 8), _native.Engine(1, "auto")
+    parts = np.full(2, layer.records.ctypes.data, dtype=np.uint64)
+    layer.native.begin(engine, normal(1, 64))
+    with pytest.raises(ValueError, match="ascend"):
+        layer.native.add_gathered(
+            engine, np.array(ids, dtype=np.int32), parts, False, np.ones((1, 70), dtype=np.float32), 3
+        )

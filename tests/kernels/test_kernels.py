@@ -1,0 +1,379 @@
+"""Every kernel against a float64 oracle over shapes with tails, and byte for byte between targets.
+
+What is quantised inside a kernel (activations to int8) is quantised by the oracle's own few lines of numpy,
+so that the tolerance covers rounding of float32 sums and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.layout import neuron_layout
+from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.kernels import _native
+from tests.support.sources import ArrayFeedForward, quantise_rows, tiny_config
+
+TARGETS = _native.available_targets()
+ENGINES = {(target, threads): _native.Engine(threads, target) for target in TARGETS for threads in (1, 2)}
+SHAPES = [(1, 1), (16, 64), (17, 65), (37, 100), (64, 192), (130, 320)]
+TOKENS = 13
+
+
+def normal(*shape: int, seed: int = 0) -> Float32:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def on_every_target(run: Callable[[_native.Engine], Float32]) -> Float32:
+    """The one result of all targets on 1 and 2 threads; fails where a byte differs."""
+    results = {key: run(engine) for key, engine in ENGINES.items()}
+    first = results[TARGETS[0], 1]
+    for key, result in results.items():
+        assert result.tobytes() == first.tobytes(), f"{key} differs from {(TARGETS[0], 1)}"
+    return first
+
+
+def quantised_activations(x: Float32) -> NDArray[np.float64]:
+    """What the kernels multiply with: x as int8 codes times a scale per group of 64, in float64."""
+    padded = np.zeros((len(x), -(-x.shape[1] // 64) * 64), dtype=np.float32)
+    padded[:, : x.shape[1]] = x
+    groups = padded.reshape(len(x), -1, 64)
+    codes, scales = blockwise_int8(groups)
+    return (codes * scales).reshape(padded.shape)
+
+
+def blockwise_int8(x: Float32) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """x (..., n) as the kernels quantise a vector: int8 codes (..., n) and one scale (..., 1), both exact."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        codes = np.where(largest > 0, np.rint(x * (np.float32(127) / largest)), 0)
+    return codes.astype(np.float64), (largest / np.float32(127)).astype(np.float64)
+
+
+def packed(engine: _native.Engine, weight: Float32, bits: int) -> tuple[_native.Matrix, NDArray[np.float64]]:
+    codes, scales, biases, exact = quantise_rows(weight, bits)  # type: ignore[arg-type]
+    matrix = _native.Matrix(*weight.shape, bits)
+    for row in range(0, len(weight), 7):
+        part = slice(row, row + 7)
+        matrix.load_rows(engine, row, codes[part], scales[part].view(np.uint16), biases[part].view(np.uint16))
+    return matrix, exact.astype(np.float64)
+
+
+def test_scalar_is_always_there_and_last() -> None:
+    assert TARGETS[-1] == "scalar"
+    assert _native.Engine(1, "auto").target == TARGETS[0]
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear(bits: int, shape: tuple[int, int]) -> None:
+    rows, cols = shape
+    weight, bias, x = normal(rows, cols), normal(rows, seed=1), normal(TOKENS, cols, seed=2)
+
+    def run(engine: _native.Engine) -> Float32:
+        out = np.full((TOKENS, rows), np.nan, dtype=np.float32)
+        packed(engine, weight, bits)[0].forward(engine, x, bias, out)
+        return out
+
+    out = on_every_target(run)
+    exact = packed(ENGINES[TARGETS[0], 1], weight, bits)[1]
+    used = x.astype(np.float64) if bits == 16 else quantised_activations(x)[:, :cols]
+    # Where columns are padded, the padding's codes meet zero activations.
+    np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_token_has_the_same_bits_in_any_company(bits: int) -> None:
+    weight, x = normal(100, 200), normal(35, 200, seed=1)
+    for engine in ENGINES.values():
+        matrix, _ = packed(engine, weight, bits)
+        together = np.empty((35, 100), dtype=np.float32)
+        matrix.forward(engine, x, None, together)
+        for first, last in ((0, 1), (3, 5), (5, 8), (8, 15), (15, 24), (24, 35)):
+            apart = np.empty((last - first, 100), dtype=np.float32)
+            matrix.forward(engine, x[first:last], None, apart)
+            assert apart.tobytes() == together[first:last].tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_extreme_codes_do_not_saturate(bits: int) -> None:
+    """All codes at their maximum against all activations at theirs: pairs of products pass 2^15."""
+    weight = np.tile(np.where(np.arange(128) % 64 == 0, -1.0, 1.0).astype(np.float32), (16, 1))
+    x = np.ones((1, 128), dtype=np.float32)
+
+    def run(engine: _native.Engine) -> Float32:
+        out = np.empty((1, 16), dtype=np.float32)
+        packed(engine, weight, bits)[0].forward(engine, x, None, out)
+        return out
+
+    exact = packed(ENGINES[TARGETS[0], 1], weight, bits)[1]
+    np.testing.assert_allclose(on_every_target(run), x.astype(np.float64) @ exact.T, rtol=1e-4)
+
+
+def hidden_activations(engine: _native.Engine, source: ArrayFeedForward, x: Float32) -> Float32:
+    """silu(gate) * up, by kernels that have oracles of their own: the bits that the down projection gets."""
+    gate, up = np.empty((2, len(x), source.num_neurons), dtype=np.float32)
+    packed(engine, source.gate, source.bits)[0].forward(engine, x, None, gate)
+    packed(engine, source.up, source.bits)[0].forward(engine, x, None, up)
+    h = np.empty(gate.size, dtype=np.float32)
+    _native.activate(engine, ACTIVATIONS.index("silu"), gate.reshape(-1), up.reshape(-1), h)
+    return h.reshape(gate.shape)
+
+
+def down_oracle(h: Float32, down: Float32, bits: Literal[4, 8]) -> NDArray[np.float64]:
+    """(T, D) from h (T, F) and down (F, D), as feed_forward.cc says: h * scale in int8, blocks of 64 neurons.
+
+    The codes count from their middle; the biases' share isn't quantised.
+    """
+    _, scales, biases, exact = quantise_rows(down, bits)
+    middle = 8 if bits == 4 else 128
+    neurons, hidden = down.shape
+    out = np.zeros((len(h), hidden))
+    for group, columns in enumerate(slice(j, j + 64) for j in range(0, hidden, 64)):
+        scale, bias = scales[:, group].astype(np.float32), biases[:, group].astype(np.float64)
+        offset = bias + middle * scale.astype(np.float64)
+        # What is left of a weight is scale * (code - middle), and the scale has moved into the activation.
+        centred = (exact[:, columns] - offset[:, None]) / np.where(scale == 0, 1, scale)[:, None]
+        moved = h * scale
+        for block in (slice(n, n + 64) for n in range(0, neurons, 64)):
+            codes, step = blockwise_int8(moved[:, block])
+            out[:, columns] += codes * step @ np.rint(centred[block])
+        out[:, columns] += (h.astype(np.float64) @ offset)[:, None]
+    return out
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
+def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> None:
+    gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
+    layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+    source = ArrayFeedForward(gate, up, down, bits, layout)
+    x, blocks = normal(TOKENS, hidden, seed=3), -(-neurons // 64)
+    first, second = layout.part_offsets
+    offsets = (first, second, second + layout.parts[0][0].nbytes)
+
+    def run(engine: _native.Engine) -> Float32:
+        layer = _native.FeedForward(hidden, bits, layout.stride, *offsets)
+        segment = _native.Segment(layer.segment_bytes(blocks))
+        layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
+        out = np.full((TOKENS, hidden), np.nan, dtype=np.float32)
+        layer.begin(engine, x)
+        layer.add(engine, [segment], TOKENS, ACTIVATIONS.index("silu"))
+        layer.finish(engine, out)
+        return out
+
+    out = on_every_target(run)
+    h = hidden_activations(ENGINES[TARGETS[0], 1], source, x)
+    if bits == 16:
+        expected = h.astype(np.float64) @ quantise_rows(down, 16)[3].astype(np.float64)
+    else:
+        expected = down_oracle(h, down, bits)
+    terms = np.abs(h).astype(np.float64) @ np.abs(down)
+    assert (np.abs(out - expected) <= 1e-6 * terms).all(), np.max(np.abs(out - expected) / terms)
+
+
+@pytest.mark.parametrize("window", [0, 1, 37])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])
+def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) -> None:
+    """Against softmax(q k / sqrt(dim)) v in float64, over keys and values as they are stored."""
+    tokens = 150
+    q, k, v = (normal(tokens, n, dim, seed=n + 7 * i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    block_bytes = kv_heads * 2 * 64 * (dim * bits // 8 + (4 if bits == 8 else 0))
+
+    def run(engine: _native.Engine) -> Float32:
+        memory = np.zeros((3, block_bytes), dtype=np.uint8)
+        blocks = np.array([block.ctypes.data for block in memory], dtype=np.uint64)
+        _native.kv_write(engine, blocks, 0, bits, 0, k, v)
+        out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
+        for first, last in ((0, 1), (1, 70), (70, 150)):
+            part = slice(first, last)
+            _native.attention(engine, q[part], blocks, 0, bits, kv_heads, first, window, None, out[part])
+        return out
+
+    stored = []
+    for x in (k, v):
+        codes, scales = blockwise_int8(x) if bits == 8 else (x.astype(np.float16).astype(np.float64), 1.0)
+        stored.append(np.repeat(codes * scales, heads // kv_heads, axis=1).swapaxes(0, 1))
+    keys, values = stored
+    scores = q.astype(np.float64).swapaxes(0, 1) @ keys.swapaxes(1, 2) / np.sqrt(dim)
+    age = np.arange(tokens)[:, None] - np.arange(tokens)
+    scores[:, (age < 0) | (age >= (window or tokens))] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    expected = (weights / weights.sum(axis=2, keepdims=True) @ values).swapaxes(0, 1).reshape(tokens, -1)
+    np.testing.assert_allclose(on_every_target(run), expected, rtol=0, atol=2e-6)
+
+
+BROKEN = [[np.nan], [np.inf], [-np.inf], [np.nan, 3.0], [np.inf, np.nan, 1.0]]
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("values", BROKEN)
+def test_what_is_not_finite_makes_every_output_of_its_token_so(bits: int, values: list[float]) -> None:
+    """Whatever comes later in the same lane, and of no other token."""
+    weight, x = normal(40, 200), normal(5, 200, seed=1)
+    broken = x.copy()
+    broken[3, 70 : 70 + 16 * len(values) : 16] = values
+
+    def run(engine: _native.Engine, x: Float32) -> Float32:
+        out = np.zeros((5, 40), dtype=np.float32)
+        packed(engine, weight, bits)[0].forward(engine, x, None, out)
+        return out
+
+    out = on_every_target(lambda engine: run(engine, broken))
+    assert not np.isfinite(out[3]).any()
+    others = [0, 1, 2, 4]
+    assert out[others].tobytes() == on_every_target(lambda engine: run(engine, x))[others].tobytes()
+
+
+def test_no_activation_makes_a_number_of_nan() -> None:
+    gate, up = np.array([np.nan, 1.0, np.nan], np.float32), np.array([1.0, np.nan, np.nan], np.float32)
+    for activation in range(5):
+
+        def run(engine: _native.Engine, activation: int = activation) -> Float32:
+            out = np.zeros(3, np.float32)
+            _native.activate(engine, activation, gate, up, out)
+            return out
+
+        assert np.isnan(on_every_target(run)).all()
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 256])
+def test_rms_norm(n: int) -> None:
+    x, weight = normal(3, n), normal(n, seed=1)
+
+    def run(engine: _native.Engine) -> Float32:
+        out = np.empty_like(x)
+        _native.rms_norm(engine, x, weight, 1e-5, out)
+        return out
+
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("head_dim", [2, 8, 10, 64, 128])
+def test_head_norm_and_rope_work_on_slices_of_a_wider_row(head_dim: int) -> None:
+    wide = normal(5, 3 * head_dim + 7)
+    weight, angle = normal(head_dim, seed=1), normal(5, head_dim // 2, seed=2)
+    cos, sin = np.cos(angle), np.sin(angle)
+
+    def run(engine: _native.Engine) -> Float32:
+        buffer = wide.copy()
+        heads = buffer[:, 7:].reshape(5, 3, head_dim)
+        assert np.shares_memory(heads, buffer)
+        _native.head_norm(engine, heads, weight, 1e-6)
+        _native.rope(engine, heads, cos, sin)
+        assert buffer[:, :7].tobytes() == wide[:, :7].tobytes()
+        return buffer
+
+    heads = wide[:, 7:].reshape(5, 3, head_dim).astype(np.float64)
+    heads = heads / np.sqrt((heads**2).mean(axis=2, keepdims=True) + 1e-6) * weight
+    a, b = heads[..., : head_dim // 2], heads[..., head_dim // 2 :]
+    c, s = cos[:, None], sin[:, None]
+    expected = np.concatenate([a * c - b * s, b * c + a * s], axis=2).reshape(5, -1)
+    np.testing.assert_allclose(on_every_target(run)[:, 7:], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_activations_against_float64() -> None:
+    from math import erf
+
+    gate = np.concatenate([np.linspace(-30, 30, 1003), [-1e4, -0.0, 0.0, 1e4]]).astype(np.float32)
+    up = normal(len(gate))
+    wide = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = {
+            0: wide / (1 + np.exp(-wide)),
+            1: wide * np.array([0.5 * (1 + erf(v / np.sqrt(2))) for v in wide]),
+            2: 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
+            3: np.maximum(wide, 0),
+            4: np.maximum(wide, 0) ** 2,
+        }
+    for activation, values in expected.items():
+
+        def run(engine: _native.Engine, activation: int = activation) -> Float32:
+            out = np.empty_like(gate)
+            _native.activate(engine, activation, gate, up, out)
+            return out
+
+        np.testing.assert_allclose(on_every_target(run), values * up, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_rows_read_back_within_half_a_step(bits: int) -> None:
+    weight = normal(33, 130) * 0.1
+    weight[0] = 0.0
+    weight[1] = 3.0
+
+    def run(engine: _native.Engine) -> Float32:
+        groups = 3
+        codes = np.zeros((33, groups * 8 * bits), dtype=np.uint8)
+        scales, biases = np.zeros((2, 33, groups), dtype=np.uint16)
+        assert _native.quantize_rows(engine, weight, bits, codes, scales, biases)
+        rows = np.concatenate([codes, scales.view(np.uint8), biases.view(np.uint8)], axis=1)
+        out = np.empty((33, 64 * groups), dtype=np.float32)
+        _native.dequantize_rows(engine, bits, rows, 130, out)
+        return out
+
+    out = on_every_target(run)[:, :130]
+    groups = [weight[:, g : g + 64] for g in (0, 64, 128)]
+    steps = [(g.max(axis=1) - g.min(axis=1)) / (2**bits - 1) for g in groups]
+    widened = [np.repeat(s[:, None], g.shape[1], 1) for s, g in zip(steps, groups, strict=True)]
+    step = np.concatenate(widened, 1)
+    # Making zero exact may stretch a step by half a code's share of the range.
+    assert (np.abs(out - weight) <= 0.75 * step * (1 + 8 / 2**bits) + 2e-3 * np.abs(weight) + 1e-6).all()
+    assert (out[0] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_quantising_in_place_equals_quantising_a_float32_copy(dtype: type, bits: int) -> None:
+    source = normal(70, 45)
+    if dtype is np.float16:
+        stored = source.astype(np.float16)
+        source = stored.astype(np.float32)
+    elif dtype is np.uint16:
+        stored = (source.view(np.uint32) >> 16).astype(np.uint16)
+        source = (stored.astype(np.uint32) << 16).view(np.float32)
+    else:
+        stored = source
+    engine = ENGINES[TARGETS[0], 2]
+    for view, plain in ((stored, source), (stored.T, np.ascontiguousarray(source.T))):
+        results = []
+        for x in (view, plain):
+            groups = -(-x.shape[1] // 64)
+            codes = np.full((len(x), groups * 8 * bits), 255, dtype=np.uint8)
+            scales, biases = np.zeros((2, len(x), groups), dtype=np.uint16)
+            assert _native.quantize_rows(engine, x, bits, codes, scales, biases)
+            results.append(codes.tobytes() + scales.tobytes() + biases.tobytes())
+        assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_values_that_cannot_be_stored_are_reported(value: float) -> None:
+    weight = normal(20, 64)
+    weight[7, 5] = value
+    for bits in (4, 8, 16):
+        codes = np.zeros((20, 8 * bits), dtype=np.uint8)
+        scales, biases = np.zeros((2, 20, 1), dtype=np.uint16)
+        assert not _native.quantize_rows(ENGINES[TARGETS[0], 2], weight, bits, codes, scales, biases)
+
+
+def test_arguments_are_checked_before_any_byte_is_touched() -> None:
+    engine = ENGINES[TARGETS[0], 1]
+    matrix = _native.Matrix(16, 64, 4)
+    codes, halves = np.zeros((16, 32), dtype=np.uint8), np.zeros((16, 1), dtype=np.uint16)
+    with pytest.raises(ValueError, match="outside the matrix"):
+        matrix.load_rows(engine, 1, codes, halves, halves)
+    with pytest.raises(ValueError, match=r"out is \(T, rows\)"):
+        matrix.forward(engine, np.zeros((1, 64), np.float32), None, np.zeros((1, 15), np.float32))
+    heads = np.zeros((1, 1, 8), dtype=np.float32)
+    with pytest.raises(ValueError, match="past the last KV block"):
+        _native.kv_write(engine, np.zeros(0, dtype=np.uint64), 0, 8, 0, heads, heads)
+    with pytest.raises(ValueError, match="can't run on this machine"):
+        _native.Engine(1, "sse9")

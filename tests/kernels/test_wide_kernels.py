@@ -1,0 +1,200 @@
+"""What one call does of a layer, against the kernels it is made of called one by one: equal bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ondevice.backends.base import Float32
+from ondevice.bundle.layout import neuron_layout
+from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.kernels import _native
+from tests.backends.test_token_tree import PARENTS, TokenTree
+from tests.kernels.test_gathered import Layer
+from tests.kernels.test_kernels import ENGINES, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
+from tests.support.sources import ArrayFeedForward, Bits, tiny_config
+
+EPS = 1e-5
+SCALAR = ENGINES["scalar", 1]
+
+
+def normed(x: Float32, weight: Float32) -> Float32:
+    out = np.empty_like(x)
+    _native.rms_norm(SCALAR, x, weight, EPS, out)
+    return out
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_a_product_of_normed_rows_on_top_of_others(tokens: int, shape: tuple[int, int], bits: int) -> None:
+    rows, cols = shape
+    weight, bias, norm = normal(rows, cols), normal(rows, seed=1), normal(cols, seed=2)
+    x, added = normal(tokens, cols, seed=3), normal(tokens, rows, seed=4)
+    expected = np.empty_like(added)
+    packed(SCALAR, weight, bits)[0].forward(SCALAR, normed(x, norm), bias, expected)
+    expected += added
+
+    def run(engine: _native.Engine) -> Float32:
+        matrix, out = packed(engine, weight, bits)[0], added.copy()
+        matrix.forward(engine, x, bias, out, norm, EPS, out)
+        apart = np.full_like(out, np.nan)
+        matrix.forward(engine, x, bias, apart, norm, EPS, added)
+        assert apart.tobytes() == out.tobytes()
+        return out
+
+    assert on_every_target(run).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (192, 321)])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_a_feed_forward_of_normed_rows_on_top_of_others(
+    tokens: int, hidden: int, neurons: int, bits: Bits
+) -> None:
+    gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
+    layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
+    source = ArrayFeedForward(gate, up, down, bits, layout)
+    x, norm, blocks = normal(tokens, hidden, seed=3), normal(hidden, seed=4), -(-neurons // 64)
+    first, second = layout.part_offsets
+
+    def run(engine: _native.Engine, wide: bool) -> Float32:
+        up_bytes = layout.parts[0][0].nbytes
+        layer = _native.FeedForward(hidden, bits, layout.stride, first, second, second + up_bytes)
+        segment = _native.Segment(layer.segment_bytes(blocks))
+        layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
+        out, silu = x.copy(), ACTIVATIONS.index("silu")
+        if not wide:
+            layer.begin(engine, normed(x, norm))
+            layer.add(engine, [segment], tokens, silu)
+            layer.finish(engine, out)
+            return out
+        layer.begin(engine, x, norm, EPS)
+        layer.add(engine, [segment], tokens, silu)
+        layer.finish(engine, out, out)
+        at_once = x.copy()
+        layer.forward(engine, at_once, [segment], silu, at_once, norm, EPS, at_once)
+        assert at_once.tobytes() == out.tobytes()
+        return out
+
+    expected = run(SCALAR, False) + x
+    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
+    tokens: int, hidden: int, neurons: int, whole: bool, bits: Bits
+) -> None:
+    """Scored, chosen and found in one call, or by others: by gates, or predicted for whole records."""
+    layer = Layer.of(hidden, neurons, bits)
+    x, norm, relu = normal(tokens, hidden, seed=3), normal(hidden, seed=4), ACTIVATIONS.index("relu")
+    slots = np.random.default_rng(0).permutation(neurons + 3)[:neurons].astype(np.int32)
+    stored = np.zeros((neurons + 3, layer.records.shape[1]), dtype=np.uint8)
+    stored[slots] = layer.records
+    part = 0 if whole else layer.source.layout.part_offsets[1]
+    addresses = stored.ctypes.data + part + np.arange(neurons + 3, dtype=np.uint64) * stored.shape[1]
+
+    rank, bias = 5, normal(neurons, seed=5) if whole else None
+    down, up = normal(rank, hidden, seed=6), normal(neurons, rank, seed=7)
+
+    def run(engine: _native.Engine, wide: bool) -> Float32:
+        out, native = x.copy(), layer.native
+        narrow = packed(engine, down, bits)[0] if whole else None
+        scorer = packed(engine, up if whole else layer.source.gate, bits)[0]
+        if wide:
+            places = (slots, addresses, whole, relu, out, norm, EPS, out)
+            count = native.forward_selected(engine, x, scorer, bias, narrow, *places)
+            assert 0 <= count <= neurons
+            return out
+        rows = given = normed(x, norm)
+        if narrow is not None:
+            given = np.empty((tokens, rank), dtype=np.float32)
+            narrow.forward(engine, rows, None, given)
+        scores = np.empty((tokens, neurons), dtype=np.float32)
+        scorer.forward(engine, given, bias, scores)
+        ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
+        native.begin(engine, rows)
+        native.add_gathered(engine, ids, addresses[slots[ids]], whole, scores, relu)
+        native.finish(engine, out)
+        return out
+
+    expected = run(SCALAR, False) + x
+    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 10), (4, 1, 64), (2, 2, 128)])
+def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int, window: int) -> None:
+    """A text in three passes, the last of them the nodes of a tree."""
+    tree = TokenTree(PARENTS)
+    passes = [(0, 1, None), (1, 70, None), (70, 70 + len(tree), (tree.parents, tree.depths))]
+    tokens, width = passes[-1][1], (heads + 2 * kv_heads) * dim
+    qkv, angle = normal(tokens, width), normal(tokens, dim // 2, seed=1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    norms = (normal(dim, seed=2), normal(dim, seed=3), EPS) if with_norms else None
+    block_bytes = kv_heads * 2 * 64 * (dim * bits // 8 + (4 if bits == 8 else 0))
+
+    def run(engine: _native.Engine, wide: bool) -> Float32:
+        memory = np.zeros((2, block_bytes), dtype=np.uint8)
+        blocks = np.array([block.ctypes.data for block in memory], dtype=np.uint64)
+        results = []
+        for first, last, nodes in passes:
+            given, turn = qkv[first:last].copy(), (cos[first:last], sin[first:last])
+            out = np.full((last - first, heads * dim), np.nan, dtype=np.float32)
+            if wide:
+                shape = (0, bits, heads, kv_heads, first, window)
+                _native.attend(engine, given, blocks, *shape, *turn, norms, nodes, out)
+            else:
+                parts = given.reshape(last - first, -1, dim)
+                q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
+                for part, norm in zip((q, k), norms[:2] if norms else (None, None), strict=True):
+                    if norm is not None:
+                        _native.head_norm(engine, part, norm, EPS)
+                    _native.rope(engine, part, *turn)
+                _native.kv_write(engine, blocks, 0, bits, first, k, v)
+                _native.attention(engine, q, blocks, 0, bits, kv_heads, first, window, nodes, out)
+            results += [out.tobytes(), given.tobytes()]
+        return np.frombuffer(b"".join([*results, memory.tobytes()]), dtype=np.uint8)
+
+    expected = run(SCALAR, False)
+    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+
+
+def test_arguments_are_checked() -> None:
+    engine, none = ENGINES[TARGETS[0], 1], np.zeros(0, np.uint64)
+    x, out, wrong = np.zeros((1, 64), np.float32), np.zeros((1, 16), np.float32), np.zeros(63, np.float32)
+    matrix, layer = _native.Matrix(16, 64, 8), _native.FeedForward(64, 8, 204, 0, 68, 136)
+    with pytest.raises(ValueError, match="as long as what it norms"):
+        matrix.forward(engine, x, None, out, wrong, EPS)
+    with pytest.raises(ValueError, match="shape of out"):
+        matrix.forward(engine, x, None, out, None, EPS, x)
+    with pytest.raises(ValueError, match="as long as what it norms"):
+        layer.begin(engine, x, wrong, EPS)
+    with pytest.raises(ValueError, match="shape of out"):
+        layer.finish(engine, x, out)
+    slots, places = np.zeros(16, np.int32), np.zeros(2, np.uint64)
+    for wrong_slots, narrow, message in (
+        (slots + 2, None, "a neuron has no slot"),
+        (slots - 1, None, "a neuron has no slot"),
+        (slots[1:].copy(), None, "slots are"),
+        (slots, matrix, "follow each other"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.forward_selected(engine, x, matrix, None, narrow, wrong_slots, places, False, 3, x)
+    qkv, angles, context = np.zeros((1, 24), np.float32), np.zeros((1, 4), np.float32), out[:, :8].copy()
+    with pytest.raises(ValueError, match="past the last KV block"):
+        _native.attend(engine, qkv, none, 0, 8, 1, 1, 0, 0, angles, angles, None, None, context)
+    for heads, table, norm, to, message in (
+        (3, angles, None, context, "qkv is"),
+        (1, angles[:, :3].copy(), None, context, "cos and sin"),
+        (1, angles, wrong, context, "norms of heads"),
+        (1, angles, None, out, "out is"),
+    ):
+        norms = None if norm is None else (norm, norm, EPS)
+        with pytest.raises(ValueError, match=message):
+            _native.attend(engine, qkv, none, 0, 8, heads, 1, 0, 0, table, angles, norms, None, to)

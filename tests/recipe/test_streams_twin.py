@@ -1,0 +1,185 @@
+"""PyTorch trained the shipped streams, MLX trains users': both have the same logits, losses and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.paths import SHIPPED
+
+torch = pytest.importorskip("torch")
+mx = pytest.importorskip("mlx.core")
+
+from torch.nn import functional  # noqa: E402
+
+from ondevice.backends.base import KVLayout  # noqa: E402
+from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
+from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
+from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
+from ondevice.bundle.reader import Bundle  # noqa: E402
+from ondevice.bundle.streams import Streams as StreamFacts  # noqa: E402
+from ondevice.converters.training.streams.loss import Window, load_top, stream_loss  # noqa: E402
+from ondevice.flash.reader import FlashReader  # noqa: E402
+from ondevice.model.kv_cache import KVCache  # noqa: E402
+from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
+from ondevice.model.stream_loading import load_streams  # noqa: E402
+from ondevice.model.transformer import Narrowed, Transformer  # noqa: E402
+from ondevice.model.weights import LowRank, StreamLayer, StreamWeights  # noqa: E402
+from recipe import stream_loss as recipe_loss  # noqa: E402
+from recipe.export import model_of_bundle  # noqa: E402
+from recipe.frozen import Frozen  # noqa: E402
+from recipe.multi_stream import Streams, StreamSizes  # noqa: E402
+
+TOKENS = [1, 300, 41, 957, 2048, 77, 12, 3999, 500, 6, 700, 801]
+LONGER, RUN = [*TOKENS, 17, 5, 2500, 92, 431, 1100, 8, 3071, 64], range(8, 16)
+"""A window, and those of its tokens whose streams are trained."""
+Arrays = dict[str, Any]
+
+
+def of_mlx(bundle: Bundle, reader: FlashReader) -> tuple[Transformer, Arrays]:
+    """The model, and the arrays of its streams by the names of their file."""
+    backend = MlxFloatBackend()
+    weights = load_weights(bundle, reader, backend)
+    streams = load_streams(bundle, reader, backend, len(bundle_files(bundle)))
+    arrays: Arrays = {"embeddings": mx.stack(list(streams.embeddings))}
+    for layer, adapters in enumerate(streams.layers, streams.first_layer):
+        for part in ("qkv", "out", "feed_forward"):
+            low = getattr(adapters, part)
+            arrays |= {
+                f"layers.{layer}.{part}.down": low.down.weight,
+                f"layers.{layer}.{part}.up": low.up.weight,
+            }
+    return Transformer(bundle.config, backend, weights, streams), arrays
+
+
+def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
+    """(tokens, streams, V) with the streams that `arrays` make."""
+    first = model.streams.first_layer  # type: ignore[union-attr]
+
+    def low(name: str) -> LowRank:
+        return LowRank(*(MlxLinear(arrays[f"{name}.{side}"], None) for side in ("down", "up")))
+
+    layers = tuple(
+        StreamLayer(*(low(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
+        for layer in range(first, model.config.num_layers)
+    )
+    streams = StreamWeights(tuple(arrays["embeddings"]), first, layers, None, shared=False)
+    transformer = Transformer(model.config, model.backend, model.weights, streams)
+    layout = KVLayout(model.config, 32)
+    every = range(len(TOKENS))
+    found = transformer.run(
+        TOKENS, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=lambda x: Narrowed(every, every)
+    )
+    return mx.stack([transformer.logits(found.streams[token]) for token in every])
+
+
+@pytest.fixture
+def shipped() -> Iterator[tuple[Bundle, FlashReader]]:
+    bundle = Bundle.open(SHIPPED)
+    with FlashReader(bundle_files(bundle, streams=True)) as reader:
+        yield bundle, reader
+
+
+def of_recipe(bundle: Bundle, facts: StreamFacts, arrays: Arrays) -> tuple[Frozen, Streams]:
+    """The same model and streams there."""
+    sizes = StreamSizes(
+        bundle.config.num_layers - facts.first_layer,
+        facts.streams,
+        facts.attention_rank,
+        facts.feed_forward_rank,
+        facts.pruning_rank,
+    )
+    base = Frozen(model_of_bundle(SHIPPED), torch.float32)
+    streams = Streams(base.shape, sizes)
+    state = {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}
+    missing = streams.load_state_dict(state, strict=False).missing_keys
+    assert all(name.startswith("pruning") for name in missing)
+    return base, streams
+
+
+def compare(found: Arrays, streams: Streams, part: float) -> None:
+    """Every gradient, within `part` of its largest value."""
+    for name, gradient in found.items():
+        theirs = streams.get_parameter(name).grad.numpy()
+        assert np.abs(theirs).max() > 0
+        np.testing.assert_allclose(np.array(gradient), theirs, atol=part * np.abs(theirs).max(), err_msg=name)
+
+
+def test_logits_and_gradients_are_those_of_the_recipe(shipped: tuple[Bundle, FlashReader]) -> None:
+    bundle, facts = shipped[0], shipped[0].streams
+    assert facts is not None
+    model, arrays = of_mlx(*shipped)
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((len(TOKENS), facts.streams, bundle.config.vocab_size)).astype(np.float32)
+    base, streams = of_recipe(bundle, facts, arrays)
+    ids = torch.tensor([TOKENS])
+    hidden = streams(base, base.trace(ids, streams.first_layer), torch.arange(len(TOKENS))[None])
+    expected = functional.linear(hidden[0], base.head)
+    np.testing.assert_allclose(np.array(mlx_logits(model, arrays)), expected.detach().numpy(), atol=2e-3)
+
+    (expected * torch.from_numpy(weights)).sum().backward()
+    found = mx.grad(lambda given: (mlx_logits(model, given) * mx.array(weights)).sum())(arrays)
+    assert set(found) == {name for name, _ in streams.named_parameters() if not name.startswith("pruning")}
+    compare(found, streams, 2e-3)
+
+
+def entering(model: Transformer, tokens: list[int]) -> Any:
+    """(tokens, D) what enters the stream layers."""
+    seen: list[Any] = []
+
+    def narrow(x: Any) -> Narrowed:
+        seen.append(x)
+        return Narrowed(range(len(tokens)))
+
+    layout = KVLayout(model.config, 32)
+    model.run(tokens, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=narrow)
+    return seen[0]
+
+
+@pytest.mark.parametrize("resident_tokens", [0, 1, 5])
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+def test_losses_and_their_gradients_are_those_of_the_recipe(
+    shipped: tuple[Bundle, FlashReader],
+    mode: Any,
+    resident_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it at once, as an update has it, by every parameter.
+
+    Both take the mean over the positions that are trained, and of all streams there (lossless) or a tenth of
+    each beside the mean over all of the text's next tokens (shared). MLX takes a run of positions, the recipe
+    one in every few: here those of the run. Where what a stream guesses lies behind the window, the recipe
+    leaves that stream out, and MLX takes no such position, nor does this run, which goes as far as may be.
+    Of the pruning adapter's guesses the recipe takes one in four: here all.
+    """
+    bundle = shipped[0]
+    assert bundle.streams is not None
+    facts = replace(bundle.streams, mode=mode)
+    assert RUN.stop + facts.streams == len(LONGER) - 1
+    model, arrays = of_mlx(*shipped)
+    rng = np.random.default_rng(1)
+    width, rank = bundle.config.hidden_size, facts.pruning_rank
+    for side, shape in (("down", (rank, width)), ("up", (width, rank))):
+        arrays[f"pruning.{side}"] = mx.array(rng.standard_normal(shape).astype(np.float32) / shape[1] ** 0.5)
+    window = Window(LONGER, entering(model, LONGER))
+    top = load_top(bundle, facts.first_layer)
+    loss, found = mx.value_and_grad(stream_loss)(arrays, facts, top, window, RUN, resident_tokens)
+
+    monkeypatch.setattr(recipe_loss, "PRUNING_EVERY", 1)
+    base, streams = of_recipe(bundle, facts, arrays)
+    batch = recipe_loss.Batch(
+        torch.tensor([LONGER]), torch.tensor([list(RUN)]), len(LONGER), (resident_tokens,)
+    )
+    expected, _ = recipe_loss.Judge(base, streams, mode).loss(batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    assert set(found) == {name for name, _ in streams.named_parameters()}
+    compare(found, streams, 1e-4)
+    if resident_tokens:
+        # Masks take neurons from streams, and that makes a difference.
+        unmasked = mx.grad(stream_loss)(arrays, facts, top, window, RUN)["embeddings"]
+        assert mx.abs(unmasked - found["embeddings"]).max() > 0.01 * mx.abs(unmasked).max()

@@ -1,0 +1,185 @@
+"""The context that a budget has room for: named where it is missing, taken where nobody asked for another."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ondevice
+from ondevice import api
+from ondevice.api import Model, load, open_model
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES, Plan
+from ondevice.commands.reports import plan_summary
+from ondevice.config import RuntimeConfig
+from ondevice.errors import BudgetError, ContextOverflowError
+from ondevice.measure.profiling import OWN_PIECE_TOKENS
+from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, Prepared, check_tokens
+from ondevice.training import PIECE_TOKENS
+from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.support.command_line import Run
+
+SHIPPED = api.find_model()
+LONGEST = 4096
+OPTIONS: dict[str, Any] = {"threads": 1, "memory_pressure": "off", "speculation": "off"}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """4,096 tokens of its keys and values are 50 MB, most of what it takes."""
+    folder = tmp_path_factory.mktemp("contexts")
+    shape = {"head_dim": 256, "max_position_embeddings": 2 * LONGEST}
+    return convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "bundle")
+
+
+def plan_of(bundle: Path, **options: Any) -> Plan:
+    return ondevice.inspect(bundle, **OPTIONS | options)
+
+
+def prepared(bundle: Path, **options: Any) -> Prepared:
+    return open_model(bundle, RuntimeConfig(**OPTIONS | options))
+
+
+def budget_for(bundle: Path, context: int) -> int:
+    """One that holds such a context, and none that is a step longer."""
+    return plan_of(bundle, max_context=context).minimum_budget_bytes + REPEAT_MARGIN_BYTES
+
+
+@pytest.mark.parametrize("context", [LEAST_CONTEXT, 1536, LONGEST - CONTEXT_STEP])
+def test_the_longest_context_that_fits_is_taken(bundle: Path, context: int) -> None:
+    budget = budget_for(bundle, context)
+    plan = plan_of(bundle, dram_budget=budget)
+    assert (plan.fits, plan.max_context, plan.wanted_context) == (True, context, LONGEST)
+    assert plan_of(bundle, dram_budget=budget, max_context=context).fits
+    assert not plan_of(bundle, dram_budget=budget, max_context=context + CONTEXT_STEP).fits
+    assert plan_summary(plan).endswith(f"\n      context {context} tokens, as 4096 would not fit")
+    with load(bundle, dram_budget=budget, **OPTIONS) as model:
+        assert (model.plan.max_context, model.runtime.max_context) == (context, context)
+
+
+def test_with_room_the_default_context_stays(bundle: Path) -> None:
+    for budget in ("auto", "8GB", budget_for(bundle, LONGEST)):
+        plan = plan_of(bundle, dram_budget=budget)
+        assert (plan.max_context, plan.wanted_context) == (LONGEST, 0)
+        assert "would not fit" not in plan_summary(plan)
+
+
+def test_below_the_least_context_there_is_no_budget_unless_a_shorter_one_is_asked_for(bundle: Path) -> None:
+    budget = budget_for(bundle, 256)
+    with pytest.raises(
+        BudgetError, match=r"KV cache of 512 tokens .*; max_context=256 would fit\.$"
+    ) as caught:
+        load(bundle, dram_budget=budget, **OPTIONS)
+    with load(bundle, dram_budget=caught.value.required_bytes, **OPTIONS) as model:
+        assert model.plan.max_context >= LEAST_CONTEXT
+    with load(bundle, dram_budget=budget, max_context=256, **OPTIONS) as model:
+        assert model.plan.max_context == 256
+    with pytest.raises(BudgetError) as caught:
+        load(bundle, dram_budget="1MB", **OPTIONS)
+    assert "would fit" not in str(caught.value)
+
+
+def test_a_context_that_was_asked_for_is_kept_or_refused_with_the_one_that_fits(bundle: Path) -> None:
+    budget = budget_for(bundle, 1536)
+    for asked in (1536 + CONTEXT_STEP, LONGEST, 2 * LONGEST):
+        with pytest.raises(BudgetError, match=rf"KV cache of {asked} .*; max_context=1536 would fit\.$"):
+            load(bundle, dram_budget=budget, max_context=asked, **OPTIONS)
+    found = plan_of(bundle, dram_budget=budget, max_context=1500)
+    assert (found.fits, found.max_context, found.wanted_context) == (True, 1500, 0)
+
+
+def test_what_training_and_profiles_read_does_not_follow_the_budget() -> None:
+    assert max(PIECE_TOKENS, OWN_PIECE_TOKENS) <= LEAST_CONTEXT
+
+
+def test_a_model_with_a_short_context_of_its_own_keeps_it() -> None:
+    plan = ondevice.inspect(SHIPPED, dram_budget="1MB")
+    assert (plan.max_context, plan.wanted_context, plan.fits) == (512, 0, False)
+
+
+def test_a_shorter_context_ends_a_text_earlier_and_changes_none_of_its_tokens(bundle: Path) -> None:
+    """Promise 2, where a budget has no room for all of it."""
+    prompt = [(7 * index) % 250 for index in range(400)]
+    sampling: dict[str, Any] = {
+        "max_tokens": 200,
+        "temperature": 0.8,
+        "seed": 5,
+        "logit_bias": {EOS: -math.inf},
+    }
+    with load(bundle, dram_budget="8GB", **OPTIONS) as model:
+        whole = model.generate(tokens=prompt, **sampling)
+    with load(bundle, dram_budget=budget_for(bundle, LEAST_CONTEXT), **OPTIONS) as model:
+        cut = model.generate(tokens=prompt, **sampling)
+        with pytest.raises(ContextOverflowError):
+            model.generate(tokens=prompt * 2)
+    assert (len(whole.tokens), len(cut.tokens)) == (200, LEAST_CONTEXT - len(prompt))
+    assert cut.tokens == whole.tokens[: len(cut.tokens)]
+    assert cut.finish_reason == "length"
+
+
+def test_a_prompt_that_the_shortened_context_cannot_hold_says_why(bundle: Path) -> None:
+    short = prepared(bundle, dram_budget=budget_for(bundle, LEAST_CONTEXT))
+    with pytest.raises(ContextOverflowError) as caught:
+        check_tokens(short, range(600))
+    (note,) = caught.value.__notes__
+    assert note.startswith("context 512 tokens, as 4096 would not fit the budget: that takes --dram-budget ")
+    needed = int(re.findall(r"\d+", note)[-1])
+    assert plan_of(bundle, dram_budget=needed).max_context == LONGEST
+
+
+def test_a_score_never_follows_the_budget(bundle: Path, ondevice: Run, tmp_path: Path) -> None:
+    """Its windows are as long as the context: a shortened one is refused, one that was asked for is not."""
+    said = "Once upon a time. " * 40
+    text = tmp_path / "text"
+    text.write_text(said)
+    budget = budget_for(bundle, LEAST_CONTEXT)
+    options = ("eval", "-m", bundle, "--text", text, "--threads", 1, "--speculation", "off", "--json")
+    refused = ondevice(*options, "--dram-budget", budget)
+    assert refused.code == 5
+    assert f"; --max-context {LEAST_CONTEXT} would fit." in refused.err
+    assert "so that one isn't shortened unasked" in refused.err
+    with load(bundle, dram_budget=budget, **OPTIONS) as model:
+        assert model.plan.max_context == LEAST_CONTEXT
+        with pytest.raises(BudgetError) as caught:
+            model.score(said)
+        assert model.generate("Once", max_tokens=2).tokens
+    # The commands' process is this one, which other tests may have grown.
+    enough = ondevice(*options, "--dram-budget", caught.value.required_bytes + (8 << 20)).json
+    assert enough == ondevice(*options, "--dram-budget", "8GB").json
+    asked = ondevice(*options, "--dram-budget", budget, "--max-context", LEAST_CONTEXT).json
+    assert asked["tokens"] == enough["tokens"]
+    assert asked["perplexity"] != enough["perplexity"]
+
+
+def test_inspect_says_what_would_fit(bundle: Path, ondevice: Run) -> None:
+    options = ("-m", bundle, "--threads", 1, "--dram-budget", budget_for(bundle, 1536))
+    shown = ondevice("inspect", *options, "--json").json
+    assert (shown["plan"]["max_context"], shown["plan"]["wanted_context"]) == (1536, LONGEST)
+    assert (shown["minimum_budget_context"], shown["fitting_context"]) == (LEAST_CONTEXT, 0)
+    assert shown["minimum_budget_bytes"] < shown["plan"]["minimum_budget_bytes"]
+    text = ondevice("inspect", *options).out
+    assert re.search(r"^memory for .*, context 1536 tokens, as 4096 would not fit, with ", text, re.MULTILINE)
+    assert re.search(r"^smallest budget that works: .* --max-context 512:$", text, re.MULTILINE)
+    refused = ondevice("inspect", *options, "--max-context", LONGEST, "--json").json
+    assert (refused["plan"]["fits"], refused["fitting_context"]) == (False, 1536)
+    text = ondevice("inspect", *options, "--max-context", LONGEST).out
+    assert "fits: no; --max-context 1536 would fit" in text
+    told = ondevice("generate", *options, "-p", "Once", "--max-tokens", 2)
+    assert "\n      context 1536 tokens, as 4096 would not fit\n" in told.err
+
+
+def test_a_second_model_drafts_with_the_shortened_context(bundle: Path) -> None:
+    options = {"speculation": "model", "draft_model": bundle}
+    whole = prepared(bundle, dram_budget="8GB", **options)
+    assert whole.draft is not None
+    assert whole.draft.plan.max_context == whole.draft.runtime.max_context == LONGEST
+    budget = (plan_of(bundle, **options).minimum_budget_bytes + budget_for(bundle, LEAST_CONTEXT)) // 2
+    short = prepared(bundle, dram_budget=budget, **options)
+    assert short.draft is not None
+    assert short.plan.fits
+    assert short.draft.plan.max_context == short.draft.runtime.max_context == short.plan.max_context < LONGEST
+    with Model(short) as model:
+        assert model.generate("Once", max_tokens=20).tokens

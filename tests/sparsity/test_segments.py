@@ -1,0 +1,219 @@
+"""Feed-forward memory: any division of the layers into segments and a stream gives the same bits."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.budget.sizes import stream_shape
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.convert import convert
+from ondevice.errors import FlashReadError, OndeviceError
+from ondevice.flash.reader import FlashReader
+from ondevice.kernels import _native
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.sparsity.segments import SEGMENTS_AHEAD, SegmentPool
+from tests.support.engines import every_logits
+from tests.support.models import write_checkpoint
+
+TOKENS = [3, 17, 5, 9, 44, 2]
+# Four segments of at most 64 neurons in each of three layers, the last one 8 neurons short.
+NEURONS, LAYERS, SEGMENT_NEURONS, PER_LAYER = 248, 3, 64, 4
+
+
+@pytest.fixture(scope="module", params=["q4", "f16"])
+def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("segments")
+    source = write_checkpoint(
+        folder / "hf", hidden_size=96, num_hidden_layers=LAYERS, intermediate_size=NEURONS, head_dim=24
+    )
+    return convert(source, folder / "bundle", quant=request.param)
+
+
+@contextmanager
+def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader]]:
+    bundle = Bundle.open(folder)
+    stream = stream_shape(bundle.config, bundle.quant)
+    with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+        backend = CpuBackend(make_engine(2), segment_neurons=SEGMENT_NEURONS, stream_neurons=stream.neurons)
+        model = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
+        pool = SegmentPool(
+            backend.feed_forwards,
+            reader,
+            segment_bytes=backend.feed_forwards[0].native.segment_bytes(1),
+            stream_neurons=stream.neurons,
+            slot_bytes=stream.slot_bytes,
+            slots=stream.slots,
+        )
+        yield model, pool, reader
+        pool.close()
+
+
+def assert_settles(model: Transformer, pool: SegmentPool, lent: list[int], expected: bytes) -> None:
+    """Resize and run passes, each with the right logits, until all that is lent is filled."""
+    pool.resize(lent)
+    layers = model.backend.feed_forwards  # type: ignore[attr-defined]
+    for _ in range(500):
+        assert logits(model) == expected, lent
+        if [len(layer.segments) for layer in layers] == lent:
+            # One more pass, so that nothing of the old schedule is still being read ahead.
+            assert logits(model) == expected, lent
+            return
+        time.sleep(0.01)
+    pytest.fail(f"still not filled: {lent}")
+
+
+def logits(model: Transformer, passes: int = 2) -> bytes:
+    kv = KVCache(KVLayout(model.config))
+    parts = [every_logits(model, TOKENS, kv) for _ in range(passes)]
+    return np.concatenate(parts).tobytes()  # type: ignore[arg-type]
+
+
+def test_every_division_gives_the_same_logits(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        expected = logits(model)
+        for lent in ([1, 1, 1], [4, 0, 2], [0, 0, 4], [4, 4, 4], [2, 3, 4], [0, 0, 0]):
+            assert_settles(model, pool, lent, expected)
+
+
+def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, reader):
+        source = model.backend.feed_forwards[0].source  # type: ignore[attr-defined]
+        assert_settles(model, pool, [2, 2, 2], logits(model))
+        layer_bytes = (NEURONS - 2 * SEGMENT_NEURONS) * source.layout.stride
+        logits(model)
+        before = reader.stats.bytes_read
+        logits(model, passes=10)
+        read = reader.stats.bytes_read - before
+        # Embedding rows and what is read ahead at the end come on top.
+        assert 10 * LAYERS * layer_bytes <= read <= 14 * LAYERS * layer_bytes + 10 * len(TOKENS) * 4096
+        assert_settles(model, pool, [4, 4, 4], logits(model))
+        before = reader.stats.bytes_read
+        logits(model)
+        # What is left are embedding rows, a page each.
+        assert reader.stats.bytes_read - before <= 2 * len(TOKENS) * 4096
+
+
+def test_memory_is_what_is_lent_and_goes_back(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        segment = model.backend.feed_forwards[0].native.segment_bytes(1)  # type: ignore[attr-defined]
+        assert pool.nbytes == 0
+        expected = logits(model)
+        assert_settles(model, pool, [1, 2, 3], expected)
+        assert pool.nbytes == 6 * segment
+        pool.resize([0, 0, 1])
+        assert pool.nbytes == segment
+        pool.resize([4, 4, 4])
+        assert logits(model) == expected
+        assert segment <= pool.nbytes <= 12 * segment
+        pool.resize([0, 0, 0])
+        assert pool.nbytes == 0
+
+
+def test_the_first_pass_allocates_nothing(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        threads = threading.active_count()
+        pool.resize([4, 4, 4])
+        expected = logits(model, passes=1)
+        assert pool.nbytes == 0
+        assert threading.active_count() <= threads
+        assert logits(model, passes=1) == expected
+        assert pool.nbytes > 0
+
+
+def test_segments_that_wait_to_be_filled_go_back_too(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, segment_type = threading.Event(), _native.Segment
+
+    def held_back(nbytes: int) -> _native.Segment:
+        memory.wait(60.0)
+        return segment_type(nbytes)
+
+    with pooled(bundle) as (model, pool, _):
+        segment = model.backend.feed_forwards[0].native.segment_bytes(1)  # type: ignore[attr-defined]
+        expected = logits(model)
+        monkeypatch.setattr(_native, "Segment", held_back)
+        for kept in (0, 1, 3):
+            pool.resize([4, 4, 4])
+            assert logits(model) == expected
+            assert pool.nbytes == SEGMENTS_AHEAD * segment
+            memory.set()
+            pool.resize([kept, 0, 0])
+            assert pool.nbytes == kept * segment
+            assert_settles(model, pool, [kept, 0, 0], expected)
+            pool.resize([0, 0, 0])
+            memory.clear()
+
+
+def test_a_pass_given_up_half_way_leaves_the_stream_usable(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        expected = logits(model)
+        assert_settles(model, pool, [1, 0, 2], expected)
+        for layers in (1, 2):
+            left = iter([False] * layers + [True])
+            with pytest.raises(Cancelled):
+                every_logits(model, TOKENS, KVCache(KVLayout(model.config)), lambda left=left: next(left))  # type: ignore[misc]
+            assert logits(model) == expected
+
+
+def test_a_damaged_record_is_a_typed_error_and_not_the_end(bundle: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "bundle"
+    damaged.mkdir()
+    for file in bundle.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    victim = damaged / "neurons-00001.safetensors"
+    good = victim.read_bytes()
+    at = len(good) - 700
+    with pooled(damaged) as (model, pool, _):
+        expected = logits(model)
+        for lent in ([0, 0, 0], [2, 2, 2], [4, 4, 4]):
+            pool.resize([0, 0, 0])
+            victim.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            pool.resize(lent)
+            for _ in range(20):
+                with pytest.raises(FlashReadError, match="neurons-00001"):
+                    logits(model)
+            victim.write_bytes(good)
+            assert_settles(model, pool, lent, expected)
+
+
+def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        assert_settles(model, pool, [4, 4, 4], logits(model))
+        layers = model.backend.feed_forwards  # type: ignore[attr-defined]
+        watched = [weakref.ref(segment) for layer in layers for segment in layer.segments]
+        assert len(watched) == 12
+        gc.disable()
+        try:
+            pool.close()
+            assert pool.nbytes == 0
+            assert [segment() for segment in watched] == [None] * 12
+        finally:
+            gc.enable()
+        with pytest.raises(OndeviceError, match="closed"):
+            logits(model)
+
+
+def test_no_memory_for_residency_is_no_error(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> None:
+        raise MemoryError(f"{nbytes} bytes")
+
+    with pooled(bundle) as (model, pool, _):
+        expected = logits(model)
+        # Segments alone are refused: the staging segment exists by now.
+        monkeypatch.setattr(_native, "Segment", refuse)
+        pool.resize([4, 4, 4])
+        assert [logits(model) for _ in range(5)] == [expected] * 5
+        pool.resize([0, 0, 0])
+        pool.close()
+        assert pool.nbytes == 0

@@ -1,0 +1,72 @@
+"""A drafter's opinion becomes guesses: by probability, or with the noise that the draw will have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ondevice.config import SamplingConfig
+from ondevice.sampling import sample
+from ondevice.speculation.ranking import MOST_GUESSES, Ranking, largest
+from tests.api.test_sampling import Logits, random_logits
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 300), st.integers(0, 100), st.booleans())
+def test_the_largest_are_those_of_a_sort(size: int, count: int, seed: int, ties: bool) -> None:
+    values = random_logits(size, seed)
+    values = np.round(values) if ties else values
+    ids, found, level = largest(values, count)
+    assert ids.tolist() == np.argsort(-values, kind="stable")[:count].tolist()
+    assert found.tolist() == values[ids].tolist()
+    assert level == pytest.approx(np.log(np.exp(values.astype(np.float64)).sum()), rel=1e-5, abs=1e-5)
+
+
+def test_greedy_guesses_are_by_probability() -> None:
+    logits = random_logits(1000)
+    guesses = Ranking().rank(logits, 5)
+    assert [token for token, _ in guesses] == np.argsort(-logits)[:MOST_GUESSES].tolist()
+    weights = np.exp(logits.astype(np.float64))
+    np.testing.assert_allclose([p for _, p in guesses], np.sort(weights / weights.sum())[::-1][:8], rtol=1e-5)
+    assert len(Ranking(most=3).rank(logits, 5)) == 3
+    assert [token for token, _ in Ranking().rank(logits[:2], 5)] == np.argsort(-logits[:2]).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_who_thinks_what_the_target_thinks_guesses_what_it_draws(temperature: float, penalty: float) -> None:
+    config = SamplingConfig(temperature=temperature, repetition_penalty=penalty, seed=4)
+    ranking = Ranking()
+    ranking.begin(config)
+    history = [1, 2, 3, 900]
+    drawn, ranked = [], []
+    for position in range(200):
+        logits = random_logits(1000, position)
+        drawn.append(sample(logits, config, position, history))
+        ranked.append(ranking.rank(logits, position, history)[0][0])
+    # Noise may lift a token that isn't among the likeliest, for which none is computed.
+    assert np.mean(np.array(drawn) == np.array(ranked)) >= (1.0 if temperature == 0 else 0.9)
+
+
+def test_chances_of_sampled_guesses_are_what_they_have_come_to() -> None:
+    """A drafter that is somewhat off: its claims agree with how often it is right, by lead and rank."""
+    config = SamplingConfig(temperature=1.0, seed=8)
+    ranking = Ranking()
+    ranking.begin(config)
+    claims: list[tuple[float, bool]] = []
+    for position in range(4000):
+        logits = random_logits(200, position)
+        drafted: Logits = logits + random_logits(200, position + 10_000, scale=0.5)
+        token = sample(logits, config, position)
+        guesses = ranking.rank(drafted, position)
+        if position >= 500:
+            claims += [(chance, guess == token) for guess, chance in guesses]
+        ranking.judge(drafted, position, token)
+    for low, high in ((0.0, 0.05), (0.05, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 1.0)):
+        group = [(chance, right) for chance, right in claims if low <= chance < high]
+        claimed, right = np.mean(np.array(group, dtype=float), axis=0)
+        assert len(group) > 100
+        assert right == pytest.approx(claimed, abs=0.07)
+    assert max(chance for chance, _ in claims) > 0.85

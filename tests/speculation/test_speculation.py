@@ -1,0 +1,327 @@
+"""Guesses change how many passes a text takes, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ondevice
+from ondevice.api import Model, load
+from ondevice.backends.base import Float32
+from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.errors import BundleError, UsageError
+from ondevice.measure.ablation import ablation
+from ondevice.model.transformer import Transformer
+from ondevice.runtime.key_value_store import KVMemory
+from ondevice.sparsity.fetch import NeuronFetcher
+from ondevice.sparsity.neuron_cache import NeuronCache
+from ondevice.speculation.drafter import Drafter
+from ondevice.speculation.drafters.combined import Combined
+from ondevice.speculation.drafters.lookup import Lookup
+from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
+from ondevice.speculation.registry import DRAFTERS
+from ondevice.speculation.tree import Draft, Proposals, grow
+from ondevice.speculation.verify import verify
+from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
+from tests.support.chat import PROMPT, squeeze
+from tests.support.engines import always_draft
+from tests.support.made_up_streams import add_streams
+from tests.support.paths import SHIPPED
+from tests.support.scripted_drafts import STREAMS, draft_by, drafted
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(3)),
+    {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
+]
+ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
+QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
+
+
+@pytest.fixture(scope="module")
+def relu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("relu")
+    shape = {"num_hidden_layers": 4, "intermediate_size": 1500, "hidden_act": "relu"}
+    bundle = convert_bundle(write_chat_checkpoint(folder / "checkpoint", **shape), folder / "relu")
+    add_streams(bundle, gamma=STREAMS, layers=2)
+    return bundle
+
+
+@pytest.fixture(scope="module")
+def plain_texts(relu_bundle: Path) -> Iterator[list[tuple[int, ...]]]:
+    with load(relu_bundle, sparsity="dense", speculation="off") as model:
+        yield [write(model, **sampling) for sampling in SAMPLINGS]
+
+
+def write(model: Model, count: int = 60, **options: Any) -> tuple[int, ...]:
+    return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("drafter", ["lookup", "streams"])
+@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+def test_any_tree_leaves_every_token_as_it_is(
+    relu_bundle: Path, plain_texts: list[tuple[int, ...]], sparsity: str, drafter: str, resident: bool
+) -> None:
+    """With streams in the model, nodes are left out half-way and others get streams, too."""
+    with load(relu_bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
+        if not resident:
+            squeeze(model, model.plan.segment.least + 1)
+        for scripted, answer in drafted(model, PROMPT, SAMPLINGS, plain_texts, logit_bias={EOS: -math.inf}):
+            assert max(scripted.sizes) > 6
+            assert (scripted.streamed > 10) == (drafter == "streams")
+            assert answer.stats.accepted_tokens_per_pass > 1.2
+            assert answer.stats.forward_passes < 60
+
+
+@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize("drafter", ALONE)
+def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
+    drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_draft(monkeypatch, [NARROW_TOKENS])
+    with (
+        load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
+        load(SHIPPED, sparsity=sparsity, speculation=drafter) as drafting,
+        load(SHIPPED, sparsity=sparsity, speculation=drafter) as small,
+    ):
+        squeeze(small, small.plan.segment.least)
+        for sampling in SAMPLINGS[::2]:
+            expected = plain.generate(QUESTION, max_tokens=80, **sampling)
+            for model in (drafting, small):
+                found = model.generate(QUESTION, max_tokens=80, **sampling)
+                assert (found.tokens, found.text) == (expected.tokens, expected.text)
+                assert found.finish_reason == expected.finish_reason
+                assert found.stats.speculation == drafter
+        assert drafting.generate(QUESTION, max_tokens=80).stats.accepted_tokens_per_pass > 1.05
+
+
+def test_a_stop_string_ends_the_text_inside_an_accepted_path(relu_bundle: Path) -> None:
+    with load(relu_bundle, speculation="lookup") as model:
+        whole = model.generate(PROMPT, max_tokens=40)
+        known = [*model.tokenizer.encode(PROMPT), *whole.tokens]
+        for count in range(1, 30, 4):
+            for seed in range(3):
+                draft_by(model, known, seed)
+                assert model.generate(PROMPT, max_tokens=count).tokens == whole.tokens[:count]
+        stop = whole.text[12:15]
+        draft_by(model, known, 5)
+        answer = model.generate(PROMPT, max_tokens=40, stop=[stop])
+        assert answer.text == whole.text[: whole.text.index(stop)]
+        assert answer.finish_reason == "stop"
+
+
+def test_a_conversation_goes_on_behind_what_was_accepted(relu_bundle: Path) -> None:
+    said = ["Tell me.", "More.", "And then?"]
+    with load(relu_bundle, speculation="off") as model:
+        plain = model.session()
+        expected = [plain.respond(words, max_tokens=12).tokens for words in said]
+    with load(relu_bundle, speculation="lookup") as model:
+        session = model.session()
+        for words, tokens in zip(said, expected, strict=True):
+            draft_by(model, [], len(words))
+            assert session.respond(words, max_tokens=12).tokens == tokens
+            kv = next(iter(model._engine.kv.caches.values()))
+            assert kv.length == len(kv.tokens) <= len(kv.blocks) * 64
+
+
+def test_only_what_was_accepted_counts_for_the_neuron_cache(
+    relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed: list[list[Float32]] = [[]]
+    observe = NeuronCache.observe
+
+    def note(cache: NeuronCache, layer: int, gates: Float32) -> None:
+        if layer == 1:
+            observed[-1] += list(gates.copy())
+        observe(cache, layer, gates)
+
+    monkeypatch.setattr(NeuronCache, "observe", note)
+    with load(relu_bundle, sparsity="exact", speculation="lookup") as model:
+        squeeze(model, model.plan.segment.least + 1)
+        assert isinstance(model._engine._neurons, NeuronFetcher)
+        # A root that nobody guesses anything behind.
+        draft_by(model, [], 0).draft = lambda root, *limits: Draft((root,), (-1,))  # type: ignore[method-assign]
+        tokens = write(model, 40)
+        observed.append([])
+        draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 1)
+        assert write(model, 40) == tokens
+    plain, drafted = (np.array(rows) for rows in observed)
+    assert plain.shape == drafted.shape
+    # Those held back were kept in half precision.
+    np.testing.assert_allclose(drafted, plain, rtol=1e-3, atol=1e-6)
+    assert ((drafted > 0) == (plain > 0))[np.abs(plain) > 1e-6].all()
+
+
+def test_guesses_take_no_block_that_the_text_does_not_need(
+    relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    allocate = KVMemory._allocate
+
+    def note(memory: KVMemory, nbytes: int) -> Any:
+        taken[-1] += 1
+        return allocate(memory, nbytes)
+
+    monkeypatch.setattr(KVMemory, "_allocate", note)
+    with load(relu_bundle, speculation="lookup") as model:
+        for seed in range(4):
+            draft_by(model, [], seed)
+            taken.append(0)
+            tokens = write(model, 150)
+            draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], seed)
+            taken.append(0)
+            assert write(model, 150) == tokens
+    assert len(set(taken)) == 1
+
+
+def test_what_was_drawn_before_an_error_is_the_text(
+    relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def failing(transformer: Transformer, logits: Float32) -> None:
+        calls.append(1)
+        if len(calls) == 25:
+            raise BundleError("damaged")
+
+    with load(relu_bundle, speculation="lookup") as model:
+        tokens = write(model, 60)
+        monkeypatch.setattr(Transformer, "check_finite", failing)
+        draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 3)
+        session = model.stream(PROMPT, max_tokens=60, logit_bias={EOS: -math.inf})
+        said: list[int | None] = []
+        with pytest.raises(BundleError, match="damaged"):
+            said.extend(event.token for event in session)
+        assert tuple(said) == tokens[:24]
+        assert write(model, 60) == tokens
+
+
+def test_an_ablation_is_of_single_tokens(relu_bundle: Path) -> None:
+    with pytest.raises(UsageError, match="leave it off"):
+        ablation(
+            relu_bundle, RuntimeConfig(speculation="lookup"), prompt_tokens=4, max_tokens=2, warm_up_tokens=1
+        )
+
+
+def test_a_plan_counts_what_drafting_holds() -> None:
+    plans = {name: ondevice.inspect(SHIPPED, sparsity="exact", speculation=name) for name in ("off", *ALONE)}
+    assert plans["off"].draft_bytes == 0
+    assert all(plans[name].draft_bytes > 0 for name in ALONE)
+    assert plans["auto"].draft_bytes > plans["lookup"].draft_bytes
+    needed = {name: plan.minimum_budget_bytes - plan.process_bytes for name, plan in plans.items()}
+    for name, plan in plans.items():
+        assert needed[name] == needed["off"] + plan.draft_bytes
+
+
+def test_verification_follows_the_target() -> None:
+    draft = Draft((5, 7, 8, 9, 6), (-1, 0, 0, 2, 3))
+    target = {0: 8, 2: 9, 3: 1}
+    asked: list[int] = []
+
+    def draw(node: int) -> int | None:
+        asked.append(node)
+        return target[node]
+
+    assert verify(draft, draw) == [0, 2, 3] == asked
+    assert verify(draft, lambda node: None) == [0]
+    assert verify(draft, lambda node: 4) == [0]
+    # The root's own token is no guess.
+    assert draft.child(-1, 5) is None
+
+
+def test_a_draft_grows_where_acceptance_is_likeliest() -> None:
+    guesses = {(): [(1, 0.6), (2, 0.3)], (1,): [(3, 0.9), (4, 0.1)], (2,): [(5, 0.9)], (1, 3): [(6, 0.2)]}
+
+    def tree(worth: float = 0.0, nodes: int = 16, depth: int = 8) -> Draft:
+        return grow(
+            9, lambda path: guesses.get(tuple(path), []), lambda n, chance: chance > worth, nodes, depth
+        )
+
+    # 0.6, 0.54, 0.3, 0.27, 0.108, 0.06
+    whole = tree()
+    assert (whole.tokens, whole.parents) == ((9, 1, 3, 2, 5, 6, 4), (-1, 0, 1, 0, 3, 2, 1))
+    assert whole.chances == pytest.approx((1.0, 0.6, 0.54, 0.3, 0.27, 0.108, 0.06))
+    assert tree(worth=0.28) == whole.only([0, 1, 2, 3])
+    assert tree(nodes=2) == whole.only([0, 1])
+    assert tree(depth=1) == whole.only([0, 1, 3])
+    assert tree(depth=0) == Draft((9,), (-1,))
+    assert whole.only([0, 3, 4]) == Draft((9, 2, 5), (-1, 0, 1), (1.0, 0.3, whole.chances[4]))
+    # What follows a guess is asked for once no likelier guess is left, and where it may be worth it.
+    asked: list[tuple[int, ...]] = []
+
+    def propose(path: Sequence[int]) -> list[tuple[int, float]]:
+        asked.append(tuple(path))
+        return guesses.get(tuple(path), [])
+
+    grow(9, propose, lambda n, chance: True, 4, 8)
+    assert asked == [(), (1,), (1, 3)]
+    asked.clear()
+    drafted = grow(9, propose, lambda n, chance: True, 16, 8, lambda n, chance: chance > 0.5)
+    assert (drafted.tokens, asked) == ((9, 1, 3, 2, 6, 4), [(), (1,), (1, 3)])
+
+
+def test_lookup_says_what_followed_the_longest_run() -> None:
+    lookup = Lookup()
+    lookup.begin([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], SamplingConfig())
+    assert [token for token, _ in lookup.propose(())] == [4]
+    assert [token for token, _ in lookup.propose((5,))] == [1]
+    lookup.begin([7, 8], SamplingConfig())
+    assert list(lookup.propose(())) == []
+    lookup.begin([7, 8, 7], SamplingConfig())
+    (token, before), *_ = lookup.propose(())
+    assert token == 8
+    lookup.judge(8)
+    ((_, after),) = lookup.propose(())
+    assert after > before
+    for _ in range(100):
+        lookup.judge(3)
+    ((_, never),) = lookup.propose(())
+    assert never < 0.05
+
+
+def test_combined_guesses_are_the_surest_of_all() -> None:
+    class Fixed(Drafter):
+        def __init__(self, *guesses: tuple[int, float]) -> None:
+            self._guesses = guesses
+            self.judged: list[int] = []
+
+        def propose(self, path: Sequence[int]) -> Proposals:
+            return self._guesses
+
+        def judge(self, token: int) -> None:
+            self.judged.append(token)
+
+    members = Fixed((1, 0.5), (2, 0.2)), Fixed((2, 0.6), (3, 0.1)), Fixed()
+    combined = Combined(members)
+    assert combined.propose(()) == [(2, 0.6), (1, 0.5), (3, 0.1)]
+    combined.judge(3)
+    assert [member.judged for member in members] == [[3]] * 3
+    many = Combined([Fixed(*((token, 0.9 - token / 100) for token in range(20)))])
+    assert [token for token, _ in many.propose(())] == list(range(8))
+
+
+def test_recycling_keeps_what_the_model_said_last() -> None:
+    recycling, logits = Recycling(50), np.zeros(50, dtype=np.float32)
+    recycling.begin([3], SamplingConfig())
+    assert list(recycling.propose(())) == []
+    logits[[10, 20, 30]] = 3, 5, 4
+    recycling.learn(3, logits)
+    assert [token for token, _ in recycling.propose(())][:3] == [20, 30, 10]
+    assert [token for token, _ in recycling.propose((9, 3))][:3] == [20, 30, 10]
+    for _ in range(100):
+        recycling.judge(30)
+    chances = [chance for _, chance in recycling.propose(())]
+    assert chances[1] > 0.9
+    assert chances[0] < 0.1
+    assert candidates(4096) == CANDIDATES
+    for vocab_size in (32_000, 128_256, 256_000, 2):
+        assert 4 * vocab_size * candidates(vocab_size) <= MATRIX_BYTES
+        assert candidates(vocab_size) >= 1

@@ -1,0 +1,74 @@
+"""Short generations of the small chat bundle, which several test files compare."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ondevice
+from ondevice import api
+from ondevice.api import Model
+from ondevice.budget.plan import REPEAT_MARGIN_BYTES
+from ondevice.runtime.engine import Engine, IsCancelled
+from ondevice.sparsity.fetch import FetchOptions
+from tests.support.bundles import EOS
+
+PROMPT = "Once upon a time"
+GROWN_BYTES = 1 << 20
+
+
+def greedy(model: Model, count: int = 24, **options: Any) -> tuple[int, ...]:
+    return model.generate(PROMPT, max_tokens=count, logit_bias={EOS: -math.inf}, **options).tokens
+
+
+def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
+    """A budget from the smallest (0) to everything resident (4), by what this process holds right now.
+
+    It may hold a little more once the model is loaded, which everything resident has no room for.
+    """
+    plan = ondevice.inspect(bundle, **options)
+    budget = plan.minimum_budget_bytes + (plan.full_bytes - plan.minimum_budget_bytes) * quarters // 4
+    return budget + GROWN_BYTES * (quarters // 4)
+
+
+def squeeze(model: Model, segments: int = 0) -> None:
+    """Keep a loaded model to what it needs with a full context, and so many segments.
+
+    Beside small models' neurons the working memory of a long prompt is large: it isn't lent to them here.
+    """
+    model._engine.plan = replace(model.plan, narrow_activation_bytes=model.plan.activation_bytes)
+    bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
+    model.set_dram_budget(bare + segments * model.plan.segment.nbytes)
+
+
+def fetch_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Models that are loaded from here on keep and read their selected neurons as `FetchOptions` say."""
+    monkeypatch.setattr(api, "Engine", partial(Engine, fetch=FetchOptions(**options)))
+
+
+def pause_engine(
+    model: Model, monkeypatch: pytest.MonkeyPatch, work: str = "generate", after: int = 2
+) -> list[Any]:
+    """After so many items of its work the engine waits to be cancelled; what it makes is listed."""
+    made: list[Any] = []
+    run = getattr(model._engine, work)
+
+    def pausing(*arguments: Any) -> Iterator[Any]:
+        cancelled: IsCancelled = arguments[-1]
+        for item in run(*arguments):
+            made.append(item)
+            yield item
+            if len(made) == after:
+                give_up = time.monotonic() + 20.0
+                while not cancelled() and time.monotonic() < give_up:
+                    time.sleep(0.001)
+
+    monkeypatch.setattr(model._engine, work, pausing)
+    return made
