@@ -32,12 +32,12 @@ from ondevice.config import QuantConfig, RuntimeConfig, SamplingConfig, WhenFull
 from ondevice.errors import UsageError, system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.kernels import _native
-from ondevice.response import LastFigures, Response, gather
+from ondevice.response import LastStats, Response, gather
 from ondevice.runtime.budget_watch import BudgetWatch, MemoryPressure
 from ondevice.runtime.engine import Engine, IsCancelled
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, find_model
 from ondevice.runtime.owner import OwnerThread
-from ondevice.runtime.resolving import Prepared, budget_bytes, prepare, warn_of_budget
+from ondevice.runtime.resolving import ResolvedModel, budget_bytes, resolve, warn_of_budget
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
 from ondevice.session import Session
 from ondevice.settings import runtime_options, sampling_options
@@ -94,50 +94,50 @@ def verify(model: Name | None = None, *, on_progress: Callable[[int, int], None]
     return verify_bundle(find_model(model), _native.crc32c, on_progress)
 
 
-def open_model(model: Name | None, runtime: RuntimeConfig) -> Prepared:
+def open_model(model: Name | None, runtime: RuntimeConfig) -> ResolvedModel:
     """What `load` does before it reads a weight; raises what it raises, but not BudgetError."""
     with system_refusals():
-        return prepare(Bundle.open(find_model(model)), runtime)
+        return resolve(Bundle.open(find_model(model)), runtime)
 
 
-def text_tokenizer(prepared: Prepared) -> Tokenizer:
+def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:
     """The model's tokenizer. Raises UsageError if it was converted without one.
 
     And BudgetError where the budget has no room for reading it.
     """
-    if prepared.tokenizer is None and prepared.bundle.manifest.tokenizer.kind is not None:
-        prepared.require_fit()
-    if prepared.tokenizer is None:
+    if resolved.tokenizer is None and resolved.bundle.manifest.tokenizer.kind is not None:
+        resolved.require_fit()
+    if resolved.tokenizer is None:
         raise UsageError(
-            f"{prepared.bundle.name} has no tokenizer, so it takes token ids and no text: in Python, "
+            f"{resolved.bundle.name} has no tokenizer, so it takes token ids and no text: in Python, "
             "ondevice.load(...).generate(tokens=[...]); the command line has nothing for that"
         )
-    return prepared.tokenizer
+    return resolved.tokenizer
 
 
 class Model:
     """A loaded model. Made by `load`; closed by `close`, by leaving its `with`, or when it is collected."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, resolved: ResolvedModel) -> None:
         """Use `load`."""
-        prepared.require_fit()
-        prepared.warn()
-        self.name = prepared.bundle.name
-        self.config = prepared.bundle.config
-        self.bundle = prepared.bundle
-        self.runtime = prepared.runtime
-        self._prepared = prepared
-        self._figures = LastFigures()
+        resolved.require_fit()
+        resolved.warn()
+        self.name = resolved.bundle.name
+        self.config = resolved.bundle.config
+        self.bundle = resolved.bundle
+        self.runtime = resolved.runtime
+        self._resolved = resolved
+        self._last_stats = LastStats()
         self._keys = itertools.count()
         # MLX keeps a thread of its own for every one that it has ever computed for.
-        kept = prepared.runtime.backend == "mlx"
+        kept = resolved.runtime.backend == "mlx"
         self._owner: OwnerThread[Any] = OwnerThread(f"ondevice-{self.name}", kept)
         urgent = self._owner.run_urgent
         with ExitStack() as undo:
             undo.callback(self._owner.close)
             # An interrupt leaves the iterator, and so cancels the loading.
             (engine,) = self._owner.stream(
-                lambda cancelled: iter([Engine(prepared, cancelled, between_passes=urgent)])
+                lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent)])
             )
             self._engine: Engine = engine
             self._owner.when_idle(engine.fill_ahead)
@@ -150,7 +150,7 @@ class Model:
     @property
     def tokenizer(self) -> Tokenizer:
         """`encode(text)` and `decode(ids)`. Raises UsageError if the model was converted without one."""
-        return text_tokenizer(self._prepared)
+        return text_tokenizer(self._resolved)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -163,7 +163,7 @@ class Model:
     def stats(self) -> GenerationStats:
         """Figures of the generation that finished last, be it cancelled; waits until a cancelled one has."""
         self._owner.require_own_process()
-        return self._figures.get()
+        return self._last_stats.get()
 
     @property
     def plan(self) -> Plan:
@@ -279,7 +279,7 @@ class Model:
         if tokens is None:
             tokens = chain.from_iterable(self.tokenizer.encode_parts([text or ""]))
         tally = Tally()
-        for piece in scoring_windows(self._prepared, token_stream(tokens)):
+        for piece in scoring_windows(self._resolved, token_stream(tokens)):
             for done in self._owner.stream(self._score_work(piece, tally)):
                 if on_progress is not None:
                     on_progress(done)
@@ -348,14 +348,14 @@ class Model:
 
     def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
         """Events of continuing `ids` with the KV cache of `key`, or one of its own."""
-        with self._figures.noted(self._work(key, ids, sampling)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
             yield from self._owner.stream(work)
 
     async def astream_ids(
         self, key: int | None, ids: list[int], sampling: SamplingConfig
     ) -> AsyncGenerator[Event, None]:
         """`stream_ids` for asyncio."""
-        with self._figures.noted(self._work(key, ids, sampling)) as work:
+        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
             async with aclosing(self._owner.astream(work)) as events:
                 async for event in events:
                     yield event

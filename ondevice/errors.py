@@ -154,7 +154,7 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turns the system's refusal of memory or files, which a plan can't foresee, into an OndeviceError."""
+    """Turns the system's refusal of memory or files, which a plan can't prefetch, into an OndeviceError."""
     try:
         yield
     except (MemoryError, OSError) as error:

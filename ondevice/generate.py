@@ -19,7 +19,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, Narrowed, Pass, Transformer
+from ondevice.model.transformer import Cancelled, ForwardOutput, PrunedDraft, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
@@ -50,7 +50,7 @@ class Generator:
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
     `before_pass` is told how many tokens are about to go through the model together, and how many of them
-    are guesses; `narrowed`, in a pass with guesses, which of its tokens still go on; `accepted`, after it,
+    are guesses; `pruned`, in a pass with guesses, which of its tokens still go on; `accepted`, after it,
     which of those the text has. `labels` is a GenerationStats whose words (backend, sparsity, ...) every
     result repeats.
     """
@@ -62,7 +62,7 @@ class Generator:
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
     before_pass: Callable[[int, int], None] = lambda tokens, guesses: None
-    narrowed: Callable[[Sequence[int]], None] = lambda nodes: None
+    pruned: Callable[[Sequence[int]], None] = lambda nodes: None
     accepted: Callable[[Sequence[int]], None] = lambda nodes: None
     drafting: Drafting | None = None
     labels: GenerationStats = field(default_factory=GenerationStats)
@@ -168,10 +168,10 @@ class Generator:
             drafting = self._listening
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
-        narrow = None
+        prune = None
         if drafting is not None and drafting.wants_streams:
-            narrow = partial(self._narrow, draft, drafting)
-        found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, narrow=narrow)
+            prune = partial(self._prune, draft, drafting)
+        found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, prune=prune)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
         path: list[int] = []
@@ -199,11 +199,11 @@ class Generator:
         """The drafting that hears of the pass at hand, if any does."""
         return None if self.drafting is None or self.drafting.deaf else self.drafting
 
-    def _narrow(self, draft: Draft, drafting: Drafting, entering: Array) -> Narrowed:
+    def _prune(self, draft: Draft, drafting: Drafting, entering: Array) -> PrunedDraft:
         """What of a draft on its way goes on into the stream layers."""
-        chosen = drafting.narrow(draft, entering)
+        chosen = drafting.prune(draft, entering)
         if len(chosen.tokens) < len(draft):
-            self.narrowed(chosen.tokens)
+            self.pruned(chosen.tokens)
         return chosen
 
     def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
@@ -217,7 +217,7 @@ class Generator:
 
     def _prefill(
         self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: Callable[[], bool] | None
-    ) -> Pass:
+    ) -> ForwardOutput:
         """Bring kv to hold exactly the prompt, and return what its last token became.
 
         It always runs: that isn't stored. Chunks done before a cancellation stay.

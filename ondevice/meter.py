@@ -18,8 +18,8 @@ class Counters:
     flash_cpu_seconds: float = 0.0
     neuron_cache_hits: int = 0
     neuron_cache_lookups: int = 0
-    guesses_used: int = 0
-    guess_wasted_bytes: int = 0
+    prefetched_used: int = 0
+    prefetch_wasted_bytes: int = 0
     peak_memory_bytes: int = 0
     flash_reads: int = 0
     waited_seconds: float = 0.0
@@ -65,7 +65,7 @@ class Meter:
         decode_seconds = self.elapsed() - self._prefill_seconds
         lookups = after.neuron_cache_lookups - self._before.neuron_cache_lookups
         hits = after.neuron_cache_hits - self._before.neuron_cache_hits
-        guessed = after.guesses_used - self._before.guesses_used
+        guessed = after.prefetched_used - self._before.prefetched_used
         return replace(
             labels,
             prompt_tokens=prompt_tokens,
@@ -78,8 +78,8 @@ class Meter:
             flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
             flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,
             neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
-            guess_recall=guessed / (lookups - hits) if lookups > hits else 0.0,
-            guess_wasted_bytes=after.guess_wasted_bytes - self._before.guess_wasted_bytes,
+            prefetch_recall=guessed / (lookups - hits) if lookups > hits else 0.0,
+            prefetch_wasted_bytes=after.prefetch_wasted_bytes - self._before.prefetch_wasted_bytes,
             forward_passes=self.passes,
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
             decode_passes=decode_passes,

@@ -48,7 +48,7 @@ def gather(events: Iterable[Event]) -> Response:
     raise OndeviceError("the generation ended without a result")
 
 
-class LastFigures:
+class LastStats:
     """Statistics of the generation that finished last, noted where it runs: nobody may be listening."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.errors import UsageError
-from ondevice.runtime.resolving import Prepared
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.stats import GenerationStats, median_stats
 from ondevice.units import memory_total, usable_cores
 
@@ -85,14 +85,14 @@ def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator
         raise UsageError("the text is too short to score: it takes at least two tokens")
 
 
-def scoring_windows(prepared: Prepared, tokens: Iterable[int]) -> Iterator[list[int]]:
+def scoring_windows(resolved: ResolvedModel, tokens: Iterable[int]) -> Iterator[list[int]]:
     """The pieces of a text by which a model is scored. Raises UsageError, with the first, for no such piece.
 
     And BudgetError, at once, where the budget has shortened the context: a perplexity would depend on it.
     """
-    prepared.require_whole_context()
-    settings = prepared.bundle.manifest.tokenizer
-    return windows(tokens, prepared.plan.max_context, settings.bos_id if settings.add_bos else None)
+    resolved.require_whole_context()
+    settings = resolved.bundle.manifest.tokenizer
+    return windows(tokens, resolved.plan.max_context, settings.bos_id if settings.add_bos else None)
 
 
 def benchmark_prompt(count: int, vocab_size: int) -> list[int]:

@@ -26,7 +26,7 @@ class DraftStats:
 
     drafts: int = 0
     guesses: int = 0
-    guessed_by_depth: tuple[int, ...] = ()
+    drafted_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
     preparing_seconds: float = 0.0
     growing_seconds: float = 0.0
@@ -37,7 +37,7 @@ class DraftStats:
         return DraftStats(
             self.drafts + other.drafts,
             self.guesses + other.guesses,
-            _sums(self.guessed_by_depth, other.guessed_by_depth),
+            _sums(self.drafted_by_depth, other.drafted_by_depth),
             _sums(self.accepted_by_depth, other.accepted_by_depth),
             self.preparing_seconds + other.preparing_seconds,
             self.growing_seconds + other.growing_seconds,
@@ -49,7 +49,7 @@ class DraftStats:
         """Share of the drafts with a guess at each depth, behind right ones, in which one was right."""
         return tuple(
             right / guessed
-            for right, guessed in zip(self.accepted_by_depth, self.guessed_by_depth, strict=True)
+            for right, guessed in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ class GenerationStats:
 
     `accepted_tokens_per_pass` is the tokens generated after the first, over decode passes.
     `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1;
-    `guess_recall` the share of the others whose read had begun from a guess, `guess_wasted_bytes` what was
-    read from guesses for nothing. `flash_read_seconds` is wall time with a read in flight,
+    `prefetch_recall` the share of the others that were prefetched, `prefetch_wasted_bytes` what was
+    prefetched in vain. `flash_read_seconds` is wall time with a read in flight,
     `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
     `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
     the prompt's, and took `decode_seconds`. `synchronisations` are those with a device that computes by
@@ -86,8 +86,8 @@ class GenerationStats:
     flash_read_seconds: float = 0.0
     flash_cpu_seconds: float = 0.0
     neuron_cache_hit_rate: float = 0.0
-    guess_recall: float = 0.0
-    guess_wasted_bytes: int = 0
+    prefetch_recall: float = 0.0
+    prefetch_wasted_bytes: int = 0
     forward_passes: int = 0
     accepted_tokens_per_pass: float = 1.0
     backend: str = ""

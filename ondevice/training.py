@@ -24,7 +24,7 @@ from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, output_path
-from ondevice.runtime.resolving import Prepared
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import Tally, windows
 from ondevice.settings import require_fields
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -75,8 +75,8 @@ def train_predictors(
     from ondevice.converters.training.predictors import train as training
 
     runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": backend}
-    prepared = open_model(model, RuntimeConfig(**runtime))
-    settled = prepared.runtime.backend
+    resolved = open_model(model, RuntimeConfig(**runtime))
+    settled = resolved.runtime.backend
     if settled not in ("cpu", "mlx"):
         raise BackendUnavailableError(
             f"--backend {settled} multiplies every neuron, so there is nothing to predict for it: training "
@@ -85,11 +85,11 @@ def train_predictors(
     options = training.PredictorOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
-    pieces = _pieces(prepared, text, pieces, options.tokens)
-    measured = training.check(prepared.bundle, pieces, options)
-    with _target(prepared, output) as folder:
+    pieces = _pieces(resolved, text, pieces, options.tokens)
+    measured = training.check(resolved.bundle, pieces, options)
+    with _target(resolved, output) as folder:
         found = training.train_predictors(
-            prepared.bundle,
+            resolved.bundle,
             pieces,
             folder,
             options,
@@ -133,15 +133,15 @@ def train_thresholds(
 
     # What our kernels calibrate is measured by them.
     runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": "cpu"}
-    prepared = open_model(model, RuntimeConfig(**runtime))
+    resolved = open_model(model, RuntimeConfig(**runtime))
     options = thresholds.ThresholdOptions()
     if tokens is not None:
         options = replace(options, tokens=tokens)
-    pieces = _pieces(prepared, text, pieces, options.tokens)
-    measured = thresholds.check(prepared.bundle, pieces, options)
-    with _target(prepared, output) as folder:
+    pieces = _pieces(resolved, text, pieces, options.tokens)
+    measured = thresholds.check(resolved.bundle, pieces, options)
+    with _target(resolved, output) as folder:
         found = thresholds.calibrate_thresholds(
-            prepared.bundle, pieces, folder, options, _first_part_of(on_progress)
+            resolved.bundle, pieces, folder, options, _first_part_of(on_progress)
         )
     perplexity, points = _measured(
         folder,
@@ -183,19 +183,19 @@ def train_streams(
     training = _stream_training()
     require_fields(training.StreamOptions, options)
     chosen = training.StreamOptions(**options)
-    prepared = open_model(model, RuntimeConfig())
-    pieces = _pieces(prepared, text, pieces, chosen.tokens)
-    training.check(prepared.bundle, pieces, chosen)
-    old = prepared.bundle.streams
+    resolved = open_model(model, RuntimeConfig())
+    pieces = _pieces(resolved, text, pieces, chosen.tokens)
+    training.check(resolved.bundle, pieces, chosen)
+    old = resolved.bundle.streams
     if old is not None and output is None and not replace:
         raise UsageError(
-            f"{prepared.bundle.name} has streams already, trained on {old.trained_tokens} tokens, which new "
+            f"{resolved.bundle.name} has streams already, trained on {old.trained_tokens} tokens, which new "
             "ones would replace: name another folder with --output, or give --replace"
         )
-    goal = _check_target(prepared, output)
+    goal = _check_target(resolved, output)
     left = goal.with_name(f"{goal.name}.streams.training")
-    trained = training.train_streams(prepared.bundle, pieces, left, chosen, on_progress, on_step)
-    with _target(prepared, output) as folder:
+    trained = training.train_streams(resolved.bundle, pieces, left, chosen, on_progress, on_step)
+    with _target(resolved, output) as folder:
         found: Streams = trained.write(folder)
     training.forget(left)
     return found
@@ -264,13 +264,13 @@ def convert_and_train(
     return run(find_checkpoint(source, offline), target, quant, on_progress, resume, force, begin)
 
 
-def text_pieces(prepared: Prepared, text: Text, tokens: int) -> list[list[int]]:
+def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:
     """Ids of the text's first `tokens` tokens, in pieces that are read from an empty context each.
 
     None of a text of fewer than two. Raises UsageError if the model has no tokenizer.
     """
-    info = prepared.bundle.manifest.tokenizer
-    return _text_pieces(text_tokenizer(prepared), info, text, tokens, prepared.plan.max_context)
+    info = resolved.bundle.manifest.tokenizer
+    return _text_pieces(text_tokenizer(resolved), info, text, tokens, resolved.plan.max_context)
 
 
 def _text_pieces(
@@ -294,20 +294,20 @@ def spread(pieces: Pieces, tokens: int) -> Pieces:
     return [pieces[len(pieces) // 2]]
 
 
-def _pieces(prepared: Prepared, text: Text | None, pieces: Pieces | None, tokens: int) -> Pieces:
+def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, tokens: int) -> Pieces:
     if (text is None) == (pieces is None):
         raise UsageError("give either a text or pieces of token ids")
-    return text_pieces(prepared, text or "", tokens) if pieces is None else pieces
+    return text_pieces(resolved, text or "", tokens) if pieces is None else pieces
 
 
-def _check_target(prepared: Prepared, output: Name | None) -> Path:
+def _check_target(resolved: ResolvedModel, output: Name | None) -> Path:
     """The folder to add to: the model's own, or `output`.
 
     Raises UsageError if the one can't be written to or the other exists, and what `load` raises for a budget
     that is too small.
     """
-    prepared.require_fit()
-    folder = prepared.bundle.path if output is None else output_path(output).absolute()
+    resolved.require_fit()
+    folder = resolved.bundle.path if output is None else output_path(output).absolute()
     if output is None and not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} can't be written to; give a new folder with --output")
     if output is not None and os.path.lexists(folder):
@@ -316,15 +316,15 @@ def _check_target(prepared: Prepared, output: Name | None) -> Path:
 
 
 @contextmanager
-def _target(prepared: Prepared, output: Name | None) -> Iterator[Path]:
+def _target(resolved: ResolvedModel, output: Name | None) -> Iterator[Path]:
     """The folder to add to; `output` is made now, as a copy, and taken away if what follows fails."""
     from ondevice.converters.training.sidecars import copy_bundle
 
-    folder, whole = _check_target(prepared, output), False
+    folder, whole = _check_target(resolved, output), False
     if output is None:
         yield folder
         return
-    copy_bundle(prepared.bundle, folder)
+    copy_bundle(resolved.bundle, folder)
     try:
         yield folder
         # Usable from here on: what goes wrong in measuring loses no training.

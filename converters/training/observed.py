@@ -48,7 +48,7 @@ class Observed:
         activation: Activation,
         norm: Norm | None = None,
         added: Any = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Any:
         entering = x if norm is None else self.normed(x, norm)
         self._show(weight, entering)

@@ -318,7 +318,7 @@ class Backend(Protocol):
         """
         ...
 
-    def foresee(self, x: Array, norm: Norm, weight: FeedForward) -> None:
+    def prefetch(self, x: Array, norm: Norm, weight: FeedForward) -> None:
         """The input of weight's feed-forward will be near norm(x), x (T, D).
 
         An engine may begin to fetch what it will need; no result may depend on it.
@@ -359,11 +359,11 @@ class Backend(Protocol):
         activation: Activation,
         norm: Norm | None = None,
         added: Array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Array:
         """x: (T, D). Returns (T, D) = down(activation(gate(n)) * up(n)) + added, where n is norm(x).
 
-        added: (T, D), which may be x, and which the result may overwrite. Tokens from `certain` on are
+        added: (T, D), which may be x, and which the result may overwrite. Tokens from `num_exact_rows` on are
         guesses whose results need be near only: nothing is read for them, and what isn't in memory counts as
         nothing. Layers come in order in a pass.
         """

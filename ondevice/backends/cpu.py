@@ -117,7 +117,7 @@ class CpuBackend(EmbeddingHolder):
         """Keys and values are in blocks."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """The kernels take no memory that nobody lends them."""
+        """The kernels allocate nothing themselves."""
 
     def close(self) -> None:
         """Idempotent."""
@@ -189,10 +189,10 @@ class CpuBackend(EmbeddingHolder):
         )
         return out
 
-    def foresee(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
+    def prefetch(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
         selector = weight.selector
-        if weight.foresee is not None and selector is not None:
-            weight.foresee(len(x), lambda: self.scores(x, selector, norm))
+        if weight.prefetch is not None and selector is not None:
+            weight.prefetch(len(x), lambda: self.scores(x, selector, norm))
 
     def feed_forward(
         self,
@@ -201,15 +201,15 @@ class CpuBackend(EmbeddingHolder):
         activation: Activation,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Float32:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=certain != 0)
+            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
         native, selector, act = weight.native, weight.selector, ACTIVATIONS.index(activation)
-        certain = len(x) if certain is None else certain
+        num_exact_rows = len(x) if num_exact_rows is None else num_exact_rows
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        whole = weight.turn(certain) if certain else None
+        whole = weight.turn(num_exact_rows) if num_exact_rows else None
         if whole is not None and selector.cutoff is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
@@ -231,7 +231,7 @@ class CpuBackend(EmbeddingHolder):
             return out
         scores, gates = self._scored(x, selector, norm)
         native.begin(self.engine, x, scale, eps)
-        for ids, parts in weight.selected(scores, certain):
+        for ids, parts in weight.selected(scores, num_exact_rows):
             native.add_gathered(self.engine, ids, parts, selector.predicted, gates, act)
         native.finish(self.engine, out, added)
         return out

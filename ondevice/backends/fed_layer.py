@@ -17,7 +17,7 @@ from ondevice.config import GROUP_SIZE
 from ondevice.errors import OndeviceError
 
 BLOCK_NEURONS = GROUP_SIZE
-"""Neurons are packed, lent and streamed in whole blocks of this many."""
+"""Neurons are packed, allocated and streamed in whole blocks of this many."""
 Segment: TypeAlias = Any
 """Memory for a range of one layer's neurons, packed as its engine multiplies them."""
 
@@ -63,19 +63,19 @@ class FedLayer:
     """One layer's neurons in ascending id: a resident prefix in segments, the rest as `streamed` gives it.
 
     With a `selector`, only those it selects are multiplied, from where `selected` says they lie. It owns
-    neither the memory nor what is read: `sparsity` lends both.
+    neither the memory nor what is read: `sparsity` provides both.
     """
 
     def __init__(self, source: FeedForwardSource, segment_neurons: int, selector: Selector | None) -> None:
         self.selector = selector
         self.turn: Callable[[int], Whole | None] = _not_whole
-        """Told that the layer's turn has come with so many certain tokens, if any; then `selected` is asked
+        """Told that the layer's turn has come with so many num_exact_rows tokens, if any; then `selected` is asked
         for the neurons, unless all are in memory."""
         self.selected: Selected = _unfed
-        self.foresee: Callable[[int, Callable[[], Float32]], None] | None = None
+        self.prefetch: Callable[[int, Callable[[], Float32]], None] | None = None
         """Told, before the layer's turn, how many tokens are to come and what scores them by a guess."""
-        self.wants_guess: Callable[[int], bool] = wants_none
-        """Whether `foresee` would ask for the scores of so many tokens."""
+        self.wants_prefetch: Callable[[int], bool] = wants_none
+        """Whether `prefetch` would ask for the scores of so many tokens."""
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
@@ -114,16 +114,16 @@ class FedLayer:
         raise NotImplementedError
 
 
-def _not_whole(certain: int) -> None:
+def _not_whole(num_exact_rows: int) -> None:
     """Whoever provides neurons has something to say of it."""
 
 
 def wants_none(tokens: int) -> bool:
-    """Nobody foresees."""
+    """Nobody prefetches."""
     return False
 
 
-def _unfed(scores: Float32, certain: int) -> Batches:
+def _unfed(scores: Float32, num_exact_rows: int) -> Batches:
     """Neurons that nobody provides must not read as zeros."""
     raise OndeviceError("nothing provides the neurons that are selected")
 

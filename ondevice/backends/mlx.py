@@ -85,7 +85,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self._most_stages = stages
         self._stages: list[_Stage] = []
         self._stream = MlxStreamMemory(self._waits)
-        self._foreseen: tuple[MlxFeedForward, int, mx.array] | None = None
+        self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """What was last begun, if nobody has waited for it or for what comes of it."""
 
@@ -140,7 +140,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         if self._begun is not None:
             self._await(self._begun)
         self._stages.clear()
-        self._foreseen = None
+        self._prefetched = None
         mx.clear_cache()
 
     def product(self, x: mx.array, weight: MlxLinear) -> mx.array:
@@ -151,22 +151,22 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
         # under way stays within one pass's working memory, and a cancelled prompt ends.
         if layer == 0:
-            self._foreseen = None  # of a pass that was given up
+            self._prefetched = None  # of a pass that was given up
             if self._begun is not None:
                 self._await(self._begun)
         self._begun = super().attend(qkv, kv, layer, *where, **options)
         begin(self._begun)
         return self._begun
 
-    def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         selector, tokens = weight.selector, x.shape[0]
-        if weight.foresee is None or selector is None:
+        if weight.prefetch is None or selector is None:
             return
-        if weight.wants_guess(tokens):
-            # Read back together with the layer's own scores: a guess must not cost a synchronisation.
-            self._foreseen = weight, tokens, self._scored(x, selector, norm)[0]
+        if weight.wants_prefetch(tokens):
+            # Read back together with the layer's own scores: prefetching must not cost a synchronisation.
+            self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
-            weight.foresee(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
+            weight.prefetch(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
 
     def feed_forward(
         self,
@@ -175,12 +175,12 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         activation: Activation,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> mx.array:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=certain != 0)
-        certain = x.shape[0] if certain is None else certain
-        found = self._selected(normed(x, norm), weight, weight.selector, activation, certain)
+            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
+        num_exact_rows = x.shape[0] if num_exact_rows is None else num_exact_rows
+        found = self._selected(normed(x, norm), weight, weight.selector, activation, num_exact_rows)
         return found if added is None else added + found
 
     def dense_feed_forward(
@@ -214,19 +214,19 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         weight: MlxFeedForward,
         selector: Selector,
         activation: Activation,
-        certain: int,
+        num_exact_rows: int,
     ) -> mx.array:
         """The neurons that `selector` selects of x (T, D), range after range of ascending ids: (T, D).
 
         Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
         """
-        if certain:
-            weight.turn(certain)  # Where a whole layer lies is of no use here: neurons are gathered.
+        if num_exact_rows:
+            weight.turn(num_exact_rows)  # Where a whole layer lies is of no use here: neurons are gathered.
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
         found = mx.zeros(x.shape)
         piece: _Piece | None = None
-        for ids, addresses in weight.selected(known, certain):
+        for ids, addresses in weight.selected(known, num_exact_rows):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:
@@ -294,14 +294,14 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """One synchronisation: scores as the host knows them, and what was foreseen of the next layer."""
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is None:
+        """One synchronisation: scores as the host knows them, and what was prefetched of the next layer."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None:
             return self.to_numpy(scores)
-        layer, tokens, guess = foreseen
-        self._await(scores, guess)
-        if layer.foresee is not None:
-            layer.foresee(tokens, lambda: np.array(guess))
+        layer, tokens, predicted = prefetched
+        self._await(scores, predicted)
+        if layer.prefetch is not None:
+            layer.prefetch(tokens, lambda: np.array(predicted))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:

@@ -51,7 +51,7 @@ class MlxFloatBackend(MlxOps):
         product = x @ weight.weight.T
         return product if weight.bias is None else product + weight.bias
 
-    def foresee(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(
@@ -61,7 +61,7 @@ class MlxFloatBackend(MlxOps):
         activation: Activation,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> mx.array:
         x = normed(x, norm)
         product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

@@ -169,7 +169,7 @@ class ReferenceBackend:
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
 
-    def foresee(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
+    def prefetch(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(
@@ -179,7 +179,7 @@ class ReferenceBackend:
         activation: Activation,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Float32:
         x = x if norm is None else self.rms_norm(x, *norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

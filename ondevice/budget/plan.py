@@ -26,7 +26,7 @@ from ondevice.budget.mlx_sizes import (
     mlx_weights_bytes,
 )
 from ondevice.budget.sizes import (
-    NARROW_TOKENS,
+    DECODE_TOKENS,
     SegmentShape,
     SlotShape,
     StreamShape,
@@ -64,8 +64,8 @@ forgotten while they are still in use, one per reading thread (`model/loading.py
 values and feed-forward segments come."""
 LOADING_PREDICTORS_BYTES = 16 << 20
 """Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
-LENT_MARGIN_BYTES = 12 << 20
-"""Of the wide passes' working memory, what is never lent: they leave the heap larger than they found it, by
+QUOTA_MARGIN_BYTES = 12 << 20
+"""Scratch memory of wide forward passes that neurons never get: they leave the heap larger than they found it, by
 up to 7 MB in `long_ceiling.py`."""
 GATED = ("exact", "threshold")
 """Modes in which every layer's gates stay in memory."""
@@ -90,8 +90,8 @@ class Plan:
     stream: StreamShape
     activation_bytes: int
     """Working memory of the widest pass, over `pass_tokens` tokens."""
-    narrow_activation_bytes: int
-    """Working memory of a pass over NARROW_TOKENS tokens or fewer."""
+    decode_activation_bytes: int
+    """Working memory of a pass over DECODE_TOKENS tokens or fewer."""
     pass_tokens: int
     process_bytes: int
     sparsity: str = "dense"
@@ -152,7 +152,7 @@ class Plan:
         return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
 
     @property
-    def streams(self) -> bool:
+    def offloads_weights(self) -> bool:
         """Whether some feed-forward weights may have to come from flash."""
         return self.budget_bytes < self._unstreamed_bytes
 
@@ -189,14 +189,14 @@ class Plan:
     @property
     def kv_limit_bytes(self) -> int:
         """Most that the key/value caches of all sessions together may hold."""
-        held = (self.segment.least if self.streams else self.segment.total) * self.segment.nbytes
+        held = (self.segment.least if self.offloads_weights else self.segment.total) * self.segment.nbytes
         most = self.budget_bytes if self.limit is None else min(self.budget_bytes, self.limit.limit_bytes)
         return max(self.kv_cache_bytes, most - self._fixed_bytes - held)
 
     @property
     def claim_bytes(self) -> int:
         """The most that the model may take beside the process and other models, with one full context."""
-        most = self.budget_bytes if self.streams else max(self.total_bytes, self._loading_bytes)
+        most = self.budget_bytes if self.offloads_weights else max(self.total_bytes, self._loading_bytes)
         return most - self.process_bytes - self.others_bytes
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
@@ -204,7 +204,7 @@ class Plan:
 
         tokens: of the widest pass whose working memory is held; without it, of the widest that there can be.
         """
-        if not self.streams:
+        if not self.offloads_weights:
             return self.segment.total
         idle = 0 if tokens is None else self.activation_bytes - self.working_bytes(tokens)
         left = self.budget_bytes - self._fixed_bytes - kv_bytes + idle
@@ -212,11 +212,11 @@ class Plan:
 
     def working_bytes(self, tokens: int) -> int:
         """What is kept for passes of so many tokens: in proportion from narrow to widest, and a margin."""
-        more = max(0, tokens - NARROW_TOKENS)
-        span = max(1, self.pass_tokens - NARROW_TOKENS)
-        idle = self.activation_bytes - self.narrow_activation_bytes
-        line = self.narrow_activation_bytes + -(-idle * more // span)
-        return min(self.activation_bytes, line + LENT_MARGIN_BYTES)
+        more = max(0, tokens - DECODE_TOKENS)
+        span = max(1, self.pass_tokens - DECODE_TOKENS)
+        idle = self.activation_bytes - self.decode_activation_bytes
+        line = self.decode_activation_bytes + -(-idle * more // span)
+        return min(self.activation_bytes, line + QUOTA_MARGIN_BYTES)
 
     def with_budget(self, budget_bytes: int) -> Plan:
         """The same model and process under another budget."""
@@ -225,7 +225,7 @@ class Plan:
     def to_json(self) -> dict[str, int | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
-        They are those of the widest pass; the counts of segments are those that are lent while decoding.
+        They are those of the widest pass; the counts of segments are those while decoding.
         """
         return {
             "budget_bytes": self.budget_bytes,
@@ -247,8 +247,8 @@ class Plan:
             "wanted_context": self.wanted_context,
             "limit_bytes": 0 if self.limit is None else self.limit.limit_bytes,
             "segment_bytes": self.segment.nbytes,
-            "segments": self.segments_for(self.kv_cache_bytes, NARROW_TOKENS),
-            "segments_at_start": self.segments_for(self.kv_block_bytes, NARROW_TOKENS),
+            "segments": self.segments_for(self.kv_cache_bytes, DECODE_TOKENS),
+            "segments_at_start": self.segments_for(self.kv_block_bytes, DECODE_TOKENS),
             "segments_total": self.segment.total,
         }
 
@@ -315,7 +315,7 @@ def plan_memory(
         mlx_activation_bytes(config, runtime, tokens, operand_bytes)
         if runtime.backend == "mlx"
         else activation_bytes(config, quant, runtime, threads, tokens, streams) * 5 // 4
-        for tokens in (widest, min(widest, NARROW_TOKENS))
+        for tokens in (widest, min(widest, DECODE_TOKENS))
     )
     plan = Plan(
         budget_bytes=budget_bytes,
@@ -327,7 +327,7 @@ def plan_memory(
         segment=segment_shape(config, quant),
         stream=stream_shape(config, quant),
         activation_bytes=wide,
-        narrow_activation_bytes=narrow,
+        decode_activation_bytes=narrow,
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
         draft_bytes=draft_bytes(config, quant, runtime, threads, streams, draft_model_bytes),
@@ -339,7 +339,7 @@ def plan_memory(
         selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
         wide, narrow = (
             sparse_activation_bytes(config, runtime, predictors, tokens)
-            for tokens in (widest, min(widest, NARROW_TOKENS))
+            for tokens in (widest, min(widest, DECODE_TOKENS))
         )
         plan = replace(
             plan,
@@ -348,7 +348,7 @@ def plan_memory(
             segment=slots,
             stream=fetch_shape(slots.slot_bytes),
             activation_bytes=plan.activation_bytes + wide,
-            narrow_activation_bytes=plan.narrow_activation_bytes + narrow,
+            decode_activation_bytes=plan.decode_activation_bytes + narrow,
             sparsity=runtime.sparsity,
         )
     if runtime.backend == "mlx":
@@ -390,5 +390,5 @@ def _reference_plan(plan: Plan, config: ModelConfig, quant: QuantConfig, runtime
         segment=replace(segment_shape(config, quant), per_layer=0),
         stream=StreamShape(0, 0, 0, 0),
         activation_bytes=activations,
-        narrow_activation_bytes=activations,
+        decode_activation_bytes=activations,
     )

@@ -45,13 +45,13 @@ HIDDEN_BYTES = 2 << 20
 """Hidden activations of feed-forward segments that are multiplied together."""
 QUERY_ROWS = 32
 """Query rows that share one walk over the keys."""
-NARROW_TOKENS = 16
-"""A pass over so many tokens or fewer is decoding: the working memory that it leaves is lent to neurons."""
+DECODE_TOKENS = 16
+"""A pass over so many tokens or fewer is decoding: neurons get the scratch memory that it leaves."""
 
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory is lent in: each holds `neurons` neurons of one layer."""
+    """The equal pieces that feed-forward memory is allocated in: each holds `neurons` neurons of one layer."""
 
     neurons: int
     nbytes: int
@@ -68,7 +68,7 @@ class SegmentShape:
         """Segments without which nothing can be computed."""
         return 0
 
-    def lent(self, segments: int) -> tuple[int, ...]:
+    def quota(self, segments: int) -> tuple[int, ...]:
         """How many of `segments` each layer has: as even as can be, and fewer of them for no layer more.
 
         The remainder goes to layers in one fixed order, spread over the depth, so that shrinking takes back
@@ -82,7 +82,7 @@ class SegmentShape:
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The equal pieces that memory for single neurons is lent in: `slots` of one record's part each.
+    """The equal pieces that memory for single neurons is allocated in: `slots` of one record's part each.
 
     `reserve` slots are for neurons on their way through; `least` segments hold them.
     """
@@ -102,7 +102,7 @@ class SlotShape:
         """Segments without which nothing can be computed."""
         return -(-self.reserve // self.slots)
 
-    def lent(self, segments: int) -> tuple[int, ...]:
+    def quota(self, segments: int) -> tuple[int, ...]:
         """All of them in one: layers share the slots of every segment."""
         return (max(0, min(segments, self.total)),)
 
@@ -158,7 +158,7 @@ def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShap
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
     neurons = config.num_layers * config.intermediate_size
     # Two batches of a layer, its guess that has come, and the next layer's that is being read.
-    reserve = 2 * fetch_neurons(config) + 2 * guess_neurons(config)
+    reserve = 2 * fetch_neurons(config) + 2 * prefetch_neurons(config)
     slots = max(GROUP_SIZE, min(SEGMENT_BYTES // slot_bytes, -(-neurons // 16)))
     return SlotShape(slots, slot_bytes, reserve, -(-(neurons + reserve) // slots))
 
@@ -168,7 +168,7 @@ def fetch_neurons(config: ModelConfig) -> int:
     return min(FETCH_NEURONS, padded(-(-config.intermediate_size // 4), GROUP_SIZE))
 
 
-def guess_neurons(config: ModelConfig) -> int:
+def prefetch_neurons(config: ModelConfig) -> int:
     """Most neurons of a layer that are read from a guess.
 
     More than most flash reads while a layer is computed: what hasn't begun when the layer's turn comes is
@@ -279,7 +279,7 @@ def sparse_activation_bytes(
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
     """Most tokens of a draft, its root included: those of a narrow pass."""
-    return min(NARROW_TOKENS, runtime.prefill_chunk)
+    return min(DECODE_TOKENS, runtime.prefill_chunk)
 
 
 def draft_bytes(

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ondevice.commands.opening import loaded_model, prepared_model
+from ondevice.commands.opening import loaded_model, resolved_model
 from ondevice.commands.options import (
     Command,
     Text,
@@ -142,16 +142,16 @@ def bench(
     from ondevice.scoring import benchmark_report
     from ondevice.stats import median_stats
 
-    prepared = prepared_model(model, values)
-    check_tokens(prepared, range(prompt_tokens), max_tokens)
-    with loaded_model(prepared) as loaded:
+    resolved = resolved_model(model, values)
+    check_tokens(resolved, range(prompt_tokens), max_tokens)
+    with loaded_model(resolved) as loaded:
         # Memory fills in the first passes: they aren't what a run of any length is like.
         loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
         measured = []
         for index in range(runs):
             measured.append(loaded.measure(prompt_tokens, max_tokens))
-            say(f"run {index + 1} of {runs}: {reports.figures(measured[-1], loaded.plan)}")
-        shown = reports.figures(median_stats(measured), loaded.plan)
+            say(f"run {index + 1} of {runs}: {reports.stats_line(measured[-1], loaded.plan)}")
+        shown = reports.stats_line(median_stats(measured), loaded.plan)
         print_result(as_json, benchmark_report(measured, loaded.kernel_target), shown)
 
 

@@ -104,8 +104,8 @@ def _overlap_lines(found: Ablation) -> list[str]:
         f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
         f"compute in `all` ({1e3 * longer:.1f} ms), {found.own_overlap_ratio:.2f} x that of its own "
         f"({1e3 * own:.1f} ms)",
-        f"guesses found {percent(row.guess_recall)} of what was missing and read "
-        f"{row.guess_wasted_bytes / 1e6:.2f} MB per token in vain",
+        f"guesses found {percent(row.prefetch_recall)} of what was missing and read "
+        f"{row.prefetch_wasted_bytes / 1e6:.2f} MB per token in vain",
     ]
 
 
@@ -152,7 +152,7 @@ def _decisions(found: Comparison) -> list[str]:
 
 
 def _row_line(task: str, row: DrafterRow) -> str:
-    guesses = f"{row.guesses_per_draft:.1f}" if row.drafting.drafts else "-"
+    guesses = f"{row.tokens_per_draft:.1f}" if row.drafting.drafts else "-"
     rate = per_second(row.tokens, row.seconds)
     cells = (
         f"{row.tokens_per_pass:.2f}",
@@ -170,7 +170,7 @@ def _row_line(task: str, row: DrafterRow) -> str:
 
 
 def _by_depth(drafting: DraftStats) -> str:
-    shares = zip(drafting.acceptance_by_depth, drafting.guessed_by_depth, strict=True)
+    shares = zip(drafting.acceptance_by_depth, drafting.drafted_by_depth, strict=True)
     shown = [f"{100 * share:.0f} % of {count}" for share, count in shares]
     more = ["..."] if len(shown) > SHOWN_DEPTHS else []
     return ", ".join(shown[:SHOWN_DEPTHS] + more) or "-"

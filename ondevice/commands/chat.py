@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 from click.core import ParameterSource
 
-from ondevice.commands.opening import loaded_model, prepared_model, say_figures
+from ondevice.commands.opening import loaded_model, resolved_model, say_stats
 from ondevice.commands.options import Command, Text, add_options, model_option, option
 from ondevice.commands.terminal import say, write_events
 from ondevice.config import SamplingConfig, WhenFull
@@ -59,9 +59,9 @@ def chat(
     chosen = {
         name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    prepared = prepared_model(model, values)
-    tokenizer = api.text_tokenizer(prepared)
-    with loaded_model(prepared) as loaded:
+    resolved = resolved_model(model, values)
+    tokenizer = api.text_tokenizer(resolved)
+    with loaded_model(resolved) as loaded:
         sampling = _sampling(loaded, sampling_config(values), chosen)
         if about := read_about(loaded.bundle.path):
             say(f"{loaded.name}, in its maker's words:\n{indent(about, '  ')}")
@@ -74,7 +74,7 @@ def chat(
             for turn in chat_input.read_turns(say, interrupts, limits, is_known_command):
                 if talk.take(turn):
                     break
-        say_figures(loaded)
+        say_stats(loaded)
     if talk.refused:
         context.exit(ContextOverflowError.exit_code)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ondevice.commands.opening import loaded_model, prepared_model
+from ondevice.commands.opening import loaded_model, resolved_model
 from ondevice.commands.options import (
     Command,
     TextParts,
@@ -33,8 +33,8 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
     from ondevice.scoring import scoring_windows
 
     parts, taken = TextParts(text), 0
-    prepared = prepared_model(model, values)
-    tokenizer = api.text_tokenizer(prepared)
+    resolved = resolved_model(model, values)
+    tokenizer = api.text_tokenizer(resolved)
 
     def tokens() -> Iterator[int]:
         nonlocal taken
@@ -45,12 +45,12 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
     stream = tokens()
     begun = list(islice(stream, 2))
     # What is too short to predict anything is refused before weights are read.
-    next(scoring_windows(prepared, begun))
+    next(scoring_windows(resolved, begun))
 
     def on_progress(done: int) -> None:
         show(parts.share * done / max(1, taken), f"{done} tokens")
 
-    with loaded_model(prepared) as loaded, progress() as show:
+    with loaded_model(resolved) as loaded, progress() as show:
         score = loaded.score(tokens=chain(begun, stream), on_progress=on_progress)
     if as_json:
         print_json(score.to_dict())

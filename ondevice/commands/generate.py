@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ondevice.commands.opening import loaded_model, prepared_model, say_figures
+from ondevice.commands.opening import loaded_model, resolved_model, say_stats
 from ondevice.commands.options import Command, Text, TextParts, add_options, json_option, model_option, option
 from ondevice.commands.terminal import print_json, say, write_events
 from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
@@ -31,11 +31,11 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
 
     sampling = sampling_config(values)
     text = TextParts(prompt) if prompt == "-" else [prompt]
-    prepared = prepared_model(model, values)
+    resolved = resolved_model(model, values)
     # No further than the context holds: a prompt from stdin may have no end.
-    tokens = api.text_tokenizer(prepared).encode_within(text, most=prepared.plan.max_context)
-    check_tokens(prepared, tokens)
-    with loaded_model(prepared) as loaded:
+    tokens = api.text_tokenizer(resolved).encode_within(text, most=resolved.plan.max_context)
+    check_tokens(resolved, tokens)
+    with loaded_model(resolved) as loaded:
         if as_json:
             response = loaded.generate(tokens=tokens, sampling=sampling)
             print_json(response.to_dict())
@@ -45,4 +45,4 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
             room = loaded.plan.max_context < loaded.config.max_context
             more = "--max-context makes room" if room else "that is the model's limit"
             say(f"(cut short: the context of {loaded.plan.max_context} tokens is full; {more})")
-        say_figures(loaded)
+        say_stats(loaded)

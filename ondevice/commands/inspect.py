@@ -24,5 +24,5 @@ def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> N
     if listing:
         print_result(as_json, model_list(), model_list_text())
         return
-    prepared = api.open_model(model, runtime_config(values))
-    print_result(as_json, inspection(prepared), inspection_text(prepared))
+    resolved = api.open_model(model, runtime_config(values))
+    print_result(as_json, inspection(resolved), inspection_text(resolved))

@@ -7,9 +7,9 @@ from typing import Any
 from ondevice.budget.limits import context_words, verdict
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import parts, percent, residency, size
-from ondevice.commands.training_reports import stream_figures
+from ondevice.commands.training_reports import stream_facts
 from ondevice.runtime.models import ALIASES, SparsityMode, known_models, model_home, sparsity_modes
-from ondevice.runtime.resolving import Prepared
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.units import format_bytes
 
 
@@ -36,9 +36,9 @@ def model_list_text() -> str:
     )
 
 
-def inspection(prepared: Prepared) -> dict[str, Any]:
+def inspection(resolved: ResolvedModel) -> dict[str, Any]:
     """`inspect --json`; `minimum_budget_bytes` is that of the modes named with it, the plan's of its own."""
-    bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
+    bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     found, cuts = bundle.predictors, bundle.thresholds
     modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
     return {
@@ -50,21 +50,21 @@ def inspection(prepared: Prepared) -> dict[str, Any]:
         "sparsity_modes": [mode.name for mode in modes if mode.available],
         "predictor_recalls": [] if found is None else [point.recall for point in found.points],
         "threshold_sparsities": [] if cuts is None else [point.sparsity for point in cuts.points],
-        "streams": None if bundle.streams is None else stream_figures(bundle.streams, bundle.config),
+        "streams": None if bundle.streams is None else stream_facts(bundle.streams, bundle.config),
         "damaged": {key: error.for_command_line for key, error in bundle.damaged.items()},
-        "speculation": prepared.runtime.speculation,
+        "speculation": resolved.runtime.speculation,
         "minimum_budget_bytes": frugal.plan.minimum_budget_bytes,
         "minimum_budget_sparsity": frugal.plan.sparsity,
         "minimum_budget_speculation": frugal.runtime.speculation,
         "minimum_budget_context": frugal.plan.max_context,
-        "fitting_context": prepared.fitting_context,
+        "fitting_context": resolved.fitting_context,
         "plan": plan.to_json(),
     }
 
 
-def inspection_text(prepared: Prepared) -> str:
+def inspection_text(resolved: ResolvedModel) -> str:
     """`inspect` for people: the model, its modes and why, the plan part by part."""
-    bundle, plan, frugal = prepared.bundle, prepared.plan, prepared.frugal
+    bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     config = bundle.config
     lines = [
         f"{bundle.name}: {config.architecture}, {bundle.parameters:,} parameters, {bundle.quant.name}, "
@@ -74,22 +74,22 @@ def inspection_text(prepared: Prepared) -> str:
         f"streams: {_streams_line(bundle)}",
         *(f"{key}: {bundle.damaged[key].for_command_line}" for key in ("hotness",) if key in bundle.damaged),
         f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
-        f"with {_modes_taken(prepared)}:",
+        f"with {_modes_taken(resolved)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*parts(plan), ("total", plan.total_bytes)]),
         *([residency(plan)] if plan.fits else []),
-        *([] if frugal is prepared else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
+        *([] if frugal is resolved else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
         f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
         *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),
         f"everything resident: {size(plan.full_bytes)}",
-        f"fits: {verdict(plan, prepared.fitting_context)}",
-        *(f"warning: {warning}" for warning in prepared.budget_warnings),
+        f"fits: {verdict(plan, resolved.fitting_context)}",
+        *(f"warning: {warning}" for warning in resolved.budget_warnings),
     ]
     return "\n".join(lines)
 
 
-def _modes_taken(prepared: Prepared) -> str:
-    shortened = f" --max-context {prepared.plan.max_context}" if prepared.plan.wanted_context else ""
-    return f"--sparsity {prepared.plan.sparsity} --speculation {prepared.runtime.speculation}{shortened}"
+def _modes_taken(resolved: ResolvedModel) -> str:
+    shortened = f" --max-context {resolved.plan.max_context}" if resolved.plan.wanted_context else ""
+    return f"--sparsity {resolved.plan.sparsity} --speculation {resolved.runtime.speculation}{shortened}"
 
 
 def _part_line(what: str, nbytes: int, width: int = 24) -> str:

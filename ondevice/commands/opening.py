@@ -11,33 +11,33 @@ from ondevice.settings import runtime_config
 
 if TYPE_CHECKING:
     from ondevice.api import Model
-    from ondevice.runtime.resolving import Prepared
+    from ondevice.runtime.resolving import ResolvedModel
 
 
-def prepared_model(model: str | None, values: dict[str, Any]) -> Prepared:
+def resolved_model(model: str | None, values: dict[str, Any]) -> ResolvedModel:
     """The model as `loaded_model` takes it. What is wrong with what it will get is to be said in between."""
     from ondevice import api
 
-    prepared = api.open_model(model, runtime_config(values))
+    resolved = api.open_model(model, runtime_config(values))
     take_interrupts()
-    return prepared
+    return resolved
 
 
 @contextmanager
-def loaded_model(prepared: Prepared) -> Iterator[Model]:
+def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
     """The model, its plan said before its weights are read, closed at the end."""
     from ondevice import api
     from ondevice.commands import reports
 
-    prepared.require_fit()
-    say(f"{prepared.bundle.name}: {reports.plan_summary(prepared.plan)}")
-    with api.Model(prepared) as loaded:
+    resolved.require_fit()
+    say(f"{resolved.bundle.name}: {reports.plan_summary(resolved.plan)}")
+    with api.Model(resolved) as loaded:
         yield loaded
 
 
-def say_figures(model: Model) -> None:
+def say_stats(model: Model) -> None:
     """The closing line, where there is something to close."""
     from ondevice.commands import reports
 
     if model.stats.forward_passes:
-        say(reports.figures(model.stats, model.plan))
+        say(reports.stats_line(model.stats, model.plan))

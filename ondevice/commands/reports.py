@@ -6,7 +6,7 @@ import re
 
 from ondevice.budget.limits import context_words
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.runtime.budget_watch import MemoryPressure
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes
@@ -33,15 +33,15 @@ def pressure_summary(found: MemoryPressure) -> str:
 
 
 def residency(plan: Plan) -> str:
-    """What will be in memory, and what is read from flash: `figures` counts it by the same plan."""
+    """What will be in memory, and what is read from flash: `stats_line` counts it by the same plan."""
     least = plan.segment.least
     start, full = (
-        plan.segments_for(kv, NARROW_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
+        plan.segments_for(kv, DECODE_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
     )
     total = plan.segment.total - least
     if plan.reads_once:
         return "everything will be resident, read from flash once, as tokens first need it"
-    if not plan.streams:
+    if not plan.offloads_weights:
         return "the feed-forward will be resident; a row of the embedding is read from flash for each token"
     if plan.sparsity != "dense":
         return (
@@ -64,7 +64,7 @@ def size(nbytes: int) -> str:
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
-def figures(stats: GenerationStats, plan: Plan) -> str:
+def stats_line(stats: GenerationStats, plan: Plan) -> str:
     """The closing line of a generation. What fills memory once is no token's: it isn't divided by them."""
 
     def read(nbytes: int) -> str:
@@ -73,9 +73,10 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         return f"{format_bytes(nbytes // max(1, stats.generated_tokens))}/token"
 
     filling = " to fill memory" if plan.reads_once else ""
-    guesses = (
-        f"; guessed {100.0 * stats.guess_recall:.0f} % of the rest, {read(stats.guess_wasted_bytes)} in vain"
-        if stats.guess_recall or stats.guess_wasted_bytes
+    wasted = stats.prefetch_wasted_bytes
+    prefetched = (
+        f"; prefetched {100.0 * stats.prefetch_recall:.0f} % of the rest, {read(wasted)} in vain"
+        if stats.prefetch_recall or wasted
         else ""
     )
     waits = (
@@ -90,7 +91,7 @@ def figures(stats: GenerationStats, plan: Plan) -> str:
         f"first token {stats.time_to_first_token_seconds:.2f} s; "
         f"peak {format_bytes(stats.peak_memory_bytes)}; flash {read(stats.flash_bytes_read)}{filling}, "
         f"read in {stats.flash_read_seconds:.2f} s with {stats.flash_cpu_seconds:.2f} s of CPU; "
-        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{guesses}{waits}"
+        f"cache hits {100.0 * stats.neuron_cache_hit_rate:.0f} %{prefetched}{waits}"
         f"{'' if stats.seed is None else f'; seed {stats.seed}'}"
     )
 

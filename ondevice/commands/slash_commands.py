@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 
 from ondevice.api import Model
-from ondevice.commands.reports import figures, plan_summary, pressure_summary
+from ondevice.commands.reports import plan_summary, pressure_summary, stats_line
 from ondevice.config import SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.session import Session
@@ -40,7 +40,7 @@ def chat_command(model: Model, session: Session, line: str) -> str:
             return "the conversation is forgotten"
         case "/stats":
             budget = f"{plan_summary(model.plan)}\n{pressure_summary(model.memory_pressure)}"
-            return f"{figures(model.stats, model.plan)}\n{budget}"
+            return f"{stats_line(model.stats, model.plan)}\n{budget}"
         case "/save" if argument:
             session.save(path)
             return f"saved to {path}"

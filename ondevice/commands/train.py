@@ -100,7 +100,7 @@ def predictors(
             dram_budget=dram_budget,
             on_progress=show,
         )
-    print_result(as_json, reports.trained_figures(found), reports.predictor_table(found))
+    print_result(as_json, reports.trained_facts(found), reports.predictor_table(found))
 
 
 @train.command()
@@ -123,7 +123,7 @@ def thresholds(
         found = training.train_thresholds(
             model, content, output=output, tokens=tokens, dram_budget=dram_budget, on_progress=show
         )
-    print_result(as_json, reports.trained_figures(found), reports.threshold_table(found))
+    print_result(as_json, reports.trained_facts(found), reports.threshold_table(found))
 
 
 @train.command()
@@ -171,4 +171,4 @@ def streams(
             **chosen,
         )
     config = Bundle.open(find_model(model)).config
-    print_result(as_json, reports.stream_figures(found, config), reports.stream_table(found, config))
+    print_result(as_json, reports.stream_facts(found, config), reports.stream_table(found, config))

@@ -13,7 +13,7 @@ from ondevice.commands.reports import percent, short
 from ondevice.config import ModelConfig
 
 
-def trained_figures(found: Predictors | Thresholds | Streams) -> dict[str, Any]:
+def trained_facts(found: Predictors | Thresholds | Streams) -> dict[str, Any]:
     """`train predictors --json` and `train thresholds --json`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
@@ -50,10 +50,10 @@ def threshold_table(found: Thresholds) -> str:
     return "\n".join(lines)
 
 
-def stream_figures(found: Streams, config: ModelConfig) -> dict[str, Any]:
+def stream_facts(found: Streams, config: ModelConfig) -> dict[str, Any]:
     """What `streams.json` says, the parameters that it adds, and those of as many of Medusa's heads."""
     return {
-        **trained_figures(found),
+        **trained_facts(found),
         "adapter_parameters": found.adapter_parameters(config),
         "embedding_parameters": found.embedding_parameters(config),
         "medusa_parameters": medusa_parameters(config, found.streams),

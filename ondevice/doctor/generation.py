@@ -97,13 +97,13 @@ def named_model(model: str | os.PathLike[str]) -> Check:
     from ondevice import api
     from ondevice.config import RuntimeConfig
 
-    prepared = api.open_model(model, RuntimeConfig())
-    prepared.require_fit()
-    least = prepared.frugal.plan.minimum_budget_bytes
-    nbytes = prepared.bundle.bundle_bytes
-    figures = {"path": str(prepared.bundle.path), "bytes": nbytes, "minimum_budget_bytes": least}
-    value = f"{prepared.bundle.name}: {format_bytes(nbytes)}, runs in {format_bytes(least)} and more"
-    warnings = (*prepared.warnings, *prepared.budget_warnings)
+    resolved = api.open_model(model, RuntimeConfig())
+    resolved.require_fit()
+    least = resolved.frugal.plan.minimum_budget_bytes
+    nbytes = resolved.bundle.bundle_bytes
+    figures = {"path": str(resolved.bundle.path), "bytes": nbytes, "minimum_budget_bytes": least}
+    value = f"{resolved.bundle.name}: {format_bytes(nbytes)}, runs in {format_bytes(least)} and more"
+    warnings = (*resolved.warnings, *resolved.budget_warnings)
     if warnings:
         return Check("model", "warning", "; ".join((value, *warnings)), figures=figures)
     return Check("model", "ok", f"{value}; `ondevice verify` reads all of it", figures=figures)

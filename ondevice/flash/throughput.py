@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import Bytes, FlashReader
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES

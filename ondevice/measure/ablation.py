@@ -22,14 +22,14 @@ from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
 from ondevice.errors import UsageError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.measure.profiling import read_doubts
 from ondevice.meter import Counters
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import Prepared, check_tokens, prepare
+from ondevice.runtime.resolving import ResolvedModel, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions
 from ondevice.stats import per_second
@@ -37,8 +37,8 @@ from ondevice.units import PAGE_BYTES, format_bytes
 
 TEMPERATURE = 0.8
 """The likeliest text repeats itself, which would flatter every cache."""
-_NOTHING_KEPT = FetchOptions(keep=False, fill_ahead=False, guess=False)
-_KEPT = FetchOptions(fill_ahead=False, guess=False)
+_NOTHING_KEPT = FetchOptions(keep=False, fill_ahead=False, prefetch=False)
+_KEPT = FetchOptions(fill_ahead=False, prefetch=False)
 SPARSE_ROWS = {
     "predictor": replace(_NOTHING_KEPT, bundled=False),
     "windowing": replace(_KEPT, policy="window", bundled=False),
@@ -67,7 +67,7 @@ class AblationRow:
     feed_forward_bytes: memory that holds neurons at the end; resident_bytes: weights of every token, and what
     selects neurons. io_seconds: wall time with a read in flight, beside compute or not; waited_seconds: of
     the pass, for reads; managed_seconds: of the pass, for what is in memory and what isn't.
-    guess_recall: share of the neurons that weren't in memory whose read had begun from a guess.
+    prefetch_recall: share of the neurons that weren't in memory whose read had begun from a guess.
     tokens: ids of the text, those that warmed up included.
     """
 
@@ -83,8 +83,8 @@ class AblationRow:
     waited_seconds: float
     managed_seconds: float
     total_seconds: float
-    guess_recall: float
-    guess_wasted_bytes: float
+    prefetch_recall: float
+    prefetch_wasted_bytes: float
     tokens: tuple[int, ...]
 
     @property
@@ -182,11 +182,11 @@ def ablation(
             "one of each; raise --max-tokens"
         )
     runtime = on_kernels(runtime, "an ablation")
-    sparse, dense = _prepared(model, runtime)
+    sparse, dense = _resolved(model, runtime)
     bundle = dense.bundle
     check_tokens(dense, range(prompt_tokens), warm_up_tokens + max_tokens)
-    for prepared in (sparse, dense):
-        prepared.require_fit()
+    for resolved in (sparse, dense):
+        resolved.require_fit()
     configurations = {"hybrid": (dense, FetchOptions(keep=False))}
     if sparse.runtime.sparsity != "dense":
         on_progress(0.0, "checksums of rows")
@@ -199,9 +199,9 @@ def ablation(
         }
     prompt = benchmark_prompt(prompt_tokens, bundle.config.vocab_size)
     rows: list[AblationRow] = []
-    for name, (prepared, fetch) in configurations.items():
+    for name, (resolved, fetch) in configurations.items():
         on_progress((1 + len(rows)) / (2 + len(configurations)), name)
-        rows.append(_measured(name, prepared, fetch, prompt, warm_up_tokens, max_tokens))
+        rows.append(_measured(name, resolved, fetch, prompt, warm_up_tokens, max_tokens))
     on_progress((1 + len(rows)) / (2 + len(configurations)), "naive")
     rows.insert(0, with_all_read(rows[0], bundle, runtime.io, max_tokens))
     on_progress(1.0, "done")
@@ -257,7 +257,7 @@ def with_all_read(hybrid: AblationRow, bundle: Bundle, io: IoMode, tokens: int) 
     )
 
 
-def _prepared(model: Name | None, runtime: RuntimeConfig) -> tuple[Prepared, Prepared]:
+def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel, ResolvedModel]:
     """The model with its neurons selected and without, under one budget; the same where nothing selects."""
     if runtime.speculation not in ("auto", "off"):
         raise UsageError(
@@ -283,23 +283,23 @@ def _selecting(bundle: Bundle) -> Sparsity:
     return "dense" if bundle.thresholds is None else "threshold"
 
 
-def _planned(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
+def _planned(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     """Without its tokenizer, which takes memory and isn't needed; the budget is settled, too."""
-    prepared = replace(prepare(bundle, runtime), tokenizer=None)
-    budget = prepared.plan.budget_bytes
-    return replace(prepared, runtime=replace(prepared.runtime, dram_budget=budget))
+    resolved = replace(resolve(bundle, runtime), tokenizer=None)
+    budget = resolved.plan.budget_bytes
+    return replace(resolved, runtime=replace(resolved.runtime, dram_budget=budget))
 
 
 def _measured(
     name: str,
-    prepared: Prepared,
+    resolved: ResolvedModel,
     fetch: FetchOptions,
     prompt: Sequence[int],
     warm_up_tokens: int,
     max_tokens: int,
 ) -> AblationRow:
-    plan = prepared.plan
-    ends = prepared.bundle.manifest.tokenizer.eos_ids
+    plan = resolved.plan
+    ends = resolved.bundle.manifest.tokenizer.eos_ids
     sampling = SamplingConfig(
         temperature=TEMPERATURE,
         seed=0,
@@ -308,7 +308,7 @@ def _measured(
     )
     tokens: list[int] = []
     marks: list[tuple[float, Counters]] = []
-    with closing(Engine(prepared, _never, fetch)) as engine:
+    with closing(Engine(resolved, _never, fetch)) as engine:
         for event in engine.generate(None, prompt, sampling, _never):
             if event.token is not None:
                 tokens.append(event.token)
@@ -318,10 +318,10 @@ def _measured(
     (started, before), (ended, after) = marks
     absent = after.neuron_cache_lookups - before.neuron_cache_lookups
     absent -= after.neuron_cache_hits - before.neuron_cache_hits
-    guessed = after.guesses_used - before.guesses_used
+    guessed = after.prefetched_used - before.prefetched_used
     return AblationRow(
         name=name,
-        sparsity=prepared.runtime.sparsity,
+        sparsity=resolved.runtime.sparsity,
         io=io,
         kernel_target=kernel_target,
         feed_forward_bytes=feed_forward_bytes,
@@ -332,8 +332,8 @@ def _measured(
         waited_seconds=(after.waited_seconds - before.waited_seconds) / max_tokens,
         managed_seconds=(after.managed_seconds - before.managed_seconds) / max_tokens,
         total_seconds=(ended - started) / max_tokens,
-        guess_recall=guessed / absent if absent > 0 else 0.0,
-        guess_wasted_bytes=(after.guess_wasted_bytes - before.guess_wasted_bytes) / max_tokens,
+        prefetch_recall=guessed / absent if absent > 0 else 0.0,
+        prefetch_wasted_bytes=(after.prefetch_wasted_bytes - before.prefetch_wasted_bytes) / max_tokens,
         tokens=tuple(tokens),
     )
 
@@ -361,8 +361,8 @@ def _read_through(reader: FlashReader, files: Sequence[CheckedFile], times: int 
             stream.release()
 
 
-def _notes(prepared: Prepared, io: str) -> tuple[str, ...]:
-    bundle, plan, sparsity = prepared.bundle, prepared.plan, prepared.runtime.sparsity
+def _notes(resolved: ResolvedModel, io: str) -> tuple[str, ...]:
+    bundle, plan, sparsity = resolved.bundle, resolved.plan, resolved.runtime.sparsity
     notes = []
     if sparsity == "dense":
         config = bundle.config
@@ -371,7 +371,7 @@ def _notes(prepared: Prepared, io: str) -> tuple[str, ...]:
             f"{'with --sparsity dense' if config.zeros_gates else because} every neuron counts for every "
             "token, so there is nothing to select, and no more rows"
         )
-    elif not plan.streams:
+    elif not plan.offloads_weights:
         notes.append(
             f"a budget of {format_bytes(plan.budget_bytes)} has room for every neuron: what is kept is read "
             "once and never again. A lower --dram-budget shows what a cache is worth"

@@ -29,7 +29,7 @@ from ondevice.errors import (
 from ondevice.measure.prompts import Task
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import Prepared, budget_bytes, check_tokens, prepare
+from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.speculation.registry import DRAFTERS, runs_streams
 from ondevice.stats import DraftStats, per_second
@@ -94,7 +94,7 @@ class DrafterRow:
         return self.flash_bytes / self.tokens if self.tokens else 0.0
 
     @property
-    def guesses_per_draft(self) -> float:
+    def tokens_per_draft(self) -> float:
         """Nodes but for the root."""
         return self.drafting.guesses / self.drafting.drafts if self.drafting.drafts else 0.0
 
@@ -111,7 +111,7 @@ class DrafterRow:
             "seconds_per_pass": self.seconds_per_pass,
             "drafting_seconds_per_pass": self.drafting_seconds_per_pass,
             "flash_bytes_per_token": self.flash_bytes_per_token,
-            "guesses_per_draft": self.guesses_per_draft,
+            "tokens_per_draft": self.tokens_per_draft,
             "drafting": self.drafting.to_dict(),
             "speed_up": median(self.speed_ups) if known else None,
             "speed_up_least": min(self.speed_ups) if known else None,
@@ -238,7 +238,7 @@ def compare_drafters(
     )
 
 
-def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepared], list[str]]:
+def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, ResolvedModel], list[str]]:
     """Plain decoding and every drafter, as each would be by itself, and why others are missing."""
     plain = open_model(model, replace(runtime, speculation="off"))
     plain.require_fit()
@@ -249,7 +249,7 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
             # Beside a second model it would be that one.
             speculation["draft_model"] = ""
         try:
-            arm = prepare(plain.bundle, replace(plain.runtime, **speculation))
+            arm = resolve(plain.bundle, replace(plain.runtime, **speculation))
             # Alike: one tokenizer, and what the process held before any of them.
             plan = replace(arm.plan, process_bytes=plain.plan.process_bytes)
             plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
@@ -265,10 +265,10 @@ def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, Prepare
     return arms, notes
 
 
-def _prompts(prepared: Prepared, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
+def _prompts(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
     """Token ids of every task's prompts."""
-    tokenizer = text_tokenizer(prepared)
-    template = _chat_template(prepared.bundle, tokenizer) if any(task.chat for task in tasks) else None
+    tokenizer = text_tokenizer(resolved)
+    template = _chat_template(resolved.bundle, tokenizer) if any(task.chat for task in tasks) else None
     found: dict[str, list[list[int]]] = {}
     for task in tasks:
         if not task.prompts or task.name in found or task.name == ALL_TASKS:
@@ -280,7 +280,7 @@ def _prompts(prepared: Prepared, tasks: Sequence[Task], max_tokens: int) -> dict
             else:
                 ids = tokenizer.encode(prompt)
             try:
-                check_tokens(prepared, ids, max_tokens)
+                check_tokens(resolved, ids, max_tokens)
             except ContextOverflowError as error:
                 error.add_note(f"it is prompt {index + 1} of {task.name}")
                 raise
@@ -297,7 +297,7 @@ def _chat_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _measured(
     engine: Engine,
-    arms: Mapping[str, Prepared],
+    arms: Mapping[str, ResolvedModel],
     prompts: Mapping[str, Sequence[Sequence[int]]],
     sampling: SamplingConfig,
     on_progress: OnProgress,
@@ -374,20 +374,20 @@ def _changed(found: Mapping[str, Sequence[Mapping[str, _Text]]]) -> list[Changed
     ]
 
 
-def _held_bytes(arms: Mapping[str, Prepared]) -> dict[str, int]:
+def _held_bytes(arms: Mapping[str, ResolvedModel]) -> dict[str, int]:
     return {name: arm.plan.draft_bytes - arms[OFF].plan.draft_bytes for name, arm in arms.items()}
 
 
-def _notes(arms: Mapping[str, Prepared]) -> list[str]:
+def _notes(arms: Mapping[str, ResolvedModel]) -> list[str]:
     plan = arms[OFF].plan
     notes = []
     held = sum(_held_bytes(arms).values())
-    if plan.streams and held:
+    if plan.offloads_weights and held:
         notes.append(
             "each drafter has the memory that it would have by itself, and those that rest keep theirs: the "
             f"process may hold up to {format_bytes(held)} more than the budget"
         )
-    if not plan.streams:
+    if not plan.offloads_weights:
         notes.append("everything is resident: a lower --dram-budget shows what drafts save of reads")
     return notes
 

@@ -25,7 +25,7 @@ from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.flash.reader import DEFAULT_THREADS
 from ondevice.flash.throughput import Throughput, measure_throughput
-from ondevice.runtime.resolving import Prepared
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import benchmark_prompt
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
 from ondevice.sparsity.replay import Optimum, hit_rate
@@ -123,13 +123,13 @@ def profile(
 
     Raises UsageError for too little text, OndeviceError where the disk has no room, and what `load` raises.
     """
-    prepared = open_model(model, RuntimeConfig())
-    bundle, config = prepared.bundle, prepared.bundle.config
+    resolved = open_model(model, RuntimeConfig())
+    bundle, config = resolved.bundle, resolved.bundle.config
     notes: list[str] = []
     firing = misses = None
     source, total = "none", 0
     if config.zeros_gates:
-        source, pieces = _pieces(prepared, text, pieces, tokens, on_progress)
+        source, pieces = _pieces(resolved, text, pieces, tokens, on_progress)
         total = sum(map(len, pieces))
         with recorded_gates(
             bundle, pieces, lambda done: on_progress(0.3 + 0.2 * done / total, "gates")
@@ -233,7 +233,7 @@ def _distinct_shares(fired: NDArray[np.bool_], starts: NDArray[np.intp], spans: 
 
 
 def _pieces(
-    prepared: Prepared,
+    resolved: ResolvedModel,
     text: Text | None,
     pieces: Sequence[Sequence[int]] | None,
     tokens: int,
@@ -245,8 +245,8 @@ def _pieces(
     if tokens < PROFILE_LEAST:
         raise UsageError(f"tokens is {tokens}; it must be {PROFILE_LEAST} or more")
     if text is None and pieces is None:
-        return _own_text(prepared, tokens, lambda done: on_progress(0.3 * done / tokens, "writing text"))
-    found = text_pieces(prepared, text, tokens) if text is not None else [list(p) for p in pieces or () if p]
+        return _own_text(resolved, tokens, lambda done: on_progress(0.3 * done / tokens, "writing text"))
+    found = text_pieces(resolved, text, tokens) if text is not None else [list(p) for p in pieces or () if p]
     total = sum(map(len, found))
     if total < PROFILE_LEAST:
         raise UsageError(f"the text has {total} tokens; a profile takes {PROFILE_LEAST} or more")
@@ -254,19 +254,19 @@ def _pieces(
 
 
 def _own_text(
-    prepared: Prepared, tokens: int, on_progress: Callable[[int], None]
+    resolved: ResolvedModel, tokens: int, on_progress: Callable[[int], None]
 ) -> tuple[str, list[list[int]]]:
     """Continuations of fixed prompts, as the model samples them, until they have `tokens` tokens."""
-    config = prepared.bundle.config
-    length = min(OWN_PIECE_TOKENS, prepared.plan.max_context)
-    if prepared.tokenizer is None:
+    config = resolved.bundle.config
+    length = min(OWN_PIECE_TOKENS, resolved.plan.max_context)
+    if resolved.tokenizer is None:
         prompts, named = [benchmark_prompt(8, config.vocab_size)], "made-up token ids"
     else:
-        prompts = [prepared.tokenizer.encode(prompt) for prompt in PROMPTS]
+        prompts = [resolved.tokenizer.encode(prompt) for prompt in PROMPTS]
         named = ", ".join(f'"{prompt}"' for prompt in PROMPTS)
     pieces: list[list[int]] = []
     done = 0
-    with Model(prepared) as model:
+    with Model(resolved) as model:
         while done < tokens:
             seed = len(pieces)
             prompt = prompts[seed % len(prompts)][: max(1, length // 2)]

@@ -18,7 +18,7 @@ class Rows(NamedTuple):
     """How a pass's rows lie: behind `position` tokens stored in kv, which has room reserved for them.
 
     tree: how they follow each other, if they don't just follow; cos, sin: (R, Dh / 2) of their places. Rows
-    from `certain` on are streams; adapters are added for those from `adapted` on.
+    from `num_exact_rows` on are streams; adapters are added for those from `adapted` on.
     """
 
     kv: KVCache
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     tree: TokenTree | None
     cos: Float32
     sin: Float32
-    certain: int
+    num_exact_rows: int
     adapted: int
 
 

@@ -15,24 +15,26 @@ def feed_forward(
     config: ModelConfig,
     weights: LayerWeights,
     x: Array,
-    certain: int | None = None,
+    num_exact_rows: int | None = None,
     adapters: StreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
     """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D); may overwrite x.
 
-    Tokens from `certain` on make do with the neurons that are at hand. adapters: are added for those from
+    Tokens from `num_exact_rows` on make do with the neurons that are at hand. adapters: are added for those from
     `adapted` on.
     """
     norm = Norm(weights.feed_forward_norm, config.rms_norm_eps)
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
-    x = backend.feed_forward(x, weights.feed_forward, config.hidden_act, norm=norm, added=x, certain=certain)
+    x = backend.feed_forward(
+        x, weights.feed_forward, config.hidden_act, norm=norm, added=x, num_exact_rows=num_exact_rows
+    )
     if adapters is not None:
         low = adapters.feed_forward
         x = backend.add_low_rank(x, before, low.down, low.up, adapted, "relu", norm)
     return x
 
 
-def foresee(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
+def prefetch(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
     """Tell the backend what the block of a later layer will be given, about: x (T, D) is the stream now."""
-    backend.foresee(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)
+    backend.prefetch(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)

@@ -22,7 +22,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model.attention import Rows, attention
-from ondevice.model.ffn import feed_forward, foresee
+from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
 from ondevice.model.weights import ModelWeights, StreamWeights
@@ -35,19 +35,19 @@ class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, 
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class PrunedDraft:
     """Of a pass's tokens, those that enter the stream layers, and which of these get streams (indices)."""
 
     tokens: Sequence[int]
     streams: Sequence[int] = ()
 
 
-Narrow = Callable[[Array], Narrowed]
+Prune = Callable[[Array], PrunedDraft]
 """Given what enters the stream layers, (T, D)."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardOutput:
     """What a pass over T tokens left: n of them went through all layers; S streams."""
 
     tokens: Sequence[int]
@@ -147,20 +147,20 @@ class Transformer:
         *,
         x: Array | None = None,
         tree: TokenTree | None = None,
-        narrow: Narrow | None = None,
+        prune: Prune | None = None,
         last: bool = False,
         resident: bool = False,
-    ) -> Pass:
+    ) -> ForwardOutput:
         """`hidden_states`, with streams ("Speculative Streaming", arXiv 2402.11131, section 3.2).
 
-        narrow: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
+        prune: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
         its root) and which of them get streams; kv then holds those that went on. last: only the last
         token's results are wanted. Raises as `forward` does; kv then is as before.
         """
         length = kv.length
-        found: Pass | None = None
+        found: ForwardOutput | None = None
         try:
-            found = self._layers(tokens, kv, cancelled, x, tree, narrow, last, resident)
+            found = self._layers(tokens, kv, cancelled, x, tree, prune, last, resident)
         finally:
             if found is None:
                 kv.truncate(length)
@@ -177,7 +177,7 @@ class Transformer:
         check_thread(self._thread)
         assert self.streams is not None
         kv.reserve(kv.length + self.streams.count)
-        rows, x = self._rows(kv, self.streams.count, None, certain=0), branches
+        rows, x = self._rows(kv, self.streams.count, None, num_exact_rows=0), branches
         for layer in range(self.streams.first_layer, self.config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -203,10 +203,10 @@ class Transformer:
         cancelled: Callable[[], bool] | None,
         x: Array | None,
         tree: TokenTree | None,
-        narrow: Narrow | None,
+        prune: Prune | None,
         last: bool,
         resident: bool = False,
-    ) -> Pass:
+    ) -> ForwardOutput:
         """All layers over T tokens. Extends kv by those that go on to the end."""
         check_thread(self._thread)
         config, ids, branches = self.config, self._checked(tokens), None
@@ -217,17 +217,17 @@ class Transformer:
             x = self.backend.embedding(self.weights.embedding, ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        chosen, rows = Narrowed(range(len(ids))), self._rows(kv, len(ids), tree)
+        chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, len(ids), tree)
         if resident:
-            rows = rows._replace(certain=0)
+            rows = rows._replace(num_exact_rows=0)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
             if self.streams is not None and layer == self.streams.first_layer:
-                if narrow is not None:
-                    chosen = narrow(x)
+                if prune is not None:
+                    chosen = prune(x)
                     if chosen.streams or len(chosen.tokens) < len(ids):
-                        x, rows = self._narrow(x, kv, chosen, tree)
+                        x, rows = self._prune(x, kv, chosen, tree)
                     branches = self._branches(x, range(len(chosen.tokens)))
                 elif last:
                     branches = self._branches(x, [len(ids) - 1])
@@ -235,11 +235,11 @@ class Transformer:
         known = ids.tolist()
         kv.extend([known[token] for token in chosen.tokens])
         if self.streams is None or not chosen.streams:
-            return Pass(chosen.tokens, x, branches)
+            return ForwardOutput(chosen.tokens, x, branches)
         kept, count = len(chosen.tokens), self.streams.count
         starts = range(kept, kept + count * len(chosen.streams), count)
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
-        return Pass(chosen.tokens, x[:kept], branches, ended)
+        return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
 
     def _layer(self, layer: int, x: Array, rows: Rows, last: bool = False) -> Array:
         """One layer over x (R, D). last: only the last row's result is wanted, (1, D)."""
@@ -249,14 +249,16 @@ class Transformer:
             adapters = self.streams.layer(layer)
         x = attention(backend, config, weights, layer, x, rows, adapters)
         x = x[-1:] if last else x
-        certain = rows.certain if rows.certain < x.shape[0] else None
-        if layer + 1 < config.num_layers and rows.certain:
-            known = x if certain is None else x[:certain]
-            foresee(backend, config, self.weights.layers[layer + 1], known)
-        return feed_forward(backend, config, weights, x, certain, adapters, rows.adapted)
+        num_exact_rows = rows.num_exact_rows if rows.num_exact_rows < x.shape[0] else None
+        if layer + 1 < config.num_layers and rows.num_exact_rows:
+            known = x if num_exact_rows is None else x[:num_exact_rows]
+            prefetch(backend, config, self.weights.layers[layer + 1], known)
+        return feed_forward(backend, config, weights, x, num_exact_rows, adapters, rows.adapted)
 
-    def _rows(self, kv: KVCache, count: int, tree: TokenTree | None, certain: int | None = None) -> Rows:
-        """`count` rows behind what kv holds, of which those from `certain` on are streams."""
+    def _rows(
+        self, kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None
+    ) -> Rows:
+        """`count` rows behind what kv holds, of which those from `num_exact_rows` on are streams."""
         position = kv.length
         if tree is not None and tree.is_chain:
             tree = None
@@ -264,9 +266,9 @@ class Transformer:
             cos, sin = self._rope.run(position, count)
         else:
             cos, sin = self._rope.tables(position + tree.depths)
-        certain = count if certain is None else certain
-        adapted = 0 if self.streams is not None and self.streams.shared else certain
-        return Rows(kv, position, tree, cos, sin, certain, adapted)
+        num_exact_rows = count if num_exact_rows is None else num_exact_rows
+        adapted = 0 if self.streams is not None and self.streams.shared else num_exact_rows
+        return Rows(kv, position, tree, cos, sin, num_exact_rows, adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """What the streams of `tokens` begin with: (n * S, D)."""
@@ -274,7 +276,9 @@ class Transformer:
         own = self.backend.rows(x, tokens)
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
 
-    def _narrow(self, x: Array, kv: KVCache, chosen: Narrowed, tree: TokenTree | None) -> tuple[Array, Rows]:
+    def _prune(
+        self, x: Array, kv: KVCache, chosen: PrunedDraft, tree: TokenTree | None
+    ) -> tuple[Array, Rows]:
         """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""
         assert self.streams is not None
         count, position, kept = self.streams.count, kv.length, len(chosen.tokens)

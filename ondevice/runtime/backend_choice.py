@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ondevice.backends.mlx import MlxBackend
 
 BudgetBackend: TypeAlias = "CpuBackend | MlxBackend"
-"""A backend whose neurons are lent memory by the plan."""
+"""A backend whose neurons get memory by the plan."""
 
 
 def has_mlx() -> bool:

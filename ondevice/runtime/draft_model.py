@@ -33,7 +33,7 @@ MOST_FILLING_PASSES = 16
 
 
 @dataclass(frozen=True)
-class PreparedDraft:
+class ResolvedDraft:
     """A second model that could be loaded. plan: its own, with everything resident.
 
     tokenizers: its own and the target's, where its tokens aren't the target's.
@@ -54,7 +54,7 @@ class PreparedDraft:
         """Of that, what is there from the end of loading on."""
         return self.plan.resident_weights_bytes + self.plan.segment.total * self.plan.segment.nbytes
 
-    def within(self, max_context: int) -> PreparedDraft:
+    def within(self, max_context: int) -> ResolvedDraft:
         """The same for a text of so many tokens at most."""
         runtime = replace(self.runtime, max_context=min(max_context, self.bundle.config.max_context))
         return replace(self, runtime=runtime, plan=_resident(self.bundle, runtime))
@@ -79,7 +79,7 @@ def plan_draft(
     target: Tokenizer | None,
     runtime: RuntimeConfig,
     max_context: int,
-) -> PreparedDraft:
+) -> ResolvedDraft:
     """Plan a second model for a target. runtime: the target's, settled; max_context: of its text.
 
     Raises UnsupportedModelError if one of the two has no tokenizer, so that their tokens can't be compared.
@@ -92,7 +92,7 @@ def plan_draft(
     context = min(max_context, bundle.config.max_context)
     settled = replace(runtime, sparsity="dense", speculation="off", draft_model="", max_context=context)
     tokenizers = None if same_vocabulary(own, target) else (own, target)
-    return PreparedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
+    return ResolvedDraft(bundle, settled, _resident(bundle, settled), tokenizers)
 
 
 def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
@@ -104,10 +104,10 @@ def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
 
 
 def load_draft(
-    prepared: PreparedDraft, engine: _native.Engine, cancelled: Callable[[], bool] = lambda: False
+    resolved: ResolvedDraft, engine: _native.Engine, cancelled: Callable[[], bool] = lambda: False
 ) -> DraftModel:
     """Load it to run on the target's kernel engine. Raises what loading raises; `close` gives all back."""
-    bundle, runtime, plan = prepared.bundle, prepared.runtime, prepared.plan
+    bundle, runtime, plan = resolved.bundle, resolved.runtime, resolved.plan
     assert isinstance(plan.segment, SegmentShape)
     with ExitStack() as undo:
         reader = undo.enter_context(FlashReader(bundle_files(bundle), runtime.io))
@@ -128,7 +128,7 @@ def load_draft(
         )
         undo.callback(pool.close)
         kv = KVCache(KVLayout(bundle.config, runtime.kv_bits), _native.allocate)
-        pool.resize(plan.segment.lent(plan.segment.total))
+        pool.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):
             if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):
                 break
@@ -136,5 +136,5 @@ def load_draft(
             kv.truncate(0)
         reader.trim()
         close = undo.pop_all().close
-    own, target = prepared.tokenizers or (None, None)
+    own, target = resolved.tokenizers or (None, None)
     return DraftModel(transformer, kv, plan.max_context, runtime.prefill_chunk, close, own, target)

@@ -1,7 +1,7 @@
 """One loaded model under its budget: weights, key/value blocks, feed-forward residency, the decode loop.
 
 An engine belongs to the thread that made it and is used there only (`owner.py`): anywhere else, what touches
-its caches raises WrongThreadError. It allocates by the plan of the model that was prepared for it
+its caches raises WrongThreadError. It allocates by the plan of the model that was resolved for it
 (`resolving.py`).
 """
 
@@ -20,8 +20,8 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import (
+    DECODE_TOKENS,
     FETCH_DEPTH,
-    NARROW_TOKENS,
     SlotShape,
     draft_nodes,
     logits_rows,
@@ -42,9 +42,9 @@ from ondevice.runtime.draft_model import load_draft
 from ondevice.runtime.key_value_store import KVMemory
 from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import neuron_memory
-from ondevice.runtime.resolving import Prepared
+from ondevice.runtime.resolving import ResolvedModel
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
-from ondevice.sparsity.guessing import GuessQuality
+from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter, runs_streams
@@ -63,7 +63,7 @@ class Engine:
 
     def __init__(
         self,
-        prepared: Prepared,
+        resolved: ResolvedModel,
         cancelled: IsCancelled,
         fetch: FetchOptions = DEFAULT_FETCH,
         between_passes: Callable[[], None] = lambda: None,
@@ -75,19 +75,19 @@ class Engine:
         self._thread = threading.get_ident()
         self._between_passes = between_passes
         self._fetch = fetch
-        prepared.require_fit()
-        self.plan = prepared.plan
-        self._bundle = prepared.bundle
-        self._runtime = prepared.runtime
+        resolved.require_fit()
+        self.plan = resolved.plan
+        self._bundle = resolved.bundle
+        self._runtime = resolved.runtime
         self._claim = Claim(self._held_bytes)
         layout = KVLayout(self._bundle.config, self._runtime.kv_bits)
         self.kv = KVMemory(layout, self.plan, self._claim, self._yield_to)
         self._loaded_bytes = self._embedding_bytes = 0
         """Of what is in memory for sure from the end of loading on, and of the embedding while it is."""
-        self._pass_tokens = NARROW_TOKENS
-        """Of the widest pass whose working memory is held; what wider ones would need is lent to neurons."""
+        self._pass_tokens = DECODE_TOKENS
+        """Of the widest pass whose working memory is held; neurons get what wider ones would need."""
         self._segments = 0
-        """Feed-forward segments that are lent; passes fill them."""
+        """Feed-forward segments within the quota; forward passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None
         self._backend: BudgetBackend | None = None
         self._drafting: Drafting | None = None
@@ -108,7 +108,7 @@ class Engine:
             undo.callback(self.close)
             undo.enter_context(system_refusals())
             self.plan = self._claim.promise(self.plan, self._bundle.name)
-            self._generator = self._load(prepared, cancelled)
+            self._generator = self._load(resolved, cancelled)
             undo.pop_all()
 
     @property
@@ -134,7 +134,9 @@ class Engine:
         """Totals since the engine was made."""
         flash = self._reader.stats
         times = PassTimes() if self._neurons is None else self._neurons.times
-        guesses = self._neurons.guesses if isinstance(self._neurons, NeuronFetcher) else GuessQuality()
+        prefetching = (
+            self._neurons.prefetching if isinstance(self._neurons, NeuronFetcher) else PrefetchQuality()
+        )
         return Counters(
             flash_bytes_read=flash.bytes_read,
             flash_reads=flash.reads,
@@ -144,8 +146,8 @@ class Engine:
             managed_seconds=times.managed,
             neuron_cache_hits=0 if self._neurons is None else self._neurons.hits,
             neuron_cache_lookups=0 if self._neurons is None else self._neurons.lookups,
-            guesses_used=guesses.used,
-            guess_wasted_bytes=guesses.wasted_bytes,
+            prefetched_used=prefetching.used,
+            prefetch_wasted_bytes=prefetching.wasted_bytes,
             synchronisations=0 if self._backend is None else self._backend.synchronisations,
             synchronised_seconds=0.0 if self._backend is None else self._backend.synchronised_seconds,
             peak_memory_bytes=process_memory().peak_bytes,
@@ -161,7 +163,7 @@ class Engine:
         with self.kv.work_on(kv):
             try:
                 kv.truncate(common_prefix(kv.tokens, prompt))
-                self._lend_more(kv, len(prompt) + 1)
+                self._allocate_more(kv, len(prompt) + 1)
                 with system_refusals():
                     yield from self._generator.stream(prompt, kv, sampling, cancelled)
             finally:
@@ -174,7 +176,7 @@ class Engine:
         kv = self.kv.new_cache()
         with self.kv.work_on(kv):
             try:
-                self._lend_more(kv, len(tokens))
+                self._allocate_more(kv, len(tokens))
                 with system_refusals():
                     yield from self._generator.logits(tokens, kv, logits_rows(self._bundle.config), cancelled)
             except Cancelled:
@@ -207,22 +209,22 @@ class Engine:
         self._keep_to(plan)
         return True
 
-    def draft_as(self, prepared: Prepared) -> None:
-        """Draft, and divide the memory, as `prepared` says: the same model with another `--speculation`.
+    def draft_as(self, resolved: ResolvedModel) -> None:
+        """Draft, and divide the memory, as `resolved` says: the same model with another `--speculation`.
 
         What is not resident is read anew, as if just loaded; what each way of drafting has learned stays for
         the next time, and which neurons fire. This engine must have been made with streams if they are to
         draft. What those that rest hold is in no plan. Raises BudgetError, and what making a drafter raises.
         """
         check_thread(self._thread)
-        plan = self._claim.promise(prepared.plan, self._bundle.name)
-        name, transformer = prepared.runtime.speculation, self._generator.transformer
+        plan = self._claim.promise(resolved.plan, self._bundle.name)
+        name, transformer = resolved.runtime.speculation, self._generator.transformer
         if name not in self._draftings:
-            self._draftings[name] = self._make_drafting(transformer, prepared, lambda: False)
+            self._draftings[name] = self._make_drafting(transformer, resolved, lambda: False)
         self._drafting, labels = self._draftings[name], replace(self._generator.labels, speculation=name)
         self._generator = replace(self._generator, drafting=self._drafting, labels=labels)
-        if self.plan.streams or plan.streams:
-            self._lend(self.plan.segment.least)
+        if self.plan.offloads_weights or plan.offloads_weights:
+            self._allocate_segments(self.plan.segment.least)
         self._keep_to(plan)
         while self.fill_ahead():
             time.sleep(FILL_SECONDS)
@@ -235,7 +237,7 @@ class Engine:
             self._embedding_bytes = 0
             self._backend.hold_embedding(False)
         self.kv.keep_to(plan)
-        self._lend(self._room(self.kv.nbytes))
+        self._allocate_segments(self._room(self.kv.nbytes))
         if plan.embedding_resident and self._backend is not None:
             with system_refusals():
                 self._backend.hold_embedding(True)
@@ -275,7 +277,7 @@ class Engine:
         filled = 0 if neurons is None else neurons.filled_bytes
         return self._loaded_bytes + self._embedding_bytes + self.kv.nbytes + filled
 
-    def _load(self, prepared: Prepared, cancelled: IsCancelled) -> Generator:
+    def _load(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Generator:
         config, plan, runtime = self._bundle.config, self.plan, self._runtime
         backend = make_backend(config, self._bundle.quant, runtime, plan)
         self._backend = self.kv.backend = None if isinstance(backend, ReferenceBackend) else backend
@@ -290,26 +292,26 @@ class Engine:
             self._neurons = neuron_memory(
                 self._bundle, plan, self._backend.feed_forwards, self._reader, self._costs, self._fetch
             )
-            self._lend(self._room(plan.kv_block_bytes))
-        self._drafting = self._make_drafting(transformer, prepared, cancelled)
+            self._allocate_segments(self._room(plan.kv_block_bytes))
+        self._drafting = self._make_drafting(transformer, resolved, cancelled)
         self._draftings[runtime.speculation] = self._drafting
         self._reader.trim()
         trim_heap()
         self._embedding_bytes = plan.resident_weights_bytes - plan.weights_bytes
         self._loaded_bytes = plan.weights_bytes + plan.predictor_bytes
-        self._loaded_bytes += 0 if prepared.draft is None else prepared.draft.loaded_bytes
+        self._loaded_bytes += 0 if resolved.draft is None else resolved.draft.loaded_bytes
         if self._bundle.streams is not None and self._runs_streams:
             self._loaded_bytes += stream_bytes(config, self._bundle.streams)
         log.info("loaded %s: %s planned", self._bundle.name, format_bytes(plan.total_bytes))
         return Generator(
             transformer,
-            prepared.tokenizer,
+            resolved.tokenizer,
             frozenset(self._bundle.manifest.tokenizer.eos_ids),
             max_context=plan.max_context,
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
             before_pass=self._before_pass,
-            narrowed=self._narrowed,
+            pruned=self._pruned,
             accepted=self._accepted,
             drafting=self._drafting,
             labels=GenerationStats(
@@ -321,64 +323,68 @@ class Engine:
         )
 
     def _make_drafting(
-        self, transformer: Transformer, prepared: Prepared, cancelled: IsCancelled
+        self, transformer: Transformer, resolved: ResolvedModel, cancelled: IsCancelled
     ) -> Drafting | None:
         second = None
-        if prepared.draft is not None and isinstance(self._backend, CpuBackend):
-            second = load_draft(prepared.draft, self._backend.engine, cancelled)
+        if resolved.draft is not None and isinstance(self._backend, CpuBackend):
+            second = load_draft(resolved.draft, self._backend.engine, cancelled)
         nodes = draft_nodes(self._runtime)
         config, context = self._bundle.config, self.plan.max_context
-        target = Target(config, context, nodes, transformer, lambda: self.plan.streams, second)
-        drafter = make_drafter(prepared.runtime.speculation, target)
-        least = LEAST_PASS_SECONDS if prepared.runtime.speculation == "auto" else 0.0
+        target = Target(config, context, nodes, transformer, lambda: self.plan.offloads_weights, second)
+        drafter = make_drafter(resolved.runtime.speculation, target)
+        least = LEAST_PASS_SECONDS if resolved.runtime.speculation == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least)
 
-    def _lend_more(self, kv: KVCache, tokens: int) -> None:
+    def _allocate_more(self, kv: KVCache, tokens: int) -> None:
         """Before the work: take the memory that `tokens` of kv will leave for segments."""
         grown = max(0, self.kv.layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
         target = self._room(self.kv.nbytes + grown * self.kv.layout.block_bytes)
         if target > self._segments:
-            self._lend(target)
+            self._allocate_segments(target)
 
-    def _before_pass(self, tokens: int, guesses: int) -> None:
+    def _before_pass(self, tokens: int, draft_tokens: int) -> None:
         # A draft is made by what is in memory, and is to find it there.
-        if not guesses:
+        if not draft_tokens:
             self._between_passes()
         if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.hold_back(guesses)
+            self._neurons.hold_back(draft_tokens)
         self._make_room(tokens)
 
-    def _narrowed(self, nodes: Sequence[int]) -> None:
+    def _pruned(self, nodes: Sequence[int]) -> None:
         if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.narrow(nodes)
+            self._neurons.prune(nodes)
 
     def _accepted(self, nodes: Sequence[int]) -> None:
         if isinstance(self._neurons, NeuronFetcher):
             self._neurons.accept(nodes)
 
     def _make_room(self, tokens: int) -> None:
-        """Before a pass: a wide one takes memory from neurons, the next narrow one gives it back."""
+        """Before a pass: a wide one takes memory from neurons, the next prune one gives it back."""
         if tokens > self._pass_tokens:
             self._pass_tokens = tokens
             self._yield_to(self.kv.nbytes)
-        elif tokens <= NARROW_TOKENS < self._pass_tokens and self._backend is not None and self.plan.streams:
+        elif (
+            tokens <= DECODE_TOKENS < self._pass_tokens
+            and self._backend is not None
+            and self.plan.offloads_weights
+        ):
             self._backend.trim()
             trim_heap()
-            self._pass_tokens = NARROW_TOKENS
-            self._lend(self._room(self.kv.nbytes))
+            self._pass_tokens = DECODE_TOKENS
+            self._allocate_segments(self._room(self.kv.nbytes))
 
     def _yield_to(self, kv_bytes: int) -> None:
         """Take back the segments that so many bytes of keys and values leave no room for."""
         room = self._room(kv_bytes)
         if room < self._segments:
-            self._lend(room)
+            self._allocate_segments(room)
 
     def _room(self, kv_bytes: int) -> int:
-        """Segments that may be lent beside so many bytes of keys and values."""
+        """Segments that fit beside so many bytes of keys and values."""
         return self.plan.segments_for(kv_bytes, self._pass_tokens)
 
-    def _lend(self, segments: int) -> None:
+    def _allocate_segments(self, segments: int) -> None:
         if self._neurons is not None:
-            lent = segments if self._fetch.keep else self.plan.segment.least
-            self._neurons.resize(self.plan.segment.lent(lent))
+            quota = segments if self._fetch.keep else self.plan.segment.least
+            self._neurons.resize(self.plan.segment.quota(quota))
             self._segments = segments

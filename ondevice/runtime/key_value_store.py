@@ -134,5 +134,5 @@ class KVMemory:
     def _claimed(self, nbytes: int) -> bool:
         """Whether so much may be held in all; beyond one full context, what no other model has claimed."""
         plan = self._plan
-        beyond = 0 if plan.streams else max(0, nbytes - plan.kv_cache_bytes)
+        beyond = 0 if plan.offloads_weights else max(0, nbytes - plan.kv_cache_bytes)
         return nbytes <= plan.kv_limit_bytes and self._claim.go_beyond(plan, beyond)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import SegmentShape, fetch_neurons, guess_neurons
+from ondevice.budget.sizes import SegmentShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
@@ -24,7 +24,7 @@ def neuron_memory(
     costs: CostModel,
     options: FetchOptions,
 ) -> SegmentPool | NeuronFetcher:
-    """Nothing lent yet: whole ranges of a layer's neurons, or single ones where some are selected.
+    """No memory yet: whole ranges of a layer's neurons, or single ones where some are selected.
 
     reader: of the bundle's files. costs: of its reads, where neurons are selected.
     """
@@ -54,7 +54,7 @@ def neuron_memory(
         cache,
         part_bytes=bundle.neuron_file(0).crc_units,
         batch=fetch_neurons(config),
-        guesses=guess_neurons(config),
+        prefetched=prefetch_neurons(config),
         costs=costs,
         options=options,
     )

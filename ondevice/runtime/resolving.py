@@ -30,7 +30,7 @@ from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
 from ondevice.kernels import _native
 from ondevice.runtime.backend_choice import is_row_invariant, operand_bytes, settled_backend
-from ondevice.runtime.draft_model import PreparedDraft, open_draft, plan_draft
+from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime
 from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
@@ -47,7 +47,7 @@ TINY_CONTEXTS = (64, 128)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ResolvedModel:
     """A model that could be loaded: opened, checked against the options and planned, nothing read."""
 
     bundle: Bundle
@@ -56,11 +56,11 @@ class Prepared:
     runtime: RuntimeConfig
     """With `auto` and 0 settled."""
     plan: Plan
-    draft: PreparedDraft | None = None
+    draft: ResolvedDraft | None = None
     """The second model that drafts, if one does."""
-    least: Prepared | None = None
+    least: ResolvedModel | None = None
     """What `auto` would take under a budget that is too small for this; None where that is this."""
-    whole: Prepared | None = None
+    whole: ResolvedModel | None = None
     """With the default context, where that doesn't fit and this one's is shorter."""
     fitting_context: int = 0
     """Where the plan doesn't fit: the longest context with which one would, 0 for none."""
@@ -93,12 +93,12 @@ class Prepared:
             log.warning("%s", warning)
 
     @property
-    def frugal(self) -> Prepared:
+    def frugal(self) -> ResolvedModel:
         """What the options allow that runs in the smallest budget."""
         return self.least or self
 
 
-def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
+def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
 
     Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
@@ -127,18 +127,18 @@ def prepare(bundle: Bundle, runtime: RuntimeConfig) -> Prepared:
     opening = before.process_bytes + reading
     unread = _Planner(bundle, None, runtime, None, operands, before, opening, reading, warnings)
     if reading and not unread.may_open:
-        return unread.prepared()
+        return unread.resolved()
     planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
     if runtime.speculation == "model":
         drafting, before = open_draft(runtime), _measured()
         opening = max(opening, before.process_bytes + tokenizer_bytes(drafting))
         planner = replace(planner, opening_bytes=opening, measured=before)
         if not planner.may_open:
-            return replace(planner, tokenizer=None).prepared()
+            return replace(planner, tokenizer=None).resolved()
         context = context_tokens(bundle.config, runtime)
         draft = plan_draft(drafting, open_tokenizer(drafting), planner.tokenizer, runtime, context)
         planner = replace(planner, draft=draft)
-    return replace(planner, measured=_measured()).prepared()
+    return replace(planner, measured=_measured()).resolved()
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class _Planner:
     bundle: Bundle
     tokenizer: Tokenizer | None
     runtime: RuntimeConfig
-    draft: PreparedDraft | None
+    draft: ResolvedDraft | None
     operand_bytes: int
     measured: _Measured
     opening_bytes: int
@@ -188,7 +188,7 @@ class _Planner:
         budget = self.runtime.dram_budget
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
-    def prepared(self) -> Prepared:
+    def resolved(self) -> ResolvedModel:
         """With the context asked for; with the longest that fits where none was, down to LEAST_CONTEXT."""
         wanted = context_tokens(self.bundle.config, self.runtime)
         floor = wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
@@ -214,7 +214,7 @@ class _Planner:
         fitting = bisect_left(shorter, True, key=lambda length: not self._at(length).plan.fits)
         return shorter[fitting - 1] if fitting else 0
 
-    def _at(self, max_context: int, wanted: int = 0) -> Prepared:
+    def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
         """The modes to take with such a context: those that need least where none fit.
 
         wanted: the default one, if this isn't what was asked for.
@@ -233,7 +233,7 @@ class _Planner:
             settled = replace(runtime, sparsity=chosen_sparsity, speculation=chosen_drafts)
             plan = replace(self._plan(settled, draft), wanted_context=wanted)
             possible.append(
-                Prepared(
+                ResolvedModel(
                     self.bundle,
                     self.tokenizer,
                     settled,
@@ -245,13 +245,13 @@ class _Planner:
             )
         # The first that needs no flash, else the first that fits; where none does, the one that needs least.
         # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
-        chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.streams))
+        chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.offloads_weights))
         least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
         if not chosen.plan.fits or chosen is least:
             return least
         return replace(chosen, least=least)
 
-    def _plan(self, runtime: RuntimeConfig, draft: PreparedDraft | None) -> Plan:
+    def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
         plan = plan_memory(
             self.bundle.config,
@@ -348,18 +348,18 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
     return tokenizer
 
 
-def check_tokens(prepared: Prepared, tokens: Sequence[int], wanted: int = 0) -> None:
+def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:
     """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
 
     wanted: tokens that there must be room for behind these.
     """
     try:
-        check_prompt(tokens, prepared.plan.max_context, prepared.bundle.config.max_context, wanted)
+        check_prompt(tokens, resolved.plan.max_context, resolved.bundle.config.max_context, wanted)
     except ContextOverflowError as error:
-        if prepared.whole is not None:
-            needed = prepared.whole.plan.minimum_budget_bytes
+        if resolved.whole is not None:
+            needed = resolved.whole.plan.minimum_budget_bytes
             error.add_note(
-                f"{context_words(prepared.plan)} the budget: that takes --dram-budget {needed} or more"
+                f"{context_words(resolved.plan)} the budget: that takes --dram-budget {needed} or more"
             )
         raise
 

@@ -22,11 +22,11 @@ from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole,
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.guessing import GUESS_TOKENS, Guessing, GuessQuality
+from ondevice.sparsity.cache_warm_up import CacheWarmUp
 from ondevice.sparsity.neuron_cache import NeuronCache, Placement
 from ondevice.sparsity.policies import DEFAULT_POLICY, PolicyName, selected
+from ondevice.sparsity.prefetch import PREFETCH_TOKENS, Prefetcher, PrefetchQuality
 from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
-from ondevice.sparsity.warming import Warming
 from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
@@ -50,15 +50,15 @@ class FetchOptions:
     """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
 
     keep: let neurons stay in memory after the pass that read them (in dense mode, too). fill_ahead: read the
-    likeliest into slots that are spare. guess: begin to read the next layer's before they are known. bundled:
+    likeliest into slots that are spare. prefetch: begin to read the next layer's before they are known. bundled:
     read what is wanted of a neuron at once, and near neighbours with it; else every checked part by itself
-    (but not guesses and what is filled ahead), which are rows in files that are checked row by row.
+    (but not what is prefetched or filled ahead), which are rows in files that are checked row by row.
     """
 
     policy: PolicyName = DEFAULT_POLICY
     keep: bool = True
     fill_ahead: bool = True
-    guess: bool = True
+    prefetch: bool = True
     bundled: bool = True
 
 
@@ -68,8 +68,8 @@ DEFAULT_FETCH = FetchOptions()
 class NeuronFetcher:
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
-    part_bytes: of the checked parts of a record. guesses: neurons of the next layer that are read from a
-    guess, at most. costs: of reads with the threads that `reader` has.
+    part_bytes: of the checked parts of a record. prefetched: neurons of the next layer that are
+    prefetched, at most. costs: of reads with the threads that `reader` has.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class NeuronFetcher:
         *,
         part_bytes: Sequence[int],
         batch: int,
-        guesses: int,
+        prefetched: int,
         costs: CostModel,
         options: FetchOptions,
     ) -> None:
@@ -96,14 +96,16 @@ class NeuronFetcher:
             RecordReads(reader, groups, gap_bytes if options.bundled else 0) for _ in range(BATCHES)
         )
         warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
-        self._warming = Warming(layers, reader, cache, wanted, warm_bytes)
-        self._guessing = Guessing(layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=guesses)
+        self._warm_up = CacheWarmUp(layers, reader, cache, wanted, warm_bytes)
+        self._prefetcher = Prefetcher(
+            layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=prefetched
+        )
         self._fill_ahead = options.keep and options.fill_ahead
-        self._guessed_hits = 0
-        self._guesses = 0
+        self._prefetched_hits = 0
+        self._draft_tokens = 0
         """Of the next pass's last tokens, how many may turn out to be no part of the text."""
         self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, guesses, F) what the last pass scored for them."""
+        """(layers, draft tokens, F) what the last pass scored for them."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
@@ -111,9 +113,9 @@ class NeuronFetcher:
         for index, layer in enumerate(layers):
             layer.turn = partial(self._turn, index)
             layer.selected = partial(self._selected, index)
-            if options.guess:
-                layer.foresee = partial(self._guessing.foresee, index)
-                layer.wants_guess = partial(self._guessing.wants, index)
+            if options.prefetch:
+                layer.prefetch = partial(self._prefetcher.prefetch, index)
+                layer.wants_prefetch = partial(self._prefetcher.wants, index)
 
     @property
     def nbytes(self) -> int:
@@ -132,37 +134,37 @@ class NeuronFetcher:
 
     @property
     def hits(self) -> int:
-        """Those of them that were in memory when the pass came to their layer, and not from a guess."""
-        return self._cache.hits - self._guessed_hits
+        """Those of them that were in memory when the pass came to their layer, without having been prefetched for it."""
+        return self._cache.hits - self._prefetched_hits
 
     @property
     def times(self) -> PassTimes:
         return PassTimes(self._waited, self._managed)
 
     @property
-    def guesses(self) -> GuessQuality:
-        """What reads begun from a guess were worth."""
-        return self._guessing.quality
+    def prefetching(self) -> PrefetchQuality:
+        """What prefetching was worth."""
+        return self._prefetcher.quality
 
-    def resize(self, lent: Sequence[int]) -> None:
+    def resize(self, quota: Sequence[int]) -> None:
         """Keep to so many segments in all: those above go back at once, those below come when needed."""
-        self._guessing.drop()
-        self._warming.stop()
-        self._cache.resize(sum(lent))
+        self._prefetcher.drop()
+        self._warm_up.stop()
+        self._cache.resize(sum(quota))
 
-    def hold_back(self, guesses: int) -> None:
-        """The next passes' last `guesses` tokens say nothing of the text until `accept`."""
-        self._guesses = guesses
-        self._guessing.begin_expected()
-        if guesses > self._held_back.shape[1]:
+    def hold_back(self, draft_tokens: int) -> None:
+        """The next passes' last `draft_tokens` tokens say nothing of the text until `accept`."""
+        self._draft_tokens = draft_tokens
+        self._prefetcher.begin_expected()
+        if draft_tokens > self._held_back.shape[1]:
             neurons = self._layers[0].source.num_neurons
-            self._held_back = np.zeros((len(self._layers), guesses, neurons), dtype=np.float16)
+            self._held_back = np.zeros((len(self._layers), draft_tokens, neurons), dtype=np.float16)
 
-    def narrow(self, tokens: Sequence[int]) -> None:
+    def prune(self, tokens: Sequence[int]) -> None:
         """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
         rows = [token - 1 for token in tokens if token > 0]
         self._held_back[:, : len(rows)] = self._held_back[:, rows]
-        self._guesses = len(rows)
+        self._draft_tokens = len(rows)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
@@ -173,50 +175,50 @@ class NeuronFetcher:
 
     def fill(self) -> bool:
         """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
-        return self._fill_ahead and self._warming.fill()
+        return self._fill_ahead and self._warm_up.fill()
 
     def close(self) -> None:
         """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
-        self._guessing.close()
-        self._warming.close()
+        self._prefetcher.close()
+        self._warm_up.close()
         for reads in self._reads:
             reads.close()
         self._cache.close()
         for layer in self._layers:
             layer.turn = layer.selected = _closed
-            layer.foresee, layer.wants_guess = None, wants_none
+            layer.prefetch, layer.wants_prefetch = None, wants_none
 
-    def _turn(self, index: int, certain: int) -> Whole | None:
+    def _turn(self, index: int, num_exact_rows: int) -> Whole | None:
         """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
         cache = self._cache
-        if index == 0 and certain and not (cache.holds_all and cache.is_full):
+        if index == 0 and num_exact_rows and not (cache.holds_all and cache.is_full):
             self._since = time.perf_counter()
-            self._next_pass(certain)
+            self._next_pass(num_exact_rows)
             self._managed += self._lap()
         if not cache.holds_all or not cache.holds_layer(index):
             return None
-        return None if self._guessing.awaits(index) else Whole(*cache.places(index), cache.count)
+        return None if self._prefetcher.awaits(index) else Whole(*cache.places(index), cache.count)
 
-    def _selected(self, index: int, scores: Float32, certain: int) -> Batches:
+    def _selected(self, index: int, scores: Float32, num_exact_rows: int) -> Batches:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
 
-        Of the tokens from `certain` on, only those that have slots. Each batch is valid until the next.
+        Of the tokens from `num_exact_rows` on, only those that have slots. Each batch is valid until the next.
         """
         cache = self._cache
-        if certain == 0:
+        if num_exact_rows == 0:
             if not cache.holds_layer(index):
-                self._guessing.expect(index, scores)
+                self._prefetcher.expect(index, scores)
             held = cache.held(index, selected(scores))
             yield held, cache.lie_at(index, held)
             return
         self._since = time.perf_counter()
         if not cache.holds_all:
-            self._observe(index, scores[:certain])
-        ids = selected(scores[:certain])
-        if certain < len(scores):
-            ids = np.union1d(ids, cache.held(index, selected(scores[certain:])))
-        guessed = self._guessing.adopt(index)
-        if cache.holds_layer(index) and not len(guessed):
+            self._observe(index, scores[:num_exact_rows])
+        ids = selected(scores[:num_exact_rows])
+        if num_exact_rows < len(scores):
+            ids = np.union1d(ids, cache.held(index, selected(scores[num_exact_rows:])))
+        prefetched = self._prefetcher.commit(index)
+        if cache.holds_layer(index) and not len(prefetched):
             yield from self._whole(index, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
@@ -225,12 +227,12 @@ class NeuronFetcher:
             while waiting or under_way:
                 while waiting and len(under_way) < BATCHES:
                     under_way.append(self._begin(index, waiting.popleft()))
-                if not self._guesses_arrived(ids, guessed):
+                if not self._prefetched_arrived(ids, prefetched):
                     while under_way:
                         self._give_up(index, under_way.popleft())
-                    waiting, guessed = deque(self._cut(ids)), guessed[:0]
+                    waiting, prefetched = deque(self._cut(ids)), prefetched[:0]
                     continue
-                guessed = guessed[:0]
+                prefetched = prefetched[:0]
                 batch = under_way[0]
                 if batch.reads is not None:
                     self._wait(batch.reads, len(batch.placement.missing))
@@ -240,22 +242,22 @@ class NeuronFetcher:
                 self._since = time.perf_counter()
                 done += len(batch.ids)
                 if waiting and not cache.has_room(len(waiting[0])):
-                    cache.settle(index, ids[done:])
+                    cache.evict_to_share(index, ids[done:])
         finally:
-            self._guesses_arrived(ids, guessed)
+            self._prefetched_arrived(ids, prefetched)
             for batch in under_way:
                 self._give_up(index, batch)
-            cache.settle(index)
+            cache.evict_to_share(index)
             self._managed += self._lap()
 
     def _whole(self, index: int, ids: Int32) -> Batches:
         """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
-        self._guessing.arrived()
-        placement = self._cache.place(index, ids)
+        self._prefetcher.arrived()
+        placement = self._cache.acquire(index, ids)
         self._managed += self._lap()
         yield ids, placement.addresses
         self._since = time.perf_counter()
-        self._cache.settle(index)
+        self._cache.evict_to_share(index)
         self._managed += self._lap()
 
     def _lap(self) -> float:
@@ -265,24 +267,24 @@ class NeuronFetcher:
 
     def _next_pass(self, tokens: int) -> None:
         """A pass of `tokens` tokens comes to the first layer."""
-        self._guessing.next_pass()
+        self._prefetcher.next_pass()
         # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
-        alone = tokens > GUESS_TOKENS
+        alone = tokens > PREFETCH_TOKENS
         if alone:
-            self._warming.stop()
+            self._warm_up.stop()
         else:
-            self._warming.collect()
-        self._cache.divide(tokens, keep=self._warming.under_way)
+            self._warm_up.collect()
+        self._cache.divide(tokens, keep=self._warm_up.under_way)
         if self._fill_ahead and not alone:
-            self._warming.begin()
+            self._warm_up.begin()
 
     def _observe(self, index: int, scores: Float32) -> None:
-        """The cache learns of the text's tokens now, of the guesses when they are accepted."""
-        of_text = len(scores) - self._guesses
+        """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
+        of_text = len(scores) - self._draft_tokens
         self._cache.observe(index, scores[:of_text])
-        if self._guesses:
+        if self._draft_tokens:
             with np.errstate(over="ignore"):
-                self._held_back[index, : self._guesses] = scores[of_text:]
+                self._held_back[index, : self._draft_tokens] = scores[of_text:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -293,25 +295,25 @@ class NeuronFetcher:
             self._waited += waited
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
-    def _guesses_arrived(self, ids: Int32, guessed: Int32) -> bool:
-        """Whether what was guessed of `ids` is in memory, after waiting for it: else it is absent again."""
-        if not len(guessed):
-            return self._guessing.arrived()
+    def _prefetched_arrived(self, ids: Int32, prefetched: Int32) -> bool:
+        """Wait for what was prefetched of `ids`. False if it can't be read: it is absent again."""
+        if not len(prefetched):
+            return self._prefetcher.arrived()
         self._managed += self._lap()
-        arrived = self._guessing.arrived()
+        arrived = self._prefetcher.arrived()
         waited = self._lap()
         self._waited += waited
         used = 0
         if arrived:
             wanted = np.zeros(self._layers[0].source.num_neurons, dtype=bool)
             wanted[ids] = True
-            used = int(np.count_nonzero(wanted[guessed]))
-        self._guessed_hits += used
-        self._guessing.count(len(guessed), used, waited, self._read_seconds)
+            used = int(np.count_nonzero(wanted[prefetched]))
+        self._prefetched_hits += used
+        self._prefetcher.count(len(prefetched), used, waited, self._read_seconds)
         return arrived
 
     def _begin(self, index: int, ids: Int32) -> _Batch:
-        placement = self._cache.place(index, ids)
+        placement = self._cache.acquire(index, ids)
         missing = placement.missing
         if not len(missing):
             return _Batch(ids, placement, None)

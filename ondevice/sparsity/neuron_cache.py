@@ -38,11 +38,11 @@ class Placement:
 
 
 class NeuronCache:
-    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots are on loan.
+    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots belong to no layer.
 
-    What a layer reads gets a slot at once, from the reserve where its share is used up; `settle` lets the
+    What a layer reads gets a slot at once, from the reserve where its share is used up; `evict_to_share` lets the
     lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between two
-    calls of `settle`. Without `keep` no share is more than nothing: nobody outstays a pass.
+    calls of `evict_to_share`. Without `keep` no share is more than nothing: nobody outstays a pass.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class NeuronCache:
         self._segment_slots = segment_slots
         self._reserve = reserve
         self._policy = policy
-        self._lent = 0
+        self._quota = 0
         self.holds_all = False
         """Whether every neuron may stay, so that nobody needs to choose."""
         self._segments: list[Bytes] = []
@@ -74,7 +74,7 @@ class NeuronCache:
         """A stack of slots: the first `_num_free` are free."""
         self._num_free = 0
         self._counts = [0] * layers
-        self._claimed = [0] * layers
+        self._reserved = [0] * layers
         """Slots of each layer that are being read into and hold nobody yet."""
         self._shares = [0] * layers
         """Slots that each layer may keep."""
@@ -87,20 +87,20 @@ class NeuronCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist; those lent and not needed yet don't."""
+        """Bytes of the segments that exist; those within the quota that aren't needed yet don't."""
         return len(self._segments) * self._segment_slots * self.slot_bytes
 
     @property
     def _room(self) -> int:
         """Slots that layers may keep, all together."""
-        return max(0, self._lent * self._segment_slots - self._reserve) if self._keep else 0
+        return max(0, self._quota * self._segment_slots - self._reserve) if self._keep else 0
 
     def resize(self, segments: int) -> None:
         """Keep to so many segments: those above go at once, with the neurons in them.
 
-        No claim may be open: slots that are read into would be gone.
+        No reservation may be open: slots that are read into would be gone.
         """
-        self._lent = segments
+        self._quota = segments
         self.holds_all = self._room >= self._slot_of.size
         limit = segments * self._segment_slots
         if len(self._segments) > segments:
@@ -132,7 +132,7 @@ class NeuronCache:
             for first in range(0, len(gates), ROWS_AT_ONCE):
                 self._policy.observe(layer, gates[first : first + ROWS_AT_ONCE])
 
-    def place(self, layer: int, ids: Int32) -> Placement:
+    def acquire(self, layer: int, ids: Int32) -> Placement:
         """Give every neuron of `ids` (n,) a slot. The missing are to be read there before anything else.
 
         Raises OndeviceError if more are missing than slots can be had.
@@ -154,18 +154,18 @@ class NeuronCache:
         return self._slot_of[layer], self._address
 
     def count(self, multiplied: int) -> None:
-        """So many neurons were multiplied that nobody asked to place, as their layer is held."""
+        """So many neurons were multiplied that nobody asked to acquire, as their layer is held."""
         self.lookups += multiplied
         self.hits += multiplied
 
     def has_room(self, count: int) -> bool:
         """Whether so many more neurons can be placed before anybody has to go."""
-        segments = self._lent - len(self._segments)
+        segments = self._quota - len(self._segments)
         return self._num_free + segments * self._segment_slots >= count
 
-    def settle(self, layer: int, keep: Int32 | None = None) -> None:
+    def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
         """Let the layer's lowest scores go until it keeps to its share; those of `keep` stay in any case."""
-        over = self._counts[layer] + self._claimed[layer] - self._shares[layer]
+        over = self._counts[layer] + self._reserved[layer] - self._shares[layer]
         if over <= 0:
             return
         held = self._slot_of[layer] >= 0
@@ -202,7 +202,7 @@ class NeuronCache:
 
     def likeliest(self, layer: int, most: int) -> Int32:
         """Ascending ids of up to `most` absent neurons, the likeliest, for which its share has room."""
-        spare = min(most, self._shares[layer] - self._counts[layer] - self._claimed[layer])
+        spare = min(most, self._shares[layer] - self._counts[layer] - self._reserved[layer])
         if spare <= 0:
             return np.zeros(0, dtype=np.int32)
         absent = self.absent(layer)
@@ -211,17 +211,17 @@ class NeuronCache:
             absent = np.sort(absent[np.argpartition(-scores, spare - 1)[:spare]])
         return absent.astype(np.int32)
 
-    def claim(self, layer: int, count: int) -> tuple[Int32, Addresses]:
+    def reservation(self, layer: int, count: int) -> tuple[Int32, Addresses]:
         """Slots for `count` absent neurons of a layer, and their addresses.
 
-        They are absent until `adopt`. What the share has no room for must fit the reserve.
+        They are absent until `commit`. What the share has no room for must fit the reserve.
         """
         slots = self._take(count)
-        self._claimed[layer] += count
+        self._reserved[layer] += count
         return slots, self._address[slots]
 
-    def adopt(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
-        """Those neurons of a claim that nobody has read meanwhile have their slots from now on.
+    def commit(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
+        """Those neurons of a reservation that nobody has read meanwhile have their slots from now on.
 
         Returns their ids, and the slots of the others, which stay claimed: `release` them once nothing is
         read into them any more.
@@ -231,12 +231,12 @@ class NeuronCache:
         self._slot_of[layer, new] = held
         self._owner[held] = layer * self._neurons + new
         self._counts[layer] += len(new)
-        self._claimed[layer] -= len(new)
+        self._reserved[layer] -= len(new)
         return new, slots[~absent]
 
     def release(self, layer: int, slots: Int32) -> None:
-        """A claim came to nothing."""
-        self._claimed[layer] -= len(slots)
+        """A reservation came to nothing."""
+        self._reserved[layer] -= len(slots)
         self._give_back(slots)
 
     def forget(self, layer: int, ids: NDArray[np.integer]) -> None:
@@ -278,7 +278,7 @@ class NeuronCache:
             self._shares[layer] += more
             excess -= more
         for layer in range(layers):
-            self.settle(layer)
+            self.evict_to_share(layer)
 
     def _give_back(self, slots: Int32) -> None:
         self._free[self._num_free : self._num_free + len(slots)] = slots
@@ -286,7 +286,7 @@ class NeuronCache:
 
     def _take(self, count: int) -> Int32:
         while self._num_free < count:
-            if len(self._segments) == self._lent:
+            if len(self._segments) == self._quota:
                 raise OndeviceError(
                     f"{count} neurons don't fit the {self._num_free} free slots: the feed-forward memory "
                     "was given back, or is too small"

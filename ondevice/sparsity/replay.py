@@ -42,8 +42,8 @@ def hit_rate(gates: Float32, policy: PolicyName, slots: int, warm_up: int, equal
             for index, layer in enumerate(group):
                 row = gates[layer, token : token + 1]
                 cache.observe(index, row)
-                cache.place(index, np.flatnonzero(fires(row[0])).astype(np.int32))
-                cache.settle(index)
+                cache.acquire(index, np.flatnonzero(fires(row[0])).astype(np.int32))
+                cache.evict_to_share(index)
         hits, lookups = hits + cache.hits, lookups + cache.lookups
         cache.close()
     return hits / lookups if lookups else 1.0

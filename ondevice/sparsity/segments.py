@@ -1,4 +1,4 @@
-"""Feed-forward memory: equal segments lent to layers, and the stream of the neurons that have none.
+"""Feed-forward memory: equal segments allocated to layers by quota, and the stream of the other neurons.
 
 Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed as the
 kernels want them; a layer's segments are a prefix of its neurons. What isn't resident is streamed from
@@ -23,7 +23,7 @@ from ondevice.backends.base import Bytes
 from ondevice.backends.fed_layer import FedLayer, Segment
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.stats import PassTimes
 
@@ -34,7 +34,7 @@ SEGMENTS_AHEAD = 4
 
 
 class SegmentPool:
-    """Lends segments of `segment_bytes` to `layers` and streams the rest in pieces of `stream_neurons`.
+    """Allocates segments of `segment_bytes` to `layers` and streams the rest in pieces of `stream_neurons`.
 
     slot_bytes, slots: the buffers of the stream, which hold what is read ahead.
     """
@@ -55,7 +55,7 @@ class SegmentPool:
         self._stream_neurons = stream_neurons
         self._slot_bytes = slot_bytes
         self._slots = slots
-        self._lent = [0] * len(layers)
+        self._quota = [0] * len(layers)
         self._passes = 0
         self._allocator: ThreadPoolExecutor | None = None
         self._empty: deque[Future[Segment]] = deque()
@@ -92,11 +92,11 @@ class SegmentPool:
         """Segments are filled while passes compute, so there is nothing to manage."""
         return PassTimes(waited=self._waited)
 
-    def resize(self, lent: Sequence[int]) -> None:
-        """Lend lent[i] segments to layer i: those above go back at once, those below fill in passes."""
-        self._lent = list(lent)
+    def resize(self, quota: Sequence[int]) -> None:
+        """Let layer i have quota[i] segments: those above go back at once, those below fill in passes."""
+        self._quota = list(quota)
         self._complete = False
-        for layer, count in zip(self._layers, lent, strict=True):
+        for layer, count in zip(self._layers, quota, strict=True):
             if len(layer.segments) > count:
                 del layer.segments[count:]
                 self._pieces = []
@@ -106,7 +106,7 @@ class SegmentPool:
     def close(self) -> None:
         """Give back the buffers, every segment and the thread. The layers then refuse to be multiplied."""
         self._stop_stream()
-        self._lent = [0] * len(self._layers)
+        self._quota = [0] * len(self._layers)
         self._complete = False
         while self._empty:
             self._drop_empty()
@@ -120,8 +120,8 @@ class SegmentPool:
 
     @property
     def _missing(self) -> int:
-        """Segments that are lent and don't hold neurons yet."""
-        return sum(self._lent) - sum(len(layer.segments) for layer in self._layers)
+        """Segments within the quota that don't hold neurons yet."""
+        return sum(self._quota) - sum(len(layer.segments) for layer in self._layers)
 
     def _allocate(self, missing: int) -> None:
         """Have up to SEGMENTS_AHEAD empty segments under way for `missing` ones."""
@@ -215,7 +215,7 @@ class SegmentPool:
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
         """An empty segment for the next range of a layer, if it is to have one and memory has arrived."""
-        if segment != len(self._layers[index].segments) or segment >= self._lent[index]:
+        if segment != len(self._layers[index].segments) or segment >= self._quota[index]:
             return None
         ready = bool(self._empty) and self._empty[0].done()
         if not ready:
@@ -229,7 +229,7 @@ class SegmentPool:
         return future.result()
 
     def _begin_pass(self) -> None:
-        """What became resident in the last pass leaves the schedule; what is lent and empty gets memory.
+        """What became resident in the last pass leaves the schedule; what is empty within the quota gets memory.
 
         Where nothing is left to stream, its buffers go.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.speculation.tree import Draft, Proposals
 
 IsCancelled = Callable[[], bool]
@@ -60,17 +60,17 @@ class Drafter(ABC):
 
     @property
     def wants_streams(self) -> bool:
-        """Whether the model's streams are any use in the next pass, which is then narrowed by `narrow`."""
+        """Whether the model's streams are any use in the next pass, which is then pruned by `prune`."""
         return False
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         """Which nodes of `draft` go on into a model's stream layers, and which of them get streams there.
 
         entering: (n, D) what enters those layers. row_share: of a plain pass, what another row takes.
         """
-        return Narrowed(range(len(draft)))
+        return PrunedDraft(range(len(draft)))
 
-    def entered(self, found: Pass, node: int) -> None:  # noqa: B027
+    def entered(self, found: ForwardOutput, node: int) -> None:  # noqa: B027
         """A pass is over: `node` of those in `found` is the newest token that the target's cache holds.
 
         One more has been drawn behind it, which `add` has been told of.

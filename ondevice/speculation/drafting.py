@@ -11,7 +11,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
@@ -53,7 +53,7 @@ class Drafting:
         """In this pass, for nothing is in sight: the drafter hears of it when guesses are wanted again."""
         self._unheard: list[int] = []
         """Tokens that came while paused."""
-        self._unseen: tuple[Pass, int] | None = None
+        self._unseen: tuple[ForwardOutput, int] | None = None
         """What the last pass left, if that was while paused."""
 
     @property
@@ -71,7 +71,7 @@ class Drafting:
 
     @property
     def wants_streams(self) -> bool:
-        """Whether the next pass is to be narrowed by `narrow`, in a model that has streams."""
+        """Whether the next pass is to be pruned by `prune`, in a model that has streams."""
         return not self.resting and self._drafter.wants_streams
 
     def draft(
@@ -138,11 +138,11 @@ class Drafting:
         self._drafter.add(token)
         self._learning_seconds += time.perf_counter() - started
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
+    def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
         """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
-        return self._drafter.narrow(draft, entering, self._policy.row_share)
+        return self._drafter.prune(draft, entering, self._policy.row_share)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
         if self._paused:
             self._unseen = found, node

@@ -15,7 +15,7 @@ import pytest
 import ondevice
 from ondevice.api import Model, load
 from ondevice.budget import plan as budget_plan
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.errors import BackendUnavailableError, BudgetError
 from ondevice.runtime import resolving
 from ondevice.units import process_memory
@@ -49,8 +49,8 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
-        # With chunks as narrow as this, no working memory of a long prompt is lent to neurons.
-        options = {"threads": 1, "prefill_chunk": NARROW_TOKENS}
+        # With chunks as narrow as this, no working memory of a long prompt is neurons'.
+        options = {"threads": 1, "prefill_chunk": DECODE_TOKENS}
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:
             response = model.generate(PROMPT, max_tokens=200, logit_bias={EOS: -math.inf})
@@ -97,7 +97,7 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
             changed.append(event.token)
             if index % 50 == 25:
                 smallest = model.plan.minimum_budget_bytes
-                model.set_dram_budget("1GB" if model.plan.streams else smallest)
+                model.set_dram_budget("1GB" if model.plan.offloads_weights else smallest)
         assert tuple(changed[:-1]) == expected
 
 
@@ -126,7 +126,7 @@ def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path)
         assert stats.neuron_cache_hit_rate < 1.0
         assert stats.io in ("direct", "buffered")
         model.set_dram_budget("8GB")
-        assert not model.plan.streams
+        assert not model.plan.offloads_weights
         deadline = time.monotonic() + 30.0
         while model.stats.neuron_cache_hit_rate < 1.0 and time.monotonic() < deadline:
             model.generate(PROMPT, max_tokens=20, logit_bias={EOS: -math.inf})
@@ -157,7 +157,7 @@ def test_the_budget_may_change_while_a_text_is_made(chat_bundle: Path, model: Mo
             tokens.append(event.token)
             if index in (20, 60):
                 plan = other.set_dram_budget(smallest if index == 20 else "8GB")
-                rates.append(plan.streams)
+                rates.append(plan.offloads_weights)
         assert tuple(tokens[:-1]) == expected
         assert rates == [True, False]
 
@@ -192,7 +192,7 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
 def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decoded(
     tmp_path: Path, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget_plan, "LENT_MARGIN_BYTES", 0)  # more than all that so small a model has
+    monkeypatch.setattr(budget_plan, "QUOTA_MARGIN_BYTES", 0)  # more than all that so small a model has
     shape = {"num_hidden_layers": 8, "intermediate_size": 8192, "hidden_act": "relu"}
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     text = "a long and winding road " * 9
@@ -200,21 +200,21 @@ def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decode
         expected = [model.generate(text, max_tokens=20).tokens, greedy(model, 20)]
     budget = ondevice.inspect(bundle, sparsity=sparsity).minimum_budget_bytes
     with load(bundle, sparsity=sparsity, dram_budget=budget) as model:
-        engine, plan, lent = model._engine, model.plan, []
+        engine, plan, quota = model._engine, model.plan, []
 
         def note(tokens: int, guesses: int) -> None:
             engine._before_pass(tokens, guesses)
-            lent.append((tokens, engine._segments))
+            quota.append((tokens, engine._segments))
 
         engine._generator = dataclasses.replace(engine._generator, before_pass=note)
         for _ in range(2):
             assert model.generate(text, max_tokens=20).tokens == expected[0]
-            (tokens, prompt), *decoding = lent
-            assert tokens > 8 * NARROW_TOKENS
+            (tokens, prompt), *decoding = quota
+            assert tokens > 8 * DECODE_TOKENS
             assert prompt <= plan.segments_for(0, tokens) < plan.segment.total
             assert min(count for _, count in decoding) > prompt
             assert greedy(model, 20) == expected[1]
-            lent.clear()
+            quota.clear()
 
 
 def test_residency_comes_back_between_the_windows_of_a_score(chat_bundle: Path) -> None:
@@ -231,7 +231,7 @@ def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     assert plan.budget_bytes == plan.full_bytes
     assert plan.embedding_resident
-    assert not plan.streams
+    assert not plan.offloads_weights
 
 
 @pytest.mark.parametrize("call", ["generate", "session('Be brief.').respond"])

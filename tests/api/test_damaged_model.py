@@ -32,7 +32,7 @@ def said(bundle: Path, full: bool = True) -> Said:
     with load(bundle, threads=1) as model:
         if not full:
             squeeze(model)
-        assert model.plan.streams != full
+        assert model.plan.offloads_weights != full
         text = model.generate(PROMPT, max_tokens=4).tokens
         reply = model.session("Be brief.").respond("Hello", max_tokens=3).tokens
         return text, reply, model.logits(range(0, model.config.vocab_size, 3)).tobytes()

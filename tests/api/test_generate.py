@@ -290,7 +290,7 @@ def test_stats_count_passes_and_what_the_counters_rose_by() -> None:
     assert (figures.prompt_tokens, figures.generated_tokens, figures.forward_passes) == (10, 6, 3 + 5)
     assert (figures.flash_bytes_read, figures.peak_memory_bytes) == (50, 9)
     assert (figures.flash_read_seconds, figures.flash_cpu_seconds) == (0.5, 0.25)
-    assert (figures.neuron_cache_hit_rate, figures.guess_recall, figures.guess_wasted_bytes) == (
+    assert (figures.neuron_cache_hit_rate, figures.prefetch_recall, figures.prefetch_wasted_bytes) == (
         0.75,
         0.5,
         20,

@@ -66,7 +66,13 @@ class ThresholdReference(ReferenceBackend):
         return found
 
     def feed_forward(
-        self, x: Any, weight: Any, activation: Any, norm: Any = None, added: Any = None, certain: Any = None
+        self,
+        x: Any,
+        weight: Any,
+        activation: Any,
+        norm: Any = None,
+        added: Any = None,
+        num_exact_rows: Any = None,
     ) -> Any:
         entering, cutoff = self.rms_norm(x, *norm), self._loaded[id(weight)]
         gates = activate(entering @ weight.gate.T, activation)

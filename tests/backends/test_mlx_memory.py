@@ -19,7 +19,7 @@ from ondevice.budget.mlx_sizes import MLX_STAGES
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import record_chunk
 from ondevice.runtime import backend_choice

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.compare import versus_llama_cpp as versus
+from tests.benchmarks.lib.measure import KILLED
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_runs_that_survive_are_what_is_compared(
 
     def runs(rates: list[float | None]) -> list[dict[str, Any]]:
         return [
-            {"survived": False, "reason": versus.KILLED}
+            {"survived": False, "reason": KILLED}
             if rate is None
             else {"survived": True, case.figure: rate, "peak_memory_bytes": 1}
             for rate in rates

@@ -213,7 +213,7 @@ def test_budgets_of_one_process_are_divided_among_its_models(bundle: Path, first
     smallest = ondevice.inspect(bundle, **OPTIONS).minimum_budget_bytes
     with load(bundle, dram_budget=smallest, **OPTIONS) as second:
         assert second.plan.others_bytes == first.plan.claim_bytes
-        assert second.plan.streams
+        assert second.plan.offloads_weights
         with pytest.raises(BudgetError, match="what other models of this process may take") as caught:
             load(bundle, dram_budget=smallest, **OPTIONS)
         assert caught.value.required_bytes > smallest
@@ -261,14 +261,14 @@ def interrupted(*arguments: Any) -> None:
 
 
 def test_two_that_were_planned_alone_are_not_both_loaded(bundle: Path) -> None:
-    """What was prepared before another model was loaded is divided anew when it is loaded itself."""
+    """What was resolved before another model was loaded is divided anew when it is loaded itself."""
     plan = ondevice.inspect(bundle, **OPTIONS)
     runtime = RuntimeConfig(dram_budget=plan.minimum_budget_bytes + MB, **OPTIONS)
-    prepared = [ondevice.api.open_model(bundle, runtime) for _ in range(2)]
-    assert [it.plan.fits for it in prepared] == [True, True]
-    with Model(prepared[0]), pytest.raises(BudgetError, match="other models"):
-        Model(prepared[1])
-    with Model(prepared[1]) as model:
+    resolved = [ondevice.api.open_model(bundle, runtime) for _ in range(2)]
+    assert [it.plan.fits for it in resolved] == [True, True]
+    with Model(resolved[0]), pytest.raises(BudgetError, match="other models"):
+        Model(resolved[1])
+    with Model(resolved[1]) as model:
         assert model.generate(PROMPT, max_tokens=2).tokens
 
 
@@ -298,7 +298,7 @@ def test_a_second_model_that_drafts_is_claimed_once(bundle: Path) -> None:
         assert model.plan.draft_bytes > 0
         assert others().claimed_bytes == model.plan.claim_bytes
         assert len(claims._live()) == 1
-        second = model._prepared.draft
+        second = model._resolved.draft
         assert second is not None
         own = model.plan.resident_weights_bytes + second.plan.resident_weights_bytes
         assert own < model._engine._held_bytes() < model.plan.claim_bytes

@@ -109,7 +109,7 @@ def test_adapters_take_working_memory_for_every_row_that_has_them(bits: Any, bes
     row = 4 * (80 + 3 * 4096 + 4096) + beside
     plain, shared = (plan_for(LLAMA_7B, Q4, 0, of) for of in (None, streams_of("shared", bits)))
     assert shared.activation_bytes == plain.activation_bytes + 256 * row * 5 // 4
-    assert shared.narrow_activation_bytes == plain.narrow_activation_bytes + 16 * row * 5 // 4
+    assert shared.decode_activation_bytes == plain.decode_activation_bytes + 16 * row * 5 // 4
     assert shared.draft_bytes == stream_bytes(LLAMA_7B, streams_of("shared", bits))
     lossless = streams_of("lossless", bits)
     assert plan_for(LLAMA_7B, Q4, 0, lossless) == plain
@@ -205,13 +205,13 @@ def test_a_pass_is_counted_with_what_it_takes_or_more(
 def test_segments_are_lent_evenly() -> None:
     shape = segment_shape(LLAMA_7B, Q4)
     for segments in (0, 1, 5, 31, 32, 33, 100, shape.total - 1, shape.total):
-        lent = shape.lent(segments)
-        assert sum(lent) == segments
-        assert max(lent) - min(lent) <= 1
-        fewer = shape.lent(segments - 1)
-        assert all(less <= more for less, more in zip(fewer, lent, strict=True))
-    assert shape.lent(shape.total + 5) == (shape.per_layer,) * 32
-    assert shape.lent(-1) == (0,) * 32
+        quota = shape.quota(segments)
+        assert sum(quota) == segments
+        assert max(quota) - min(quota) <= 1
+        fewer = shape.quota(segments - 1)
+        assert all(less <= more for less, more in zip(fewer, quota, strict=True))
+    assert shape.quota(shape.total + 5) == (shape.per_layer,) * 32
+    assert shape.quota(-1) == (0,) * 32
 
 
 def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:

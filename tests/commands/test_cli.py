@@ -22,7 +22,7 @@ from tests.support.command_line import Run
 STATS = [
     "prompt_tokens", "generated_tokens", "prefill_tokens_per_second", "decode_tokens_per_second",
     "time_to_first_token_seconds", "peak_memory_bytes", "flash_bytes_read", "flash_read_seconds",
-    "flash_cpu_seconds", "neuron_cache_hit_rate", "guess_recall", "guess_wasted_bytes",
+    "flash_cpu_seconds", "neuron_cache_hit_rate", "prefetch_recall", "prefetch_wasted_bytes",
     "forward_passes", "accepted_tokens_per_pass",
     "backend", "sparsity", "speculation", "io", "seed", "context_full",
     "decode_passes", "decode_seconds", "synchronisations",

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ondevice import api
-from ondevice.commands.reports import figures, residency
+from ondevice.commands.reports import residency, stats_line
 from ondevice.errors import UsageError
 from ondevice.runtime.models import shipped_folder
 from ondevice.stats import GenerationStats
@@ -85,7 +85,7 @@ def test_every_part_of_what_is_needed_is_listed(ondevice: Run) -> None:
 
 def test_the_plan_and_the_closing_line_agree_on_what_is_read(ondevice: Run) -> None:
     plan = api.inspect(SHIPPED, sparsity="exact")
-    stats = GenerationStats(generated_tokens=10, flash_bytes_read=50_000, guess_wasted_bytes=2_000)
+    stats = GenerationStats(generated_tokens=10, flash_bytes_read=50_000, prefetch_wasted_bytes=2_000)
     for budget, says, read, wasted in (
         (
             plan.full_bytes,
@@ -98,8 +98,8 @@ def test_the_plan_and_the_closing_line_agree_on_what_is_read(ondevice: Run) -> N
     ):
         under = plan.with_budget(budget)
         assert says in residency(under)
-        assert f"; flash {read}" in figures(stats, under)
-        assert f" {wasted} vain" in figures(stats, under)
+        assert f"; flash {read}" in stats_line(stats, under)
+        assert f" {wasted} vain" in stats_line(stats, under)
     told = ondevice("generate", "-m", SHIPPED, "-p", "One", "--max-tokens", 3)
     assert "everything will be resident, read from flash once" in told.err
     assert re.search(r"flash \S+ MB to fill memory, ", told.err)

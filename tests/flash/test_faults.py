@@ -18,7 +18,7 @@ def every_byte_is_right(folder: Path) -> None:
 
     import numpy as np
 
-    from ondevice.flash.prefetch import Extent, ExtentStream
+    from ondevice.flash.extent_stream import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
     from ondevice.kernels import _native
     from tests.support.flash_files import HEADER_BYTES, PARTS, STRIDE, slot_bytes, write_plain, write_records
@@ -84,7 +84,7 @@ def ring_errors_are_typed_and_pass(folder: Path) -> None:
     import pytest
 
     from ondevice.errors import FlashReadError
-    from ondevice.flash.prefetch import Extent, ExtentStream
+    from ondevice.flash.extent_stream import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
     from ondevice.kernels import _native
     from tests.support.flash_files import HEADER_BYTES, PARTS, STRIDE, slot_bytes, write_records
@@ -188,7 +188,7 @@ def io_errors_come_in_order_and_pass(folder: Path) -> None:
     import pytest
 
     from ondevice.errors import FlashReadError
-    from ondevice.flash.prefetch import Extent, ExtentStream
+    from ondevice.flash.extent_stream import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
     from tests.support.flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
 
@@ -253,7 +253,7 @@ def closing_waits_for_one_read(folder: Path) -> None:
     import threading
     import time
 
-    from ondevice.flash.prefetch import Extent, ExtentStream
+    from ondevice.flash.extent_stream import Extent, ExtentStream
     from ondevice.flash.reader import FlashReader
     from tests.support.flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.errors import FlashReadError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from tests.support.flash_files import (
     HEADER_BYTES,

@@ -180,8 +180,8 @@ def test_the_command(ondevice: Run, sparse_bundle: Path) -> None:
     ]  # fmt: skip
     assert list(figures["rows"][0]) == [
         "name", "sparsity", "io", "kernel_target", "feed_forward_bytes", "resident_bytes", "flash_bytes",
-        "flash_reads", "io_seconds", "waited_seconds", "managed_seconds", "total_seconds", "guess_recall",
-        "guess_wasted_bytes", "tokens", "compute_seconds", "bytes_per_second", "tokens_per_second",
+        "flash_reads", "io_seconds", "waited_seconds", "managed_seconds", "total_seconds", "prefetch_recall",
+        "prefetch_wasted_bytes", "tokens", "compute_seconds", "bytes_per_second", "tokens_per_second",
     ]  # fmt: skip
     assert (figures["dram_budget_bytes"], figures["prompt_tokens"], figures["max_tokens"]) == (budget, 9, 16)
     assert [row["name"] for row in figures["rows"]] == NAMES

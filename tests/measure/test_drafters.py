@@ -106,8 +106,8 @@ def test_the_numbers_belong_together(found: Comparison) -> None:
         # Plain decoding's token, and every guess that was right.
         assert row.tokens == row.passes + sum(drafting.accepted_by_depth)
         assert row.tokens == found.row(row.task, OFF).tokens
-        assert len(drafting.guessed_by_depth) == len(drafting.accepted_by_depth)
-        by_depth = [*drafting.guessed_by_depth]
+        assert len(drafting.drafted_by_depth) == len(drafting.accepted_by_depth)
+        by_depth = [*drafting.drafted_by_depth]
         assert by_depth == sorted(by_depth, reverse=True)
         for right, further in zip(drafting.accepted_by_depth, by_depth[1:], strict=False):
             assert right >= further
@@ -116,7 +116,7 @@ def test_the_numbers_belong_together(found: Comparison) -> None:
         if row.drafter == OFF:
             assert (drafting, row.speed_ups, row.tokens_per_pass) == (DraftStats(), (), 1.0)
             continue
-        assert drafting.guessed_by_depth[0] <= drafting.drafts
+        assert drafting.drafted_by_depth[0] <= drafting.drafts
         assert drafting.drafts <= drafting.guesses <= (EAGER_NODES - 1) * drafting.drafts
         assert 0 < row.drafting_seconds_per_pass < row.seconds_per_pass
         assert len(row.speed_ups) == row.prompts
@@ -147,7 +147,7 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
     """One engine in turn under every plan: what it reads is what an engine of its own reads."""
     budget = budget_between(relu_bundle, 1, sparsity="exact")
 
-    def prepared(name: str) -> Any:
+    def resolved(name: str) -> Any:
         runtime = RuntimeConfig(sparsity="exact", speculation=name, dram_budget=budget, threads=1)  # type: ignore[arg-type]
         return open_model(relu_bundle, runtime)
 
@@ -157,7 +157,7 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
         assert last.stats is not None
         return [event.token for event in events if event.token is not None], last.stats
 
-    plans, alone = {name: prepared(name) for name in (OFF, "streams")}, {}
+    plans, alone = {name: resolved(name) for name in (OFF, "streams")}, {}
     for name, plan in plans.items():
         # Before the other engine, not beside it: the budget is that of one.
         with closing(Engine(plan, lambda: False)) as engine:
@@ -197,11 +197,11 @@ def test_drafts_are_counted_as_they_are_judged() -> None:
     count.passed(TREE, [0], ended=False)
     stats = count.stats
     assert (stats.drafts, stats.guesses) == (4, 16)
-    assert stats.guessed_by_depth == (5, 2, 1)
+    assert stats.drafted_by_depth == (5, 2, 1)
     assert stats.accepted_by_depth == (4, 1, 1)
     assert stats.acceptance_by_depth == (0.8, 0.5, 1.0)
     shallow = DraftStats(1, 2, (1,), (1,), 1.0, 2.0)
-    assert (stats + shallow).guessed_by_depth == (6, 2, 1)
+    assert (stats + shallow).drafted_by_depth == (6, 2, 1)
     runs = [GenerationStats(drafting=shallow)] * 3
     assert median_stats(runs).drafting == DraftStats(3, 6, (3,), (3,), 3.0, 6.0)
 
@@ -215,7 +215,7 @@ def test_the_table_and_the_json(found: Comparison) -> None:
     cells = line.split()
     assert cells[1] == f"{row.tokens_per_pass:.2f}"
     assert f"{median(row.speed_ups):.2f} ({min(row.speed_ups):.2f} to {max(row.speed_ups):.2f})" in line
-    share, reached = row.drafting.acceptance_by_depth[0], row.drafting.guessed_by_depth[0]
+    share, reached = row.drafting.acceptance_by_depth[0], row.drafting.drafted_by_depth[0]
     assert f"{100 * share:.0f} % of {reached}" in line
     assert f"all {found.texts} texts of drafters are those of plain decoding" in table
     numbers = found.to_dict()
@@ -261,11 +261,11 @@ def test_the_command(ondevice: Run, relu_bundle: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert list(figures["rows"][1]) == [
         "task", "drafter", "prompts", "tokens", "passes", "tokens_per_pass", "tokens_per_second",
-        "seconds_per_pass", "drafting_seconds_per_pass", "flash_bytes_per_token", "guesses_per_draft",
+        "seconds_per_pass", "drafting_seconds_per_pass", "flash_bytes_per_token", "tokens_per_draft",
         "drafting", "speed_up", "speed_up_least", "speed_up_most",
     ]  # fmt: skip
     assert list(figures["rows"][1]["drafting"]) == [
-        "drafts", "guesses", "guessed_by_depth", "accepted_by_depth", "preparing_seconds", "growing_seconds",
+        "drafts", "guesses", "drafted_by_depth", "accepted_by_depth", "preparing_seconds", "growing_seconds",
         "decision", "acceptance_by_depth",
     ]  # fmt: skip
     assert [row["prompts"] for row in figures["rows"] if row["drafter"] == OFF] == [2, 2, 4]

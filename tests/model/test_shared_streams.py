@@ -11,7 +11,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.runtime.models import shipped_folder
 from ondevice.stats import DraftStats
 from tests.support.bundles import copy_files
@@ -126,7 +126,7 @@ def test_drafters_leave_every_token_as_it_is(
     sparsity: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    always_draft(monkeypatch, [NARROW_TOKENS, 3, 8])
+    always_draft(monkeypatch, [DECODE_TOKENS, 3, 8])
     for resident in (True, False):
         with load(bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
             if not resident:
@@ -153,7 +153,7 @@ def test_a_model_that_guesses_its_own_tokens_has_its_adapters(
         # Of the first time, passes before all neurons are in memory.
         *_, again = (model.generate(QUESTION, max_tokens=NEW_TOKENS).stats.drafting for _ in range(2))
     assert again.drafts > 10
-    assert again.accepted_by_depth == again.guessed_by_depth
+    assert again.accepted_by_depth == again.drafted_by_depth
 
 
 @pytest.mark.parametrize("resident", [True, False])

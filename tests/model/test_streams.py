@@ -14,7 +14,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass, Transformer
+from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, StreamLayer, StreamWeights
 from tests.backends.test_cpu import TARGETS, load, make_backend
 from tests.backends.test_token_tree import PARENTS, drawn
@@ -67,12 +67,12 @@ def keep(model: Transformer, kv: KVCache, path: Sequence[int]) -> None:
 
 def run(
     model: Transformer, streams: Sequence[int] = (), tokens: Sequence[int] | None = None
-) -> tuple[Pass, KVCache]:
+) -> tuple[ForwardOutput, KVCache]:
     """The tree behind the prompt, with streams at nodes `streams`; of `tokens` alone, if given."""
     kv = cache(model)
     model.forward(PROMPT, kv, "none")
-    chosen = Narrowed(range(len(TREE)) if tokens is None else tokens, streams)
-    return model.run(TOKENS, kv, tree=TREE, narrow=lambda x: chosen), kv
+    chosen = PrunedDraft(range(len(TREE)) if tokens is None else tokens, streams)
+    return model.run(TOKENS, kv, tree=TREE, prune=lambda x: chosen), kv
 
 
 # --- an oracle: one token, one stream, one head at a time -------------------------------------------------
@@ -197,7 +197,7 @@ def test_the_last_token_of_a_prompt_has_streams_too() -> None:
     after = model.stream_states(found.branches.copy(), kv).copy()
     whole = cache(model)
     last = len(PROMPT) - 1
-    inside = model.run(PROMPT, whole, narrow=lambda x: Narrowed(range(len(PROMPT)), [last]))
+    inside = model.run(PROMPT, whole, prune=lambda x: PrunedDraft(range(len(PROMPT)), [last]))
     assert after.tobytes() == inside.streams[last].tobytes()
     assert found.hidden.tobytes() == inside.hidden[-1:].tobytes()
 
@@ -252,13 +252,13 @@ def test_the_pruning_adapter_speaks_before_the_stream_layers() -> None:
     model = reference()
     seen: list[Float32] = []
 
-    def narrow(x: Float32) -> Narrowed:
+    def prune(x: Float32) -> PrunedDraft:
         seen.append(x.copy())
         seen.append(model.pruning_logits(x))
-        return Narrowed(range(len(x)))
+        return PrunedDraft(range(len(x)))
 
     kv = cache(model)
-    model.run(TOKENS, kv, tree=TREE, narrow=narrow)
+    model.run(TOKENS, kv, tree=TREE, prune=prune)
     entering, logits = seen
     assert model.streams is not None
     assert model.streams.pruning is not None

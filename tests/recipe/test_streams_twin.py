@@ -27,7 +27,7 @@ from ondevice.flash.reader import FlashReader  # noqa: E402
 from ondevice.model.kv_cache import KVCache  # noqa: E402
 from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
 from ondevice.model.stream_loading import load_streams  # noqa: E402
-from ondevice.model.transformer import Narrowed, Transformer  # noqa: E402
+from ondevice.model.transformer import PrunedDraft, Transformer  # noqa: E402
 from ondevice.model.weights import LowRank, StreamLayer, StreamWeights  # noqa: E402
 from recipe import stream_loss as recipe_loss  # noqa: E402
 from recipe.export import model_of_bundle  # noqa: E402
@@ -72,7 +72,7 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))
     found = transformer.run(
-        TOKENS, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=lambda x: Narrowed(every, every)
+        TOKENS, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=lambda x: PrunedDraft(every, every)
     )
     return mx.stack([transformer.logits(found.streams[token]) for token in every])
 
@@ -131,9 +131,9 @@ def entering(model: Transformer, tokens: list[int]) -> Any:
     """(tokens, D) what enters the stream layers."""
     seen: list[Any] = []
 
-    def narrow(x: Any) -> Narrowed:
+    def narrow(x: Any) -> PrunedDraft:
         seen.append(x)
-        return Narrowed(range(len(tokens)))
+        return PrunedDraft(range(len(tokens)))
 
     layout = KVLayout(model.config, 32)
     model.run(tokens, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=narrow)

@@ -130,7 +130,7 @@ def test_a_long_prompt_is_no_reason_to_wait(bundle: Path, monkeypatch: pytest.Mo
             looking.start()
             assert settles(lambda: not watched.model._owner._jobs._urgent.empty())
         before_pass(tokens, guesses)
-        streaming.append(engine.plan.streams)
+        streaming.append(engine.plan.offloads_weights)
 
     before_pass = engine._generator.before_pass
     engine._generator = replace(engine._generator, before_pass=note)

@@ -17,7 +17,7 @@ from ondevice.commands.reports import plan_summary
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.measure.profiling import OWN_PIECE_TOKENS
-from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, Prepared, check_tokens
+from ondevice.runtime.resolving import CONTEXT_STEP, LEAST_CONTEXT, ResolvedModel, check_tokens
 from ondevice.training import PIECE_TOKENS
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Run
@@ -39,7 +39,7 @@ def plan_of(bundle: Path, **options: Any) -> Plan:
     return ondevice.inspect(bundle, **OPTIONS | options)
 
 
-def prepared(bundle: Path, **options: Any) -> Prepared:
+def resolved(bundle: Path, **options: Any) -> ResolvedModel:
     return open_model(bundle, RuntimeConfig(**OPTIONS | options))
 
 
@@ -121,7 +121,7 @@ def test_a_shorter_context_ends_a_text_earlier_and_changes_none_of_its_tokens(bu
 
 
 def test_a_prompt_that_the_shortened_context_cannot_hold_says_why(bundle: Path) -> None:
-    short = prepared(bundle, dram_budget=budget_for(bundle, LEAST_CONTEXT))
+    short = resolved(bundle, dram_budget=budget_for(bundle, LEAST_CONTEXT))
     with pytest.raises(ContextOverflowError) as caught:
         check_tokens(short, range(600))
     (note,) = caught.value.__notes__
@@ -173,11 +173,11 @@ def test_inspect_says_what_would_fit(bundle: Path, ondevice: Run) -> None:
 
 def test_a_second_model_drafts_with_the_shortened_context(bundle: Path) -> None:
     options = {"speculation": "model", "draft_model": bundle}
-    whole = prepared(bundle, dram_budget="8GB", **options)
+    whole = resolved(bundle, dram_budget="8GB", **options)
     assert whole.draft is not None
     assert whole.draft.plan.max_context == whole.draft.runtime.max_context == LONGEST
     budget = (plan_of(bundle, **options).minimum_budget_bytes + budget_for(bundle, LEAST_CONTEXT)) // 2
-    short = prepared(bundle, dram_budget=budget, **options)
+    short = resolved(bundle, dram_budget=budget, **options)
     assert short.draft is not None
     assert short.plan.fits
     assert short.draft.plan.max_context == short.draft.runtime.max_context == short.plan.max_context < LONGEST

@@ -17,7 +17,7 @@ from ondevice.api import load
 from ondevice.converters.checkpoints.base import SourceFile
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import OndeviceError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from tests.malformed.rules import overwrite
 from tests.support.bundles import copy_files

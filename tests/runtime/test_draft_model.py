@@ -14,7 +14,7 @@ import pytest
 import ondevice
 from ondevice.api import load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
@@ -63,7 +63,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def largest_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is worth."""
-    always_draft(monkeypatch, [NARROW_TOKENS])
+    always_draft(monkeypatch, [DECODE_TOKENS])
 
 
 @pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary"])

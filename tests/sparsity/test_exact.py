@@ -106,7 +106,7 @@ def test_a_budget_changed_while_running(relu_bundle: Path, dense: Model) -> None
 
 def test_only_what_fires_is_read(relu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two pages for a record's up and down rows, and no record that was there."""
-    fetch_with(monkeypatch, guess=False)
+    fetch_with(monkeypatch, prefetch=False)
     with load(relu_bundle, sparsity="exact") as model:
         hold(model, 0)
         cache = fetcher(model)._cache
@@ -191,7 +191,7 @@ def test_damage_on_the_way_is_an_error_and_the_session_goes_on(tmp_path: Path) -
         for _ in range(3):
             with pytest.raises(FlashReadError, match=neuron_file_name(3)):
                 text(model)
-            held = (cache._slot_of >= 0).sum() + sum(cache._claimed)
+            held = (cache._slot_of >= 0).sum() + sum(cache._reserved)
             assert held + cache._num_free == len(cache._owner)
         for record in range(0, 3000, 3):
             flip_byte(bundle / neuron_file_name(3), second_part + record * layout.stride)

@@ -87,13 +87,13 @@ def texts() -> list[Text]:
 def adopted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many neurons each reading ahead has brought."""
     counts: list[int] = []
-    adopt = NeuronCache.adopt
+    commit = NeuronCache.commit
 
     def counting(cache: NeuronCache, layer: int, ids: Any, slots: Any) -> tuple[Any, Any]:
         counts.append(len(ids))
-        return adopt(cache, layer, ids, slots)
+        return commit(cache, layer, ids, slots)
 
-    monkeypatch.setattr(NeuronCache, "adopt", counting)
+    monkeypatch.setattr(NeuronCache, "commit", counting)
     return counts
 
 
@@ -126,7 +126,7 @@ def held_bytes(model: Model) -> int:
 def test_dense_text_under_ten_budgets(
     texts: list[Text], policy: str, ahead: bool, adopted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetch_with(monkeypatch, policy=policy, fill_ahead=ahead, guess=ahead)
+    fetch_with(monkeypatch, policy=policy, fill_ahead=ahead, prefetch=ahead)
     first = (2 * POLICIES.index(policy) + ahead) * BUDGETS
     seen = Seen()
     for ninths in range(BUDGETS):

@@ -24,10 +24,10 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.activations import observe_gates, record_activations
 from ondevice.converters.training.hotness import firing_frequencies, write_hotness
 from ondevice.errors import BundleError, FlashReadError
-from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import Addresses
 from ondevice.sparsity.record_reads import RecordReads
+from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 from tests.support.bundles import EOS, convert_bundle, copy_files, open_sound, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
 from tests.support.flash_files import flip_byte
@@ -158,11 +158,11 @@ def test_a_long_chunk_reads_no_record_twice(bundle: Path, monkeypatch: pytest.Mo
     read: list[tuple[int, int]] = []
 
     def ahead(
-        self: ClaimedReads, file: int, layer: int, ids: Int32, once: Any = ClaimedReads.begin
-    ) -> Claim | None:
+        self: ReservedReads, file: int, layer: int, ids: Int32, once: Any = ReservedReads.begin
+    ) -> Reservation | None:
         read.extend((file, int(record)) for record in ids)
-        claim: Claim | None = once(self, file, layer, ids)
-        return claim
+        reservation: Reservation | None = once(self, file, layer, ids)
+        return reservation
 
     def asked(
         self: RecordReads, file: int, ids: Int32, addresses: Addresses, once: Any = RecordReads.start
@@ -170,7 +170,7 @@ def test_a_long_chunk_reads_no_record_twice(bundle: Path, monkeypatch: pytest.Mo
         read.extend((file, int(record)) for record in ids)
         once(self, file, ids, addresses)
 
-    monkeypatch.setattr(ClaimedReads, "begin", ahead)
+    monkeypatch.setattr(ReservedReads, "begin", ahead)
     monkeypatch.setattr(RecordReads, "start", asked)
     monkeypatch.setattr(NeuronFetcher, "fill", lambda self: False)
     tokens = np.random.default_rng(1).integers(0, 250, 90).tolist()
@@ -190,20 +190,20 @@ def test_reads_that_fail_end_the_filling_and_are_told_to_who_asks(bundle: Path) 
     stride = Bundle.open(bundle).neuron_layout.stride
     places = [DATA_OFFSET + (record + 1) * stride - 70 for record in range(0, NEURONS, 2)]
     for layer in range(LAYERS):
-        for place in places:
-            flip_byte(bundle / neuron_file_name(layer), place)
+        for acquire in places:
+            flip_byte(bundle / neuron_file_name(layer), acquire)
     with load(bundle, sparsity="exact") as model:
         before = model._engine._reader.stats.bytes_read
         wait_until(lambda: model._engine._reader.stats.bytes_read > before)
-        wait_until(lambda: not fetcher(model)._warming.under_way)
+        wait_until(lambda: not fetcher(model)._warm_up.under_way)
         read = model._engine._reader.stats.bytes_read
         time.sleep(0.1)
         assert model._engine._reader.stats.bytes_read == read
         with pytest.raises(FlashReadError, match="neurons-"):
             text(model)
         for layer in range(LAYERS):
-            for place in places:
-                flip_byte(bundle / neuron_file_name(layer), place)
+            for acquire in places:
+                flip_byte(bundle / neuron_file_name(layer), acquire)
         assert text(model) == expected
 
 

@@ -40,7 +40,7 @@ class Cache(RuleBasedStateMachine):
         self.segments = 4
         self.at: dict[int, tuple[int, int]] = {}
         """Which neuron was last read to an address."""
-        self.claim: tuple[int, Int32, Int32, list[int]] | None = None
+        self.reservation: tuple[int, Int32, Int32, list[int]] | None = None
         """Layer, ids, slots and addresses of what is read ahead."""
 
     @rule(
@@ -51,11 +51,11 @@ class Cache(RuleBasedStateMachine):
         fails=st.booleans(),
     )
     def use(self, layer: int, ids: list[int], guess: set[int], arrive: int, fails: bool) -> None:
-        self.cache.divide(1, keep=self.claim is not None)
+        self.cache.divide(1, keep=self.reservation is not None)
         self.guess(layer, guess, arrive)
         self.cache.observe(layer, gates_that_fire(ids))
         wanted = np.array(ids, np.int32)
-        placement = self.cache.place(layer, wanted)
+        placement = self.cache.acquire(layer, wanted)
         addresses = placement.addresses.tolist()
         assert len(set(addresses)) == len(ids)
         for i in placement.missing.tolist():
@@ -63,16 +63,16 @@ class Cache(RuleBasedStateMachine):
         assert all(self.at[address] == (layer, i) for address, i in zip(addresses, ids, strict=True))
         if fails:
             self.cache.forget(layer, wanted[placement.missing])
-        self.cache.settle(layer)
+        self.cache.evict_to_share(layer)
 
     def guess(self, layer: int, guess: set[int], arrive: int) -> None:
-        """Of the absent ones that were guessed, the first few arrive, whatever the layer's share is."""
+        """Of the absent ones that were prefetched, the first few arrive, whatever the layer's share is."""
         absent = self.cache.absent(layer)
         assert self.cache.holds_layer(layer) == (not len(absent))
         ids = absent[np.isin(absent, list(guess))].astype(np.int32)
-        slots, addresses = self.cache.claim(layer, len(ids))
+        slots, addresses = self.cache.reservation(layer, len(ids))
         self.cache.release(layer, slots[arrive:])
-        adopted, spare = self.cache.adopt(layer, ids[:arrive], slots[:arrive])
+        adopted, spare = self.cache.commit(layer, ids[:arrive], slots[:arrive])
         np.testing.assert_array_equal(adopted, ids[:arrive])
         assert not len(spare)
         for i, address in list(zip(ids.tolist(), addresses.tolist(), strict=True))[:arrive]:
@@ -80,25 +80,25 @@ class Cache(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, LAYERS - 1), most=st.integers(1, 50))
     def read_ahead(self, layer: int, most: int) -> None:
-        if self.claim is None:
+        if self.reservation is None:
             ids = self.cache.likeliest(layer, most)
-            slots, addresses = self.cache.claim(layer, len(ids))
+            slots, addresses = self.cache.reservation(layer, len(ids))
             assert len(ids) <= most
             assert (self.cache._slot_of[layer, ids] < 0).all()
-            self.claim = (layer, ids, slots, addresses.tolist())
+            self.reservation = (layer, ids, slots, addresses.tolist())
 
     @rule(fails=st.booleans())
     def read_ahead_ends(self, fails: bool) -> None:
-        if self.claim is None:
+        if self.reservation is None:
             return
-        layer, ids, slots, addresses = self.claim
-        self.claim = None
+        layer, ids, slots, addresses = self.reservation
+        self.reservation = None
         before = self.cache._slot_of[layer, ids].copy()
         if fails:
             self.cache.release(layer, slots)
             np.testing.assert_array_equal(self.cache._slot_of[layer, ids], before)
             return
-        adopted, spare = self.cache.adopt(layer, ids, slots)
+        adopted, spare = self.cache.commit(layer, ids, slots)
         # What a pass has read meanwhile keeps its slot, and the other one isn't free before it is said so.
         np.testing.assert_array_equal(adopted, ids[before < 0])
         np.testing.assert_array_equal(spare, slots[before >= 0])
@@ -122,14 +122,14 @@ class Cache(RuleBasedStateMachine):
         held = cache._slot_of[cache._slot_of >= 0]
         free = cache._free[: cache._num_free]
         existing = len(cache._segments) * SEGMENT_SLOTS
-        claimed = [] if self.claim is None else self.claim[2].tolist()
+        claimed = [] if self.reservation is None else self.reservation[2].tolist()
         assert sorted([*held.tolist(), *free.tolist(), *claimed]) == list(range(existing))
         layers, neurons = np.nonzero(cache._slot_of >= 0)
         owners = cache._owner[cache._slot_of[layers, neurons]]
         np.testing.assert_array_equal(owners, layers * NEURONS + neurons)
         assert cache._counts == (cache._slot_of >= 0).sum(axis=1).tolist()
         assert cache.nbytes == existing * SLOT_BYTES <= self.segments * SEGMENT_SLOTS * SLOT_BYTES
-        kept = [count + claimed for count, claimed in zip(cache._counts, cache._claimed, strict=True)]
+        kept = [count + claimed for count, claimed in zip(cache._counts, cache._reserved, strict=True)]
         assert all(count <= share for count, share in zip(kept, cache._shares, strict=True))
         assert sum(min(share, NEURONS) for share in cache._shares) <= max(
             self.segments * SEGMENT_SLOTS - RESERVE, 0
@@ -146,8 +146,8 @@ def test_the_policy_decides_who_stays() -> None:
     for _ in range(5):
         for ids in (often, often, seldom):
             cache.observe(0, gates_that_fire(ids))
-            cache.place(0, np.array(ids, np.int32))
-            cache.settle(0)
+            cache.acquire(0, np.array(ids, np.int32))
+            cache.evict_to_share(0)
     assert np.flatnonzero(cache._slot_of[0] >= 0).tolist() == often
 
 
@@ -158,8 +158,8 @@ def test_shares_follow_where_neurons_fire() -> None:
         for layer, ids in enumerate((list(range(25)), [1, 2], [])):
             cache.observe(layer, gates_that_fire(ids))
             for half in (ids[:13], ids[13:]):
-                cache.place(layer, np.array(half, np.int32))
-                cache.settle(layer)
+                cache.acquire(layer, np.array(half, np.int32))
+                cache.evict_to_share(layer)
     held = (cache._slot_of >= 0).sum(axis=1).tolist()
     assert held == [25, 2, 0]
 
@@ -167,36 +167,36 @@ def test_shares_follow_where_neurons_fire() -> None:
 def test_neurons_of_the_batch_under_way_stay_when_shares_are_kept() -> None:
     cache = cache_of(segments=2)  # 8 slots for three layers, beside the reserve: two each
     first, second = np.arange(0, 10, dtype=np.int32), np.arange(10, 20, dtype=np.int32)
-    cache.place(0, first)
-    placed = cache.place(0, second).addresses
-    cache.settle(0, keep=second)
-    assert cache.place(0, second).missing.size == 0
-    np.testing.assert_array_equal(cache.place(0, second).addresses, placed)
-    cache.settle(0)
+    cache.acquire(0, first)
+    placed = cache.acquire(0, second).addresses
+    cache.evict_to_share(0, keep=second)
+    assert cache.acquire(0, second).missing.size == 0
+    np.testing.assert_array_equal(cache.acquire(0, second).addresses, placed)
+    cache.evict_to_share(0)
     assert (cache._slot_of[0] >= 0).sum() == 2
 
 
 def test_more_than_the_reserve_is_an_error_and_costs_nothing() -> None:
     cache = cache_of(segments=2)
     with pytest.raises(OndeviceError, match="33 neurons don't fit"):
-        cache.place(0, np.arange(33, dtype=np.int32))
-    assert cache.place(0, np.arange(32, dtype=np.int32)).missing.size == 32
+        cache.acquire(0, np.arange(33, dtype=np.int32))
+    assert cache.acquire(0, np.arange(32, dtype=np.int32)).missing.size == 32
 
 
 def test_memory_comes_as_it_is_needed_and_goes_at_once() -> None:
     cache = cache_of(segments=8)
     assert cache.nbytes == 0
-    cache.place(0, np.arange(17, dtype=np.int32))
+    cache.acquire(0, np.arange(17, dtype=np.int32))
     assert cache.nbytes == 2 * SEGMENT_SLOTS * SLOT_BYTES
     assert (cache.lookups, cache.hits) == (17, 0)
-    cache.place(0, np.arange(5, dtype=np.int32))
+    cache.acquire(0, np.arange(5, dtype=np.int32))
     assert (cache.lookups, cache.hits) == (22, 5)
     cache.resize(1)
     assert cache.nbytes == SEGMENT_SLOTS * SLOT_BYTES
     cache.close()
     assert cache.nbytes == 0
     with pytest.raises(OndeviceError, match="given back"):
-        cache.place(1, np.arange(1, dtype=np.int32))
+        cache.acquire(1, np.arange(1, dtype=np.int32))
 
 
 def test_where_all_neurons_fit_nobody_goes() -> None:
@@ -204,6 +204,6 @@ def test_where_all_neurons_fit_nobody_goes() -> None:
     assert cache.holds_all
     for layer in range(LAYERS):
         for first in range(0, NEURONS, 20):
-            cache.place(layer, np.arange(first, first + 20, dtype=np.int32))
-            cache.settle(layer)
+            cache.acquire(layer, np.arange(first, first + 20, dtype=np.int32))
+            cache.evict_to_share(layer)
     assert (cache._slot_of >= 0).all()

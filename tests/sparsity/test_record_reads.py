@@ -91,7 +91,7 @@ def test_reads_row_by_row_that_fail_are_errors_and_the_session_goes_on(
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with load(tmp_path, sparsity="predicted") as model:
         expected = text(model)
-    fetch_with(monkeypatch, bundled=False, guess=False, fill_ahead=False)
+    fetch_with(monkeypatch, bundled=False, prefetch=False, fill_ahead=False)
     with load(tmp_path, sparsity="predicted") as model:
         squeeze(model, 1)
         assert text(model) == expected

@@ -60,18 +60,18 @@ def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader
         pool.close()
 
 
-def assert_settles(model: Transformer, pool: SegmentPool, lent: list[int], expected: bytes) -> None:
-    """Resize and run passes, each with the right logits, until all that is lent is filled."""
-    pool.resize(lent)
+def assert_settles(model: Transformer, pool: SegmentPool, quota: list[int], expected: bytes) -> None:
+    """Resize and run passes, each with the right logits, until the whole quota is filled."""
+    pool.resize(quota)
     layers = model.backend.feed_forwards  # type: ignore[attr-defined]
     for _ in range(500):
-        assert logits(model) == expected, lent
-        if [len(layer.segments) for layer in layers] == lent:
+        assert logits(model) == expected, quota
+        if [len(layer.segments) for layer in layers] == quota:
             # One more pass, so that nothing of the old schedule is still being read ahead.
-            assert logits(model) == expected, lent
+            assert logits(model) == expected, quota
             return
         time.sleep(0.01)
-    pytest.fail(f"still not filled: {lent}")
+    pytest.fail(f"still not filled: {quota}")
 
 
 def logits(model: Transformer, passes: int = 2) -> bytes:
@@ -83,8 +83,8 @@ def logits(model: Transformer, passes: int = 2) -> bytes:
 def test_every_division_gives_the_same_logits(bundle: Path) -> None:
     with pooled(bundle) as (model, pool, _):
         expected = logits(model)
-        for lent in ([1, 1, 1], [4, 0, 2], [0, 0, 4], [4, 4, 4], [2, 3, 4], [0, 0, 0]):
-            assert_settles(model, pool, lent, expected)
+        for quota in ([1, 1, 1], [4, 0, 2], [0, 0, 4], [4, 4, 4], [2, 3, 4], [0, 0, 0]):
+            assert_settles(model, pool, quota, expected)
 
 
 def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:
@@ -176,15 +176,15 @@ def test_a_damaged_record_is_a_typed_error_and_not_the_end(bundle: Path, tmp_pat
     at = len(good) - 700
     with pooled(damaged) as (model, pool, _):
         expected = logits(model)
-        for lent in ([0, 0, 0], [2, 2, 2], [4, 4, 4]):
+        for quota in ([0, 0, 0], [2, 2, 2], [4, 4, 4]):
             pool.resize([0, 0, 0])
             victim.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-            pool.resize(lent)
+            pool.resize(quota)
             for _ in range(20):
                 with pytest.raises(FlashReadError, match="neurons-00001"):
                     logits(model)
             victim.write_bytes(good)
-            assert_settles(model, pool, lent, expected)
+            assert_settles(model, pool, quota, expected)
 
 
 def test_closing_gives_every_byte_back_without_the_collector(bundle: Path) -> None:

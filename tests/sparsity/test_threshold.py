@@ -33,8 +33,8 @@ from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity import fetch
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.guessing import Guessing
 from ondevice.sparsity.policies import POLICIES
+from ondevice.sparsity.prefetch import Prefetcher
 from ondevice.training import train_thresholds
 from tests.support.bundles import EOS, convert_bundle, copy_files, made_up_pieces, write_chat_checkpoint
 from tests.support.chat import PROMPT, fetch_with, squeeze
@@ -137,7 +137,7 @@ class MaskedReference(ReferenceBackend):
         activation: Activation,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> Float32:
         assert norm is not None
         assert added is not None
@@ -203,10 +203,10 @@ def test_guesses_know_the_thresholds(bundle: Path, monkeypatch: pytest.MonkeyPat
     """A tenth counts, where half of the gates are above zero."""
     shares: list[float] = []
 
-    def seen(guess: Guessing, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
+    def seen(guess: Prefetcher, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
         shares.append(float(np.mean(scores() > 0)))
 
-    monkeypatch.setattr(Guessing, "foresee", seen)
+    monkeypatch.setattr(Prefetcher, "prefetch", seen)
     with load(bundle, sparsity="threshold", threshold_sparsity=0.9) as model:
         text(model)
     assert len(shares) > TOKENS

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.speculation.drafter import Drafter
@@ -32,7 +32,7 @@ class Simulation:
     """Passes by a policy: a chain of guesses of one claimed chance each, right with another."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.policy = TreePolicy(NARROW_TOKENS)
+        self.policy = TreePolicy(DECODE_TOKENS)
         self.sizes: list[int] = []
         self.tokens = 0
         self.seconds = 0.0
@@ -80,7 +80,7 @@ def test_free_guesses_fill_the_draft() -> None:
     sizes = Simulation().run(400, node=0.0, claimed=0.9)
     assert sizes[:FIRST_PLAIN] == [1] * FIRST_PLAIN
     assert max(sizes[: FIRST_PLAIN + TRIAL_DRAFTS]) == TRIAL_NODES
-    assert set(sizes[20:]) == {1, NARROW_TOKENS}
+    assert set(sizes[20:]) == {1, DECODE_TOKENS}
     assert sizes[20:].count(1) == pytest.approx(380 / PLAIN_EVERY, abs=1)
 
 
@@ -267,7 +267,7 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
     pauses = np.random.default_rng(0).random(400) < 0.6
     monkeypatch.setattr(TreePolicy, "pause", lambda policy: bool(pauses[len(written)]))
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: 4)
-    drafting, asked = Drafting(Listening(), NARROW_TOKENS), list[int]()
+    drafting, asked = Drafting(Listening(), DECODE_TOKENS), list[int]()
     for start in (2, 150):
         written = list(range(start))
         drafting.begin(written, SamplingConfig())

@@ -13,7 +13,7 @@ import pytest
 import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
@@ -86,7 +86,7 @@ def test_any_tree_leaves_every_token_as_it_is(
 def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
     drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    always_draft(monkeypatch, [NARROW_TOKENS])
+    always_draft(monkeypatch, [DECODE_TOKENS])
     with (
         load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
         load(SHIPPED, sparsity=sparsity, speculation=drafter) as drafting,

@@ -29,7 +29,7 @@ import pytest
 
 import ondevice.runtime.engine
 from ondevice.api import Model, load
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.response import gather
 from ondevice.runtime.models import shipped_folder
@@ -57,7 +57,7 @@ SAMPLINGS = (
     ),
 )
 SPARSITIES = ("dense", "exact", "predicted")
-SIZES = (NARROW_TOKENS, 3, 8, 2, 5, 12)
+SIZES = (DECODE_TOKENS, 3, 8, 2, 5, 12)
 """Nodes of one draft after the other, at most."""
 PROGRESS_SECONDS = 60.0
 

@@ -12,10 +12,10 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.response import Response
 from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
@@ -55,7 +55,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
     [
         # As large as can be, which leaves no row for streams: those of the path's end run in a pass of their
         # own. 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
-        pytest.param(8, NARROW_TOKENS, 1.88, id="largest"),
+        pytest.param(8, DECODE_TOKENS, 1.88, id="largest"),
         # The likeliest alone, and rows for the streams of two nodes in the same pass. 1.63, sampled 1.60.
         pytest.param(1, 5, 1.56, id="chain"),
     ],
@@ -88,19 +88,19 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling, expected = plain_answers
-    always_draft(monkeypatch, [NARROW_TOKENS, 5])
+    always_draft(monkeypatch, [DECODE_TOKENS, 5])
     options, pruned, kept = StreamDrafting(pruning_threshold=0.02), 0, 0
-    narrow = StreamDrafter.narrow
+    prune = StreamDrafter.prune
 
-    def counting(drafter: StreamDrafter, draft: Draft, entering: Any, row_share: float) -> Narrowed:
+    def counting(drafter: StreamDrafter, draft: Draft, entering: Any, row_share: float) -> PrunedDraft:
         nonlocal pruned, kept
-        chosen = narrow(drafter, draft, entering, row_share)
+        chosen = prune(drafter, draft, entering, row_share)
         kept += len(chosen.tokens)
         pruned += len(draft) - len(chosen.tokens)
         return chosen
 
     monkeypatch.setattr(registry, "StreamDrafter", partial(StreamDrafter, options=options))
-    monkeypatch.setattr(StreamDrafter, "narrow", counting)
+    monkeypatch.setattr(StreamDrafter, "prune", counting)
     with load(SHIPPED, sparsity=sparsity, speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
@@ -141,7 +141,7 @@ def numbered(*rows: int) -> Float32:
     return np.array(rows, dtype=np.float32)[:, None]
 
 
-def drafter_of(transformer: FakeTransformer, most_rows: int = NARROW_TOKENS, **options: Any) -> StreamDrafter:
+def drafter_of(transformer: FakeTransformer, most_rows: int = DECODE_TOKENS, **options: Any) -> StreamDrafter:
     made: Any = transformer
     return StreamDrafter(made, most_rows, StreamDrafting(**options))
 
@@ -149,7 +149,7 @@ def drafter_of(transformer: FakeTransformer, most_rows: int = NARROW_TOKENS, **o
 def prepare(drafter: StreamDrafter, room: int = 64) -> None:
     """room: places that the cache has."""
     kv: Any = SimpleNamespace(room=room, length=0)
-    drafter.prepare(kv, NARROW_TOKENS, lambda: False)
+    drafter.prepare(kv, DECODE_TOKENS, lambda: False)
 
 
 def entered(
@@ -159,7 +159,9 @@ def entered(
     branches: Float32,
     streams: Mapping[int, Float32] | None = None,
 ) -> None:
-    drafter.entered(Pass(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), node)
+    drafter.entered(
+        ForwardOutput(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), node
+    )
 
 
 def best(drafter: StreamDrafter, path: Sequence[int] = ()) -> int | None:
@@ -172,10 +174,10 @@ def said(drafter: StreamDrafter) -> list[int | None]:
     return [best(drafter, [7] * depth) for depth in range(COUNT + 1)]
 
 
-@pytest.mark.parametrize("tokens", [range(5), [0, 2, 3, 6, 7]], ids=["whole", "narrowed"])
+@pytest.mark.parametrize("tokens", [range(5), [0, 2, 3, 6, 7]], ids=["whole", "pruned"])
 @pytest.mark.parametrize("node", range(5))
 def test_the_streams_are_those_of_the_last_accepted_node(node: int, tokens: Sequence[int]) -> None:
-    """A pass that was narrowed counts those that went through it."""
+    """A pass that was pruned counts those that went through it."""
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1, 2], SamplingConfig())
@@ -220,7 +222,7 @@ def test_streams_that_ran_in_the_pass_do_not_run_again() -> None:
     assert said(drafter) == [76, 77, 78, None]
     assert transformer.ran == [[76, 77, 78]]
     # A pass without streams, of a model that none were asked of, leaves nothing to guess by.
-    drafter.entered(Pass(range(1), numbered(0)), 0)
+    drafter.entered(ForwardOutput(range(1), numbered(0)), 0)
     prepare(drafter)
     assert said(drafter) == [None] * (COUNT + 1)
 

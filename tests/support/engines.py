@@ -54,7 +54,7 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
             slot_bytes=stream.slot_bytes,
             slots=stream.slots,
         )
-        pool.resize(segments.lent(segments.total))
+        pool.resize(segments.quota(segments.total))
         yield Transformer(bundle.config, cpu, weights)
         pool.close()
 

@@ -124,16 +124,16 @@ def _assert_nothing_leaked(model: Model) -> None:
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
     neurons._guessing.drop()
-    cache, claim = neurons._cache, neurons._warming._claim
+    cache, reservation = neurons._cache, neurons._warm_up._claim
     held = np.sort(cache._slot_of[cache._slot_of >= 0])
-    claimed = np.zeros(0, np.int32) if claim is None else claim.slots
+    claimed = np.zeros(0, np.int32) if reservation is None else reservation.slots
     every = np.sort(np.concatenate([held, claimed, cache._free[: cache._num_free]]))
     np.testing.assert_array_equal(every, np.arange(len(cache._owner)))
     np.testing.assert_array_equal(held, np.flatnonzero(cache._owner >= 0))
     assert cache._counts == (cache._slot_of >= 0).sum(axis=1).tolist()
-    assert sum(cache._claimed) == len(claimed)
+    assert sum(cache._reserved) == len(claimed)
     for layer, share in enumerate(cache._shares):
-        assert cache._counts[layer] + cache._claimed[layer] <= share
+        assert cache._counts[layer] + cache._reserved[layer] <= share
     assert all(batch.done() for reads in neurons._reads for batch, _ in reads._batches)
     assert model._engine._reader.staging_bytes <= model.plan.stream.nbytes
 
@@ -257,7 +257,7 @@ def main() -> None:
     tally = Counter[str]()
     ahead = logging.Handler()
     ahead.emit = lambda record: tally.update(["ahead"] * ("failed" in record.msg))  # type: ignore[method-assign]
-    logger = logging.getLogger("ondevice.sparsity.claimed_reads")
+    logger = logging.getLogger("ondevice.sparsity.reserved_reads")
     logger.setLevel(logging.INFO)
     logger.addHandler(ahead)
     faulthandler.dump_traceback_later(DEADLOCK_SECONDS, exit=True)

@@ -10,10 +10,10 @@ import numpy as np
 
 from ondevice.api import Model
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.response import Response
 from ondevice.speculation.tree import Draft
 
@@ -43,7 +43,7 @@ class Scripted:
     def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
         rng, known, self._places = self._random, self._text[self._length :], most_nodes
         tokens, parents, depths = [root], [-1], [0]
-        for _ in range(int(rng.integers(0, min(NARROW_TOKENS, most_nodes)))):
+        for _ in range(int(rng.integers(0, min(DECODE_TOKENS, most_nodes)))):
             parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
             depth = depths[parent] + 1
             right = depth <= len(known) and rng.random() < 0.6
@@ -56,16 +56,16 @@ class Scripted:
         self.sizes.append(len(tokens))
         return Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
 
-    def narrow(self, draft: Draft, entering: Float32) -> Narrowed:
+    def prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
         """Some nodes end here, with what is behind them; some get streams."""
         kept = [0]
         for node in range(1, len(draft)):
             if draft.parents[node] in kept and self._random.random() < 0.9:
                 kept.append(node)
-        most = min(2, (NARROW_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
-        return Narrowed(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
+        most = min(2, (DECODE_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
+        return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         self.streamed += len(found.streams)
 
     def drew(self, last: int, token: int, logits: Float32) -> None:

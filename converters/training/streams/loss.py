@@ -35,7 +35,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
-from ondevice.model.transformer import Narrowed, Transformer
+from ondevice.model.transformer import PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, ModelWeights, StreamLayer, StreamWeights
 from ondevice.units import usable_cores
 
@@ -90,13 +90,13 @@ class ResidentBackend(MlxFloatBackend):
         activation: Activation,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        certain: int | None = None,
+        num_exact_rows: int | None = None,
     ) -> mx.array:
         if not self._tokens:
-            return super().feed_forward(x, weight, activation, norm, added, certain)
+            return super().feed_forward(x, weight, activation, norm, added, num_exact_rows)
         x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
         gates = activate(x @ weight.gate.T, activation)
-        own = x.shape[0] if certain is None else certain
+        own = x.shape[0] if num_exact_rows is None else num_exact_rows
         used = mx.stop_gradient(gates[:own]) != 0
         if id(weight) in self._used:
             used = mx.concatenate([self._used[id(weight)], used])
@@ -271,9 +271,9 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
     return mx.concatenate(main), mx.stack(ends)
 
 
-def _all_with_streams(x: mx.array) -> Narrowed:
+def _all_with_streams(x: mx.array) -> PrunedDraft:
     tokens = range(x.shape[0])
-    return Narrowed(tokens, tokens)
+    return PrunedDraft(tokens, tokens)
 
 
 def _soft_cross_entropy(logits: mx.array, chances: mx.array) -> mx.array:

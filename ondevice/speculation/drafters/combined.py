@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.tree import Draft, Proposals
 
@@ -41,14 +41,14 @@ class Combined(Drafter):
     def wants_streams(self) -> bool:
         return any(member.wants_streams for member in self.members)
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         for member in self.members:
-            chosen = member.narrow(draft, entering, row_share)
+            chosen = member.prune(draft, entering, row_share)
             if chosen.streams or len(chosen.tokens) < len(draft):
                 return chosen
-        return super().narrow(draft, entering, row_share)
+        return super().prune(draft, entering, row_share)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         for member in self.members:
             member.entered(found, node)
 
@@ -108,10 +108,10 @@ class WhileReading(Drafter):
     def wants_streams(self) -> bool:
         return self._drafter.wants_streams and self._reads()
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
-        return self._drafter.narrow(draft, entering, row_share)
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
+        return self._drafter.prune(draft, entering, row_share)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         self._drafter.entered(found, node)
 
     def close(self) -> None:

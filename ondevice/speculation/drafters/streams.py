@@ -16,7 +16,7 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass, Transformer
+from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import MOST_GUESSES, Ranking
 from ondevice.speculation.tree import Draft, Proposals
@@ -82,7 +82,7 @@ class StreamDrafter(Drafter):
         self._text.append(token)
         self._drawn += 1
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         """A pass is over: `node` of those that went through it is the text's newest token in the cache."""
         self._forget()
         self._states = found.streams.get(node)
@@ -129,7 +129,7 @@ class StreamDrafter(Drafter):
     def wants_streams(self) -> bool:
         return True
 
-    def narrow(self, draft: Draft, entering: Array, row_share: float) -> Narrowed:
+    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
         """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
 
         The accepted path ends in a node if it gets there and none of its children is right. Streams of a node
@@ -139,7 +139,7 @@ class StreamDrafter(Drafter):
         kept = self._unpruned(draft, entering)
         if len(draft) == 1:
             # No draft may be wanted next either; if one is, the streams run then.
-            return Narrowed(kept)
+            return PrunedDraft(kept)
         reached = np.array(draft.chances)[kept]
         ends = reached.copy()
         index = {node: place for place, node in enumerate(kept)}
@@ -149,7 +149,7 @@ class StreamDrafter(Drafter):
         best = np.argsort(-ends, kind="stable")[: max(0, most)]
         least = self._count * row_share / (1 + (self._count - 1) * row_share)
         least = max(least, self._options.least_end)
-        return Narrowed(kept, sorted(int(place) for place in best if ends[place] >= least))
+        return PrunedDraft(kept, sorted(int(place) for place in best if ends[place] >= least))
 
     def _unpruned(self, draft: Draft, entering: Array) -> list[int]:
         if not self._prunes or len(draft) == 1:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.benchmarks.ceiling.ceiling.ceiling import SHAPES, complaints, inspect, verdict
 
+from tests.benchmarks.ceiling.ceiling import SHAPES, complaints, inspect, verdict
 from tests.benchmarks.compare.flash_versus_llama_cpp import CASES, TENTH
 from tests.benchmarks.lib.measure import Result, note, require_rig, run_engine
 from tests.benchmarks.lib.random_model import LLAMA_7B, Shape, gguf_file

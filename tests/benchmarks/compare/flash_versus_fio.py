@@ -33,7 +33,7 @@ import numpy as np
 
 from ondevice.bundle.reader import CheckedFile
 from ondevice.errors import BackendUnavailableError
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.fetch import BATCHES

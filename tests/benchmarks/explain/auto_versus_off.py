@@ -64,8 +64,8 @@ def main() -> int:
     low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
     print(f"auto over off: {median:.3f} ({low:.3f} to {high:.3f}), {np.mean(per_pass):.3f} tokens per pass")
     asked = {key: getattr(args, key) for key in ("sparsity", "share", "pairs", "max_tokens", "temp")}
-    found_figures = {"ratio": median, "low": low, "high": high, "changed": changed}
-    print(json.dumps({"benchmark": "auto_versus_off", **found_figures, "machine": machine(), **asked}))
+    found_stats = {"ratio": median, "low": low, "high": high, "changed": changed}
+    print(json.dumps({"benchmark": "auto_versus_off", **found_stats, "machine": machine(), **asked}))
     return 0 if changed == 0 and median >= BAR else 1
 
 

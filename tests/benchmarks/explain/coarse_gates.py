@@ -33,8 +33,9 @@ from ondevice.converters.training.predictors.layer_predictor import (
 from ondevice.converters.training.predictors.low_rank import split, train_layer
 from ondevice.converters.training.predictors.operating_points import measure, thresholds
 from ondevice.converters.training.predictors.train import store_predictor
-from tests.benchmarks.explain.cache_hit_rates import DOMAINS, ROOT, held_out_windows
+from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.random_model import LLAMA_7B
+from tests.support.paths import ROOT
 
 RECALL = 0.95
 BITS, RANKS = (1, 2, 3, 4), (64, 128, 192)

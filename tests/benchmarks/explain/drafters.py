@@ -24,8 +24,9 @@ from ondevice.api import inspect, load
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Sparsity
 from ondevice.speculation.registry import DRAFTERS
-from tests.benchmarks.explain.cache_hit_rates import DOMAINS, ROOT, held_out_windows
+from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.measure import machine
+from tests.support.paths import ROOT
 
 PROMPT_TOKENS = 96
 ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]

@@ -24,7 +24,7 @@ from ondevice.backends.mlx_weights import RecordMemory
 from ondevice.budget.mlx_sizes import mlx_stream_shape
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout
 from ondevice.bundle.reader import Bundle
-from ondevice.flash.prefetch import Extent, ExtentStream
+from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from tests.benchmarks.lib.measure import machine, spread
 from tests.support.paths import ROOT

@@ -33,7 +33,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
 from ondevice.errors import UnsupportedModelError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Narrowed, Pass
+from ondevice.model.transformer import Pass, PrunedDraft
 from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
@@ -154,8 +154,8 @@ class Schedule:
         drafted, _ = self._steps[min(self._next, len(self._steps) - 1)]
         return Draft((root, *drafted.tokens[1:]), drafted.parents, drafted.chances)
 
-    def narrow(self, draft: Draft, entering: Array) -> Narrowed:
-        return Narrowed(range(len(draft)))
+    def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
+        return PrunedDraft(range(len(draft)))
 
     def entered(self, found: Pass, node: int) -> None:
         pass

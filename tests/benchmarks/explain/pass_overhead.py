@@ -28,7 +28,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
 from ondevice.kernels import _native
 from ondevice.model.transformer import Transformer
 from ondevice.runtime.engine import Engine
-from ondevice.runtime.resolving import prepare
+from ondevice.runtime.resolving import resolve
 from tests.benchmarks.lib.measure import STEADY_TOKENS, machine
 from tests.support.paths import ROOT
 
@@ -140,12 +140,12 @@ def run(engine: Engine, prompt: list[int], sampling: SamplingConfig, rounds: int
 def measure(bundle: Bundle, mode: Sparsity, args: argparse.Namespace) -> dict[str, float]:
     """Medians of one mode."""
     runtime = RuntimeConfig(speculation="off", dram_budget="8GB", sparsity=mode, threads=args.threads)
-    prepared = prepare(bundle, runtime)
-    assert prepared.tokenizer is not None
-    with closing(Engine(prepared, lambda: False)) as engine:
+    resolved = resolve(bundle, runtime)
+    assert resolved.tokenizer is not None
+    with closing(Engine(resolved, lambda: False)) as engine:
         while engine.fill_ahead():
             pass
-        prompt = list(prepared.tokenizer.encode(PROMPT))
+        prompt = list(resolved.tokenizer.encode(PROMPT))
         # All texts are as long; a bias costs a token a copy of its logits.
         no_end = tuple((token, -math.inf) for token in bundle.manifest.tokenizer.eos_ids)
         sampling = SamplingConfig(temperature=0.0, max_tokens=args.tokens, logit_bias=no_end)

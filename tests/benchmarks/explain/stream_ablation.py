@@ -27,7 +27,7 @@ import numpy as np
 from ondevice.api import Model, load
 from ondevice.backends.token_tree import TokenTree
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
-from ondevice.budget.sizes import NARROW_TOKENS
+from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
@@ -40,11 +40,12 @@ from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft
-from tests.benchmarks.explain.cache_hit_rates import DOMAINS, ROOT, held_out_windows
+from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.measure import machine, note
+from tests.support.paths import ROOT
 
 PROMPT_TOKENS = 96
-GUESSES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, NARROW_TOKENS)
+GUESSES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, DECODE_TOKENS)
 PRUNING, ENDS = (0.0, 0.001, 0.01, 0.05), (0, 1, 2, 4)
 LEAST_CHANCE = 0.01
 """Of a guess that is worth a node where drafts have no price."""
@@ -60,7 +61,7 @@ class Variant:
     name: str
     drafter: str = "streams"
     options: StreamDrafting = DEFAULT_STREAMS
-    nodes: int = NARROW_TOKENS
+    nodes: int = DECODE_TOKENS
     share: float | None = None
     all_neurons: bool = False
 
@@ -143,7 +144,7 @@ def hold_to(model: Model, share: float) -> None:
     """Keep the model to a share of the slots above the fewest, lending neurons nothing else."""
     segment = model.plan.segment
     # Beside a small model's neurons, the working memory of a long prompt is large.
-    model._engine.plan = replace(model.plan, narrow_activation_bytes=model.plan.activation_bytes)
+    model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     slots = int(share * (segment.total - segment.least))
     model.set_dram_budget(bare + slots * segment.nbytes)
@@ -155,18 +156,20 @@ def read_for_streams(engine: Engine) -> None:
     assert isinstance(neurons, NeuronFetcher)
     rows = transformer._rows
     # Room for the scores of all rows of a pass that are no part of the text.
-    neurons.hold_back(4 * NARROW_TOKENS)
+    neurons.hold_back(4 * DECODE_TOKENS)
     neurons.hold_back(0)
 
-    def certain_rows(kv: KVCache, count: int, tree: TokenTree | None, certain: int | None = None) -> Any:
-        found = rows(kv, count, tree, certain)
-        if certain is None:
+    def num_exact_rows(
+        kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None
+    ) -> Any:
+        found = rows(kv, count, tree, num_exact_rows)
+        if num_exact_rows is None:
             return found
         # The text's own is the first, where there is one: the cache learns nothing of the others yet.
-        neurons._guesses = count - min(certain, 1)
-        return found._replace(certain=count)
+        neurons._guesses = count - min(num_exact_rows, 1)
+        return found._replace(num_exact_rows=count)
 
-    transformer._rows = certain_rows  # type: ignore[method-assign]
+    transformer._rows = num_exact_rows  # type: ignore[method-assign]
 
 
 class Runner:
@@ -202,7 +205,7 @@ class Runner:
         assert engine._drafting is not None
         drafter = engine._drafting._drafter
         if variant.drafter == "streams":
-            drafter = StreamDrafter(engine._generator.transformer, NARROW_TOKENS, variant.options)
+            drafter = StreamDrafter(engine._generator.transformer, DECODE_TOKENS, variant.options)
         self._draftings[variant] = model, Counting(drafter, variant.nodes, self._args.priced)
 
     def _open(self, drafter: str, share: float | None) -> Model:

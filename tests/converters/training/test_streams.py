@@ -123,7 +123,7 @@ def test_masks_change_streams_and_nothing_else() -> None:
     plain, masked = MlxFloatBackend(), ResidentBackend(2)
     first = masked.feed_forward(mx.array(text[:5]), weight, "relu")
     x = mx.array(np.concatenate([text[5:], ends]))
-    second = np.array(masked.feed_forward(x, weight, "relu", certain=2))
+    second = np.array(masked.feed_forward(x, weight, "relu", num_exact_rows=2))
     both = np.array(plain.feed_forward(mx.array(text), weight, "relu"))
     np.testing.assert_allclose(np.concatenate([np.array(first), second[:2]]), both, atol=1e-5)
     fired = text @ gate.T > 0

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Claim:
+class Reservation:
     """Neurons of one layer, ascending, and the slots that are theirs once they have come."""
 
     layer: int
@@ -24,8 +24,8 @@ class Claim:
     slots: Int32
 
 
-class ClaimedReads:
-    """One claim at a time; its reads give way to those that somebody waits for.
+class ReservedReads:
+    """One reservation at a time; its reads give way to those that somebody waits for.
 
     parts: what is read of records; those with at most `gap_bytes` between them are one read.
     """
@@ -36,10 +36,10 @@ class ClaimedReads:
         self._parts = parts
         self._gap_bytes = gap_bytes
 
-    def begin(self, file: int, layer: int, ids: Int32) -> Claim | None:
-        """Claim slots for absent neurons of a layer, and begin to read them. None if there is no memory."""
+    def begin(self, file: int, layer: int, ids: Int32) -> Reservation | None:
+        """Reservation slots for absent neurons of a layer, and begin to read them. None if there is no memory."""
         try:
-            slots, addresses = self._cache.claim(layer, len(ids))
+            slots, addresses = self._cache.reservation(layer, len(ids))
         except MemoryError as error:
             log.info("no memory to read ahead into: %s", error)
             return None
@@ -50,7 +50,7 @@ class ClaimedReads:
         finally:
             if not started:
                 self._cache.release(layer, slots)
-        return Claim(layer, ids, slots)
+        return Reservation(layer, ids, slots)
 
     def done(self) -> bool:
         """Whether `ends` would wait for nothing."""

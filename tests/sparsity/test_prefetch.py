@@ -13,10 +13,10 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
 from ondevice.runtime.models import shipped_folder
-from ondevice.sparsity.claimed_reads import ClaimedReads
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.guessing import REST_PASSES, TRIAL_PASSES, Guessing
+from ondevice.sparsity.prefetch import REST_PASSES, TRIAL_PASSES, Prefetcher
 from ondevice.sparsity.record_reads import Parts
+from ondevice.sparsity.reserved_reads import ReservedReads
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.chat import greedy, squeeze
 from tests.support.fault_rounds import assert_nothing_leaked
@@ -47,50 +47,50 @@ def model(relu_bundle: Path) -> Iterator[Model]:
         yield loaded
 
 
-def guessing(model: Model) -> Guessing:
+def prefetching(model: Model) -> Prefetcher:
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
-    return neurons._guessing
+    return neurons._prefetcher
 
 
 @pytest.fixture
 def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers take so long that all guesses are read, where these small ones would leave no time."""
 
-    def waiting(guess: Guessing, *arguments: Any, original: Any = Guessing.foresee) -> None:
+    def waiting(guess: Prefetcher, *arguments: Any, original: Any = Prefetcher.prefetch) -> None:
         original(guess, *arguments)
-        while not all(it.reads.done() for it in guess._guesses):
+        while not all(it.reads.done() for it in guess._prefetches):
             time.sleep(0.0001)
 
-    monkeypatch.setattr(Guessing, "foresee", waiting)
+    monkeypatch.setattr(Prefetcher, "prefetch", waiting)
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch, slow_layers: None) -> None:
     """They never rest."""
-    monkeypatch.setattr("ondevice.sparsity.guessing.TRIAL_PASSES", 1 << 40)
+    monkeypatch.setattr("ondevice.sparsity.prefetch.TRIAL_PASSES", 1 << 40)
 
 
 @pytest.mark.usefixtures("always")
 def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...]) -> None:
     response = model.generate("Once upon a time", max_tokens=1)
     assert greedy(model, TOKENS) == expected
-    quality, stats = guessing(model).quality, model.stats
+    quality, stats = prefetching(model).quality, model.stats
     # Random layers agree little on what fires; chance alone would find what is selected of everything.
     assert 0 < quality.used < quality.begun
-    assert quality.wasted_bytes == (quality.begun - quality.used) * guessing(model)._cache.slot_bytes
-    assert 0 < stats.guess_recall < 1
-    assert 0 < stats.guess_wasted_bytes <= quality.wasted_bytes
+    assert quality.wasted_bytes == (quality.begun - quality.used) * prefetching(model)._cache.slot_bytes
+    assert 0 < stats.prefetch_recall < 1
+    assert 0 < stats.prefetch_wasted_bytes <= quality.wasted_bytes
     assert stats.neuron_cache_hit_rate < 1
-    assert response.stats.guess_wasted_bytes <= quality.wasted_bytes
+    assert response.stats.prefetch_wasted_bytes <= quality.wasted_bytes
     assert_nothing_leaked(model)
 
 
 @pytest.mark.usefixtures("slow_layers")
 def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ...]) -> None:
-    """Of the first layer before the pass begins, of others beside what is foreseen; once each."""
+    """Of the first layer before the pass begins, of others beside what is prefetched; once each."""
     model.generate("Once upon a time", max_tokens=1)
-    own, count = guessing(model), 3000
+    own, count = prefetching(model), 3000
 
     def guess() -> None:
         wanted: dict[int, set[int]] = {}
@@ -101,12 +101,12 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
             own.expect(layer, scores)
             wanted[layer] = set(absent[:9].tolist())
         own.begin_expected()
-        assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0]]
-        own.foresee(1, 1, lambda: np.full((1, count), -1, np.float32))
-        assert [set(guess.claim.ids.tolist()) for guess in own._guesses] == [wanted[0], wanted[1]]
+        assert [set(guess.reservation.ids.tolist()) for guess in own._prefetches] == [wanted[0]]
+        own.prefetch(1, 1, lambda: np.full((1, count), -1, np.float32))
+        assert [set(guess.reservation.ids.tolist()) for guess in own._prefetches] == [wanted[0], wanted[1]]
         own.drop()
         own.begin_expected()
-        assert not own._guesses
+        assert not own._prefetches
 
     model._owner.call(guess)
     assert greedy(model, TOKENS) == expected
@@ -119,7 +119,7 @@ def test_guesses_know_a_real_model() -> None:
     with load(shipped_folder() / "small-relu", sparsity="exact") as model:
         squeeze(model, model.plan.segment.total // 3)
         model.generate("It was a cold morning, and the old man", max_tokens=60)
-        quality = guessing(model).quality
+        quality = prefetching(model).quality
         assert quality.begun > 300, "too few to judge by"
         assert quality.used > 0.4 * quality.begun
 
@@ -129,14 +129,14 @@ def test_a_guess_that_fails_is_read_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of the guesses fails after all; what they had adopted is absent then, and read once more."""
-    finish, failed = Guessing._ends, []
+    finish, failed = Prefetcher._ends, []
 
-    def failing(guess: Guessing, one: Any) -> bool:
+    def failing(guess: Prefetcher, one: Any) -> bool:
         assert finish(guess, one)
         failed.append(len(failed) % 3 == 0)
         return not failed[-1]
 
-    monkeypatch.setattr(Guessing, "_ends", failing)
+    monkeypatch.setattr(Prefetcher, "_ends", failing)
     assert greedy(model, TOKENS) == expected
     assert sum(failed) > TOKENS
     assert_nothing_leaked(model)
@@ -157,18 +157,18 @@ def test_a_pass_given_up_leaves_no_guess_behind(model: Model, expected: tuple[in
 def test_guesses_that_only_cost_rest_and_try_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unlikeliest(guess: Guessing, layer: int, scores: Float32) -> Int32:
+    def unlikeliest(guess: Prefetcher, layer: int, scores: Float32) -> Int32:
         ids = guess._cache.absent(layer)
         return np.sort(ids[np.argsort(scores[ids])[:200]]).astype(np.int32)
 
-    monkeypatch.setattr(Guessing, "_surest", unlikeliest)
+    monkeypatch.setattr(Prefetcher, "_surest", unlikeliest)
     on = []
 
-    def passing(guess: Guessing, original: Any = Guessing.next_pass) -> None:
+    def passing(guess: Prefetcher, original: Any = Prefetcher.next_pass) -> None:
         original(guess)
         on.append(guess.on)
 
-    monkeypatch.setattr(Guessing, "next_pass", passing)
+    monkeypatch.setattr(Prefetcher, "next_pass", passing)
     while len(on) < 2 * (TRIAL_PASSES + REST_PASSES):
         assert greedy(model, TOKENS) == expected
     changes = [index for index in range(1, len(on)) if on[index] != on[index - 1]]
@@ -183,11 +183,11 @@ def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest
     for guess in (True, False):
         with monkeypatch.context() as patch:
             if not guess:
-                patch.setattr(Guessing, "foresee", lambda *arguments: None)
+                patch.setattr(Prefetcher, "prefetch", lambda *arguments: None)
             with load(sparsity="predicted") as loaded:
                 squeeze(loaded, 2)
                 shipped[guess] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
-                assert (guessing(loaded).quality.begun > 0) is guess
+                assert (prefetching(loaded).quality.begun > 0) is guess
     assert shipped[True] == shipped[False]
 
 
@@ -198,23 +198,25 @@ def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
     """Between a guess and its turn the same neurons are filled ahead; the guess's own slots stay taken."""
     twice = []
 
-    def meanwhile(guess: Guessing, layer: int, original: Any = Guessing.adopt) -> Int32:
+    def meanwhile(guess: Prefetcher, layer: int, original: Any = Prefetcher.commit) -> Int32:
         cache = guess._cache
-        for claim, halt in [(it.claim, it.halt) for it in guess._guesses if it.claim.layer == layer]:
+        for reservation, halt in [
+            (it.reservation, it.halt) for it in guess._prefetches if it.reservation.layer == layer
+        ]:
             count = min(halt(), 20)
-            reads = ClaimedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
-            filled = reads.begin(guess._layers[layer].source.file, layer, claim.ids[:count])
+            reads = ReservedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
+            filled = reads.begin(guess._layers[layer].source.file, layer, reservation.ids[:count])
             assert filled is not None
             assert reads.ends()
-            cache.adopt(layer, filled.ids, filled.slots)
+            cache.commit(layer, filled.ids, filled.slots)
             ids = original(guess, layer)
-            assert not np.isin(claim.ids[:count], ids).any()
-            assert not np.isin(claim.slots[:count], cache._free[: cache._num_free]).any()
+            assert not np.isin(reservation.ids[:count], ids).any()
+            assert not np.isin(reservation.slots[:count], cache._free[: cache._num_free]).any()
             twice.append(count)
             return ids
         return original(guess, layer)
 
-    monkeypatch.setattr(Guessing, "adopt", meanwhile)
+    monkeypatch.setattr(Prefetcher, "commit", meanwhile)
     assert greedy(model, TOKENS) == expected
     assert sum(twice) > 0
     assert_nothing_leaked(model)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.record_reads import Parts
+from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 
 
-class Warming:
+class CacheWarmUp:
     """Fills what is spare in `cache`, one layer per pass, in turn.
 
     parts: what is read of their records. pass_bytes: read per pass, or in a step while nothing is asked, at
@@ -35,8 +35,8 @@ class Warming:
         self._layers = layers
         self._cache = cache
         self._pass_neurons = max(1, pass_bytes // cache.slot_bytes)
-        self._reads = ClaimedReads(reader, cache, parts, gap_bytes=0)
-        self._claim: Claim | None = None
+        self._reads = ReservedReads(reader, cache, parts, gap_bytes=0)
+        self._claim: Reservation | None = None
         self._next = 0
 
     @property
@@ -68,16 +68,16 @@ class Warming:
 
     def stop(self) -> bool:
         """Take in what is under way, waiting for it; slots may move or go after that. False if it failed."""
-        claim, self._claim = self._claim, None
-        if claim is None:
+        reservation, self._claim = self._claim, None
+        if reservation is None:
             return True
-        arrived, spare = False, claim.slots
+        arrived, spare = False, reservation.slots
         try:
             arrived = self._reads.ends()
         finally:
             if arrived:
-                _, spare = self._cache.adopt(claim.layer, claim.ids, claim.slots)
-            self._cache.release(claim.layer, spare)
+                _, spare = self._cache.commit(reservation.layer, reservation.ids, reservation.slots)
+            self._cache.release(reservation.layer, spare)
         return arrived
 
     def close(self) -> None:

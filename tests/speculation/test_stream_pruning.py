@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.model.transformer import Narrowed
+from ondevice.model.transformer import PrunedDraft
 from ondevice.speculation.tree import Draft
 from tests.speculation.test_stream_drafter import VOCAB, FakeTransformer, drafter_of, numbered, prepare
 
@@ -18,12 +18,12 @@ DRAFT = Draft((9, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 0, 0), (1.0, 0.6, 0.1, 0.08, 0.1
 """The accepted path ends in the root with a chance of 0.06, and then in 0.42, 0.1, 0.08, 0.18 and 0.16."""
 
 
-def narrowed(
+def pruned(
     draft: Draft, row_share: float = 0.0, places: int = 64, pruning: Float32 | None = None, **options: Any
-) -> Narrowed:
+) -> PrunedDraft:
     drafter = drafter_of(FakeTransformer(pruning=pruning), most_rows=64, **options)
     prepare(drafter, places)
-    return drafter.narrow(draft, numbered(*range(len(draft))), row_share)
+    return drafter.prune(draft, numbered(*range(len(draft))), row_share)
 
 
 @pytest.mark.parametrize(
@@ -41,31 +41,31 @@ def narrowed(
     ],
 )
 def test_the_likeliest_ends_get_streams(options: dict[str, Any], streams: list[int]) -> None:
-    chosen = narrowed(DRAFT, **options)
+    chosen = pruned(DRAFT, **options)
     assert (list(chosen.tokens), list(chosen.streams)) == (list(range(6)), streams)
 
 
 def test_the_dearer_rows_are_the_surer_an_end_must_be() -> None:
     """Three rows of 0.3 plain passes each, against a pass of their own of 1.6: from 0.5625 on."""
-    assert list(narrowed(DRAFT, row_share=0.3).streams) == []
+    assert list(pruned(DRAFT, row_share=0.3).streams) == []
     for chance, streams in ((0.56, []), (0.57, [1])):
-        assert list(narrowed(Draft((9, 1), (-1, 0), (1.0, chance)), row_share=0.3).streams) == streams
+        assert list(pruned(Draft((9, 1), (-1, 0), (1.0, chance)), row_share=0.3).streams) == streams
     # 3 * 0.1 / 1.2 = 0.25
-    assert list(narrowed(DRAFT, row_share=0.1).streams) == [1]
-    assert list(narrowed(DRAFT, row_share=0.06).streams) == [1, 4]
+    assert list(pruned(DRAFT, row_share=0.1).streams) == [1]
+    assert list(pruned(DRAFT, row_share=0.06).streams) == [1, 4]
 
 
 @pytest.mark.parametrize(("places", "streams"), [(4, []), (8, []), (9, [1]), (11, [1]), (12, [1, 4])])
 def test_streams_have_the_rows_that_the_draft_leaves(places: int, streams: list[int]) -> None:
-    assert list(narrowed(DRAFT, places=places).streams) == streams
+    assert list(pruned(DRAFT, places=places).streams) == streams
     drafter = drafter_of(FakeTransformer(), most_rows=places)
     prepare(drafter)
-    assert list(drafter.narrow(DRAFT, numbered(*range(6)), 0.0).streams) == streams
+    assert list(drafter.prune(DRAFT, numbered(*range(6)), 0.0).streams) == streams
 
 
 def test_a_pass_without_guesses_gets_no_streams() -> None:
-    assert narrowed(Draft((9,), (-1,)), pruning=np.zeros((1, VOCAB), np.float32), pruning_threshold=0.5) == (
-        Narrowed([0])
+    assert pruned(Draft((9,), (-1,)), pruning=np.zeros((1, VOCAB), np.float32), pruning_threshold=0.5) == (
+        PrunedDraft([0])
     )
 
 
@@ -98,17 +98,17 @@ CHANCES = {(0, 1): 0.5, (1, 2): 0.3, (1, 3): 0.1, (0, 4): 0.2, (0, 5): 0.05}
 )
 def test_what_the_pruning_adapter_does_not_expect_goes_no_further(threshold: float, kept: list[int]) -> None:
     logits = pruning_logits(CHANCES)
-    chosen = narrowed(DRAFT, pruning=logits, pruning_threshold=threshold, most_ends=0)
+    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=threshold, most_ends=0)
     assert list(chosen.tokens) == kept
 
 
 def test_a_node_that_goes_takes_what_is_behind_it() -> None:
     logits = pruning_logits(CHANCES | {(0, 1): 0.01})
-    chosen = narrowed(DRAFT, pruning=logits, pruning_threshold=0.04, most_ends=6, least_end=0.17)
+    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=0.04, most_ends=6, least_end=0.17)
     assert list(chosen.tokens) == [0, 4, 5]
     # Indices are into those that stay; the root is likelier to be the end by what went.
     assert list(chosen.streams) == [0, 1]
-    chosen = narrowed(DRAFT, pruning=logits, pruning_threshold=0.04, most_ends=6, places=8)
+    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=0.04, most_ends=6, places=8)
     assert list(chosen.streams) == [0]
 
 
@@ -116,7 +116,7 @@ def test_ends_are_counted_among_those_that_stay() -> None:
     draft = Draft((9, 1, 4, 5), (-1, 0, 0, 2), (1.0, 0.2, 0.75, 0.4))
     logits = pruning_logits({(0, 1): 0.01, (0, 4): 0.5, (2, 5): 0.5})
     found = [
-        narrowed(draft, pruning=logits, pruning_threshold=0.04, most_ends=n, least_end=0.0) for n in (1, 2)
+        pruned(draft, pruning=logits, pruning_threshold=0.04, most_ends=n, least_end=0.0) for n in (1, 2)
     ]
     # 0.25, 0.35 and 0.4.
     assert [(list(chosen.tokens), list(chosen.streams)) for chosen in found] == [
@@ -128,6 +128,6 @@ def test_ends_are_counted_among_those_that_stay() -> None:
 def test_nothing_is_pruned_unasked_or_without_an_adapter() -> None:
     every = list(range(6))
     hopeless = np.full((6, VOCAB), -math.log(VOCAB), np.float32)
-    assert list(narrowed(DRAFT, pruning=hopeless).tokens) == every
-    assert list(narrowed(DRAFT, pruning=hopeless, pruning_threshold=0.5).tokens) == [0]
-    assert list(narrowed(DRAFT, pruning_threshold=0.5).tokens) == every
+    assert list(pruned(DRAFT, pruning=hopeless).tokens) == every
+    assert list(pruned(DRAFT, pruning=hopeless, pruning_threshold=0.5).tokens) == [0]
+    assert list(pruned(DRAFT, pruning_threshold=0.5).tokens) == every

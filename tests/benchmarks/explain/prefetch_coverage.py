@@ -5,7 +5,7 @@ engine makes it. If a guess surely had all that fires, MLX needn't be waited for
 layer: neurons that fire for a token, the share of them that the guess scores above zero, and the median of
 how many a guess must name, best first, to have them all. Ends with one JSON line.
 
-    python -m tests.benchmarks.explain.guess_coverage [--model DIR] [--sparsity exact|predicted] [--tokens 80]
+    python -m tests.benchmarks.explain.prefetch_coverage [--model DIR] [--sparsity MODE] [--tokens 80]
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Watched(mlx.MlxBackend):
         super().__init__(**options)
         self.guesses: dict[int, Scores] = {}
 
-    def foresee(self, x: Any, norm: Any, weight: Any) -> None:
+    def prefetch(self, x: Any, norm: Any, weight: Any) -> None:
         self.guesses[self.feed_forwards.index(weight)] = self._scores(x, weight, norm)
-        super().foresee(x, norm, weight)
+        super().prefetch(x, norm, weight)
 
     def feed_forward(  # type: ignore[override]
         self, x: Any, weight: Any, activation: Any, norm: Any = None, **more: Any

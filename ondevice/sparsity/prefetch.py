@@ -19,21 +19,21 @@ import numpy as np
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.fed_layer import FedLayer
 from ondevice.flash.reader import FlashReader
-from ondevice.sparsity.claimed_reads import Claim, ClaimedReads
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.record_reads import Parts
+from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 
 log = logging.getLogger(__name__)
 
-GUESS_TOKENS = 16
+PREFETCH_TOKENS = 16
 """Passes of more tokens need so much of every layer that their reads never pause."""
 TRIAL_PASSES, REST_PASSES = 8, 120
-"""Guessing is judged after so many passes, and tried again after so many without it."""
+"""Prefetcher is judged after so many passes, and tried again after so many without it."""
 
 
 @dataclass(frozen=True)
-class GuessQuality:
+class PrefetchQuality:
     """What guesses were worth so far. Neurons are counted once per pass and layer.
 
     begun: read from a guess; used: those of them that the true selection had. wasted_bytes: of the others.
@@ -50,11 +50,11 @@ class GuessQuality:
 
 
 @dataclass
-class _Guess:
-    """One layer's claim and its reads. Once halted, the first `read` of its neurons come."""
+class _Prefetch:
+    """One layer's reservation and its reads. Once halted, the first `read` of its neurons come."""
 
-    claim: Claim
-    reads: ClaimedReads
+    reservation: Reservation
+    reads: ReservedReads
     read: int | None = None
 
     def halt(self) -> int:
@@ -64,10 +64,10 @@ class _Guess:
         return self.read
 
 
-class Guessing:
+class Prefetcher:
     """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
 
-    parts: what is read of records. Begun by `foresee`, halted when the layer's own turn comes (`adopt`), and
+    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`commit`), and
     waited for by `arrived`.
     """
 
@@ -84,18 +84,18 @@ class Guessing:
         self._layers = layers
         self._cache = cache
         self._most = most
-        self._idle = [ClaimedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
-        self._guesses: list[_Guess] = []
+        self._idle = [ReservedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
+        self._prefetches: list[_Prefetch] = []
         """Of a layer whose turn is about to come, and of the one behind it."""
-        self._arriving: _Guess | None = None
-        """Adopted: its claim has the neurons that are held, and the slots that are claimed still."""
+        self._arriving: _Prefetch | None = None
+        """Adopted: its reservation has the neurons that are held, and the slots that are claimed still."""
         self._expected: dict[int, Float32] = {}
-        """By layer, the highest scores (F,) that drafting has seen since the layer was last foreseen."""
+        """By layer, the highest scores (F,) that drafting has seen since the layer was last prefetched."""
         self._passes = 0
         self._on = True
-        self._judged = GuessQuality()
+        self._judged = PrefetchQuality()
         self._chosen_seconds = 0.0
-        self.quality = GuessQuality()
+        self.quality = PrefetchQuality()
 
     @property
     def on(self) -> bool:
@@ -104,33 +104,33 @@ class Guessing:
 
     def wants(self, layer: int, tokens: int) -> bool:
         """Whether scores of so many tokens are of use to a layer."""
-        return self._on and tokens <= GUESS_TOKENS and not self._cache.holds_layer(layer)
+        return self._on and tokens <= PREFETCH_TOKENS and not self._cache.holds_layer(layer)
 
-    def foresee(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
+    def prefetch(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
         """Begin to read what scores() (T, F) selects of a layer, the highest scores first.
 
         Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
         """
         expected = self._expected.pop(layer, None)
-        if self._guesses:
+        if self._prefetches:
             # A pass that was given up leaves others behind.
-            for guess in [guess for guess in self._guesses if guess.claim.layer != layer - 1]:
-                self._guesses.remove(guess)
-                self._release(guess)
+            for stale in [one for one in self._prefetches if one.reservation.layer != layer - 1]:
+                self._prefetches.remove(stale)
+                self._release(stale)
         if not self.wants(layer, tokens):
             return
         started = time.perf_counter()
         highest = scores().max(axis=0)
         ids = self._surest(layer, highest if expected is None else np.maximum(highest, expected))
-        for guess in self._guesses:
-            guess.halt()
+        for prefetch in self._prefetches:
+            prefetch.halt()
         if len(ids):
             self._begin(layer, ids)
         self._chosen_seconds += time.perf_counter() - started
 
     def awaits(self, layer: int) -> bool:
         """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
-        return bool(self._guesses) and self._guesses[0].claim.layer == layer
+        return bool(self._prefetches) and self._prefetches[0].reservation.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
         """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
@@ -140,38 +140,38 @@ class Guessing:
     def begin_expected(self) -> None:
         """A pass is about to begin: read what it is expected to want of the first layer."""
         if 0 in self._expected:
-            self.foresee(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
+            self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
-    def adopt(self, layer: int) -> Int32:
+    def commit(self, layer: int) -> Int32:
         """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
 
         `arrived` must hold before one of them is multiplied.
         """
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
-        guess = self._guesses.pop(0)
-        claim, read = guess.claim, guess.halt()
-        self._cache.release(layer, claim.slots[read:])
+        prefetch = self._prefetches.pop(0)
+        reservation, read = prefetch.reservation, prefetch.halt()
+        self._cache.release(layer, reservation.slots[read:])
         # What was filled ahead meanwhile is there twice; the second is being written to.
-        ids, spare = self._cache.adopt(layer, claim.ids[:read], claim.slots[:read])
-        self._arriving = replace(guess, claim=Claim(layer, ids, spare))
+        ids, spare = self._cache.commit(layer, reservation.ids[:read], reservation.slots[:read])
+        self._arriving = replace(prefetch, reservation=Reservation(layer, ids, spare))
         return ids
 
     def arrived(self) -> bool:
         """Wait for what was adopted. False if some of it can't be read: all of it is then absent again."""
-        guess, self._arriving = self._arriving, None
-        if guess is None:
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
             return True
-        arrived = self._ends(guess)
-        self._cache.release(guess.claim.layer, guess.claim.slots)
+        arrived = self._ends(arriving)
+        self._cache.release(arriving.reservation.layer, arriving.reservation.slots)
         if not arrived:
-            self._cache.forget(guess.claim.layer, guess.claim.ids)
+            self._cache.forget(arriving.reservation.layer, arriving.reservation.ids)
         return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
         """What became of a layer's guess: read_seconds is what a wanted record has lately taken."""
         so_far, wasted = self.quality, begun - used
-        self.quality = GuessQuality(
+        self.quality = PrefetchQuality(
             so_far.begun + begun,
             so_far.used + used,
             so_far.wasted_bytes + wasted * self._cache.slot_bytes,
@@ -181,7 +181,7 @@ class Guessing:
         self._chosen_seconds = 0.0
 
     def next_pass(self) -> None:
-        """A pass begins: now and then, judge what guessing was worth."""
+        """A pass begins: now and then, judge what prefetching was worth."""
         self._passes += 1
         if self._passes < (TRIAL_PASSES if self._on else REST_PASSES):
             return
@@ -193,18 +193,18 @@ class Guessing:
             spent = self.quality.spent_seconds - self._judged.spent_seconds
             self._on = hidden >= spent
             if not self._on:
-                log.info("guessing rests: it hid %.3f s and took %.3f s", hidden, spent)
+                log.info("prefetching is disabled: it hid %.3f s and took %.3f s", hidden, spent)
         self._judged = self.quality
 
     def drop(self) -> None:
         """Give up the guesses under way, with what they have read."""
-        while self._guesses:
-            self._release(self._guesses.pop())
+        while self._prefetches:
+            self._release(self._prefetches.pop())
 
     def close(self) -> None:
         """End the reads under way; their slots are given back with the cache."""
-        under_way = [*self._guesses, *([] if self._arriving is None else [self._arriving])]
-        for reads in (*self._idle, *(guess.reads for guess in under_way)):
+        under_way = [*self._prefetches, *([] if self._arriving is None else [self._arriving])]
+        for reads in (*self._idle, *(prefetch.reads for prefetch in under_way)):
             reads.close()
 
     def _surest(self, layer: int, scores: Float32) -> Int32:
@@ -217,20 +217,20 @@ class Guessing:
 
     def _begin(self, layer: int, ids: Int32) -> None:
         reads = self._idle[-1]
-        claim = reads.begin(self._layers[layer].source.file, layer, ids)
-        if claim is not None:
-            self._guesses.append(_Guess(claim, self._idle.pop()))
+        reservation = reads.begin(self._layers[layer].source.file, layer, ids)
+        if reservation is not None:
+            self._prefetches.append(_Prefetch(reservation, self._idle.pop()))
 
-    def _release(self, guess: _Guess) -> None:
-        guess.halt()
+    def _release(self, prefetch: _Prefetch) -> None:
+        prefetch.halt()
         try:
-            self._ends(guess)
+            self._ends(prefetch)
         finally:
-            self._cache.release(guess.claim.layer, guess.claim.slots)
+            self._cache.release(prefetch.reservation.layer, prefetch.reservation.slots)
 
-    def _ends(self, guess: _Guess) -> bool:
+    def _ends(self, prefetch: _Prefetch) -> bool:
         """Whether all that was begun has come."""
         try:
-            return guess.reads.ends()
+            return prefetch.reads.ends()
         finally:
-            self._idle.append(guess.reads)
+            self._idle.append(prefetch.reads)
