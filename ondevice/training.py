@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ondevice.api import Name, load, open_model, text_tokenizer
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
@@ -166,10 +166,10 @@ def train_streams(
     on_progress: OnProgress = lambda fraction, what: None,
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
     **options: Any,
-) -> Streams:
+) -> MultiStreams:
     """Train adapters on `text` that guess several tokens at once, and add them to the model.
 
-    model, pieces, output, on_progress: as in `train_predictors`. options: fields of `StreamOptions`, such as
+    model, pieces, output, on_progress: as in `train_predictors`. options: fields of `MultiStreamOptions`, such as
     mode="shared", which makes another model of it; "lossless" leaves the model as it is. on_step gets, after
     each step, the tokens whose streams have been trained and the loss in nats. replace: the model's own
     streams, if it has some already and there is no output.
@@ -181,8 +181,8 @@ def train_streams(
     to or what is left of a training with other arguments, and what `load` raises.
     """
     training = _stream_training()
-    require_fields(training.StreamOptions, options)
-    chosen = training.StreamOptions(**options)
+    require_fields(training.MultiStreamOptions, options)
+    chosen = training.MultiStreamOptions(**options)
     resolved = open_model(model, RuntimeConfig())
     pieces = _pieces(resolved, text, pieces, chosen.tokens)
     training.check(resolved.bundle, pieces, chosen)
@@ -196,7 +196,7 @@ def train_streams(
     left = goal.with_name(f"{goal.name}.streams.training")
     trained = training.train_streams(resolved.bundle, pieces, left, chosen, on_progress, on_step)
     with _target(resolved, output) as folder:
-        found: Streams = trained.write(folder)
+        found: MultiStreams = trained.write(folder)
     training.forget(left)
     return found
 

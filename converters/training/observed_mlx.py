@@ -1,4 +1,4 @@
-"""The MLX engine, observed."""
+"""The MLX backend, observed."""
 
 from __future__ import annotations
 

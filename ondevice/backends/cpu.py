@@ -1,4 +1,4 @@
-"""The CPU engine: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
+"""The CPU backend: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
 
 Equal bits for a token whatever the chunk, the thread count or the instruction set (architecture, one
 canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until the op's next call.
@@ -124,7 +124,7 @@ class CpuBackend(EmbeddingHolder):
         self.trim()
 
     def trim(self) -> None:
-        """Give working memory back; the next pass takes what it needs. No result of an op is valid after."""
+        """Give scratch memory back; the next pass takes what it needs. No result of an op is valid after."""
         self._buffers.clear()
         self._views.clear()
         self.engine.trim()

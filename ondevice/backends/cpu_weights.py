@@ -1,4 +1,4 @@
-"""What the CPU engine multiplies with: packed matrices, one layer's neurons."""
+"""What the CPU backend multiplies with: packed matrices, one layer's neurons."""
 
 from __future__ import annotations
 

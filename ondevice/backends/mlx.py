@@ -1,4 +1,4 @@
-"""The MLX engine: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
+"""The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
 bit depends on the budget. MLX's CPU device gives a row the same bits whatever lies beside it, and skips zeros
@@ -136,7 +136,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
             self._limits.restore()
 
     def trim(self) -> None:
-        """Give working memory back, once what was asked for of it is known."""
+        """Give scratch memory back, once what was asked for of it is known."""
         if self._begun is not None:
             self._await(self._begun)
         self._stages.clear()
@@ -149,7 +149,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
     def attend(self, qkv: mx.array, kv: KVStore, layer: int, *where: Any, **options: Any) -> mx.array:
         # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
-        # under way stays within one pass's working memory, and a cancelled prompt ends.
+        # under way stays within one pass's scratch memory, and a cancelled prompt ends.
         if layer == 0:
             self._prefetched = None  # of a pass that was given up
             if self._begun is not None:

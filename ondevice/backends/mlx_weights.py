@@ -1,4 +1,4 @@
-"""What the MLX engine multiplies with: quantised matrices with a bundle's own codes, and neurons.
+"""What the MLX backend multiplies with: quantised matrices with a bundle's own codes, and neurons.
 
 Streamed records are read from flash into the memory of MLX arrays, through numpy views of it, and multiplied
 from where they lie: MLX takes them apart on its device. Selected neurons lie scattered, so they are gathered:

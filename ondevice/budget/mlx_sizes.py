@@ -1,4 +1,4 @@
-"""What the parts of a model take in memory under the MLX engine. Pure functions, in bytes.
+"""What the parts of a model take in memory under the MLX backend. Pure functions, in bytes.
 
 operand_bytes: of what matrices multiply in, 4 or 2: scales, biases and 16-bit values are held in it.
 """
@@ -17,7 +17,7 @@ from ondevice.budget.sizes import (
 )
 from ondevice.bundle.layout import neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.units import PAGE_BYTES
 
@@ -87,7 +87,7 @@ def mlx_weights_bytes(
     return more
 
 
-def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes: int) -> int:
+def mlx_stream_bytes(config: ModelConfig, streams: MultiStreams | None, operand_bytes: int) -> int:
     """What operands wider than float16 add to the streams' adapters."""
     if streams is None:
         return 0
@@ -96,7 +96,7 @@ def mlx_stream_bytes(config: ModelConfig, streams: Streams | None, operand_bytes
 
 
 def mlx_activation_bytes(config: ModelConfig, runtime: RuntimeConfig, tokens: int, operand_bytes: int) -> int:
-    """Working memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
+    """Scratch memory of a pass over so many tokens: what a layer computes, before MLX lets it go.
 
     Scores of attention exist whole, with what hides some of them.
     """

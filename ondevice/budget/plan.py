@@ -5,10 +5,10 @@ model's shape, the options and measured numbers (the process's own memory, what 
 a control group's limit); it opens no file and holds no memory. All sizes are bytes.
 
 The ceiling covers the whole process: matrices that every token uses, the key/value cache, feed-forward
-memory in equal segments, buffers for what streams from flash, the working memory of a pass, what the
+memory in equal segments, buffers for what streams from flash, the scratch memory of a pass, what the
 interpreter and its libraries hold already, and other models. The key/value cache of one full context is
 guaranteed; as it grows, feed-forward segments yield to it. They also have, while tokens are decoded one by
-one, what a long prompt's passes need of working memory.
+one, what a long prompt's passes need of scratch memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ondevice.budget.sizes import (
 )
 from ondevice.bundle.layout import embedding_layout
 from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.speculation.registry import runs_streams
 from ondevice.units import PAGE_BYTES, MemoryRoom
@@ -89,9 +89,9 @@ class Plan:
     """Whole ranges of a layer's neurons in dense mode, single neurons' slots in the sparse ones."""
     stream: StreamShape
     activation_bytes: int
-    """Working memory of the widest pass, over `pass_tokens` tokens."""
+    """Scratch memory of the widest pass, over `pass_tokens` tokens."""
     decode_activation_bytes: int
-    """Working memory of a pass over DECODE_TOKENS tokens or fewer."""
+    """Scratch memory of a pass over DECODE_TOKENS tokens or fewer."""
     pass_tokens: int
     process_bytes: int
     sparsity: str = "dense"
@@ -124,7 +124,7 @@ class Plan:
         parts = {
             "weights of every token": self.weights_bytes + self.predictor_bytes,
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
-            "buffers and working memory": self.stream.nbytes
+            "buffers and scratch memory": self.stream.nbytes
             + self.activation_bytes
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
@@ -202,7 +202,7 @@ class Plan:
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
         """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks.
 
-        tokens: of the widest pass whose working memory is held; without it, of the widest that there can be.
+        tokens: of the widest pass whose scratch memory is held; without it, of the widest that there can be.
         """
         if not self.offloads_weights:
             return self.segment.total
@@ -296,14 +296,14 @@ def plan_memory(
     process_bytes: int,
     threads: int = 1,
     predictors: Predictors | None = None,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
     draft_model_bytes: int = 0,
     operand_bytes: int = 0,
 ) -> Plan:
     """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
 
     draft_model_bytes: of a second model that drafts, loaded and with its context full. operand_bytes: of what
-    the MLX engine's matrices multiply in.
+    the MLX backend's matrices multiply in.
     runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
     as `dense`. Raises UsageError if the context asked for is longer than the model's; a budget that is too
     small gives a plan that says so (`fits`).
@@ -362,7 +362,7 @@ def _mlx_plan(
     quant: QuantConfig,
     runtime: RuntimeConfig,
     predictors: Predictors | None,
-    streams: Streams | None,
+    streams: MultiStreams | None,
     operand_bytes: int,
 ) -> Plan:
     """That engine holds scales in its operands' type, and streams a segment at a time."""

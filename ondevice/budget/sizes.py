@@ -1,4 +1,4 @@
-"""What the parts of a model take in memory: packed weights, segments, stream slots, working memory.
+"""What the parts of a model take in memory: packed weights, segments, stream slots, scratch memory.
 
 Pure functions of the model's shape and the options, in bytes; `plan` divides a budget with them.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, RowLayout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.speculation.registry import drafter_bytes, runs_streams
@@ -244,7 +244,7 @@ def predictors_bytes(config: ModelConfig, predictors: Predictors) -> int:
     )
 
 
-def stream_bytes(config: ModelConfig, streams: Streams) -> int:
+def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
     """Every adapter of the streams, packed, and the embeddings."""
     matrices = streams.matrices(config).values()
     packed = sum(interleaved_bytes(rows, cols, streams.bits) for rows, cols in matrices)
@@ -287,7 +287,7 @@ def draft_bytes(
     quant: QuantConfig,
     runtime: RuntimeConfig,
     threads: int,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
     draft_model_bytes: int = 0,
 ) -> int:
     """What drafting holds: the drafter's state, scores held back until acceptance, paths of attention.
@@ -340,7 +340,7 @@ def _widest_input(config: ModelConfig) -> int:
     return max(config.hidden_size, config.query_size)
 
 
-def adapted_row_bytes(config: ModelConfig, quant: QuantConfig, streams: Streams) -> int:
+def adapted_row_bytes(config: ModelConfig, quant: QuantConfig, streams: MultiStreams) -> int:
     """What a row that adapters are added for takes in a pass beside `activation_bytes` of a plain one.
 
     A row between their two matrices, what they add, and a copy of what enters a feed-forward block, which is
@@ -359,9 +359,9 @@ def activation_bytes(
     runtime: RuntimeConfig,
     threads: int,
     tokens: int,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
 ) -> int:
-    """Working memory of a pass of the cpu backend: activations, scores, hidden values, logits.
+    """Scratch memory of a pass of the cpu backend: activations, scores, hidden values, logits.
 
     streams: the bundle's; shared ones have adapters for every token, whether anything drafts or not. Convex
     in the pass's tokens: between two sizes it takes no more than a line from one to the other.

@@ -47,7 +47,13 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, CrcRange, Manifest, bundle_files, parse_manifest
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR, Predictors, parse_predictors, predictor_tensors
 from ondevice.bundle.sidecar import Sidecar, check_tensors, read_sidecar
-from ondevice.bundle.streams import STREAMS_SIDECAR, Streams, parse_streams, says_lossless, stream_tensors
+from ondevice.bundle.streams import (
+    STREAMS_SIDECAR,
+    MultiStreams,
+    parse_streams,
+    says_lossless,
+    stream_tensors,
+)
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
 from ondevice.errors import BundleError, ModelNotFoundError
@@ -58,7 +64,7 @@ MAX_CHECKSUM_BYTES = 1 << 28
 PART_BYTES = 1 << 18
 """Of a tokenizer's file that are looked at together."""
 
-Added = TypeVar("Added", Predictors, Thresholds, Streams, Hotness)
+Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +330,7 @@ class Bundle:
         self._add(THRESHOLDS_SIDECAR, len(data), tensors, thresholds.crcs, thresholds.sha256)
         return thresholds
 
-    def _read_streams(self, data: bytes) -> Streams:
+    def _read_streams(self, data: bytes) -> MultiStreams:
         streams = parse_streams(data, self.manifest)
         tensors = stream_tensors(self.config, streams)
         self._add(STREAMS_SIDECAR, len(data), tensors, streams.crcs, streams.sha256)

@@ -38,11 +38,11 @@ MAX_PRUNING_RANK = 64
 EMBEDDINGS = "embeddings"
 PRUNING = "pruning"
 
-StreamMode = Literal["lossless", "shared"]
+MultiStreamMode = Literal["lossless", "shared"]
 
 
 @dataclass(frozen=True)
-class Streams:
+class MultiStreams:
     """The stream adapters of one model.
 
     model: `weights_digest` of the weights they belong to. mode: whether they also apply to the text's own
@@ -54,7 +54,7 @@ class Streams:
     """
 
     model: str
-    mode: StreamMode
+    mode: MultiStreamMode
     bits: Literal[4, 8, 16]
     streams: int
     first_layer: int
@@ -108,7 +108,7 @@ def _low_rank(name: str, cols: int, rank: int, rows: int) -> dict[str, tuple[int
     return {f"{name}.down": (rank, cols), f"{name}.up": (rows, rank)}
 
 
-def stream_tensors(config: ModelConfig, streams: Streams) -> Mapping[str, TensorSpec]:
+def stream_tensors(config: ModelConfig, streams: MultiStreams) -> Mapping[str, TensorSpec]:
     """The exact tensors of the file, in the order of their bytes: embeddings, adapters by layer, pruning."""
     tensors = {EMBEDDINGS: TensorSpec("F32", (streams.streams, config.hidden_size))}
     for name, (rows, cols) in streams.matrices(config).items():
@@ -116,12 +116,12 @@ def stream_tensors(config: ModelConfig, streams: Streams) -> Mapping[str, Tensor
     return tensors
 
 
-def streams_layout(config: ModelConfig, streams: Streams) -> FileLayout:
+def streams_layout(config: ModelConfig, streams: MultiStreams) -> FileLayout:
     """Size, header and checksum units of `streams.safetensors`."""
     return tensors_layout(stream_tensors(config, streams))
 
 
-def streams_text(streams: Streams) -> bytes:
+def streams_text(streams: MultiStreams) -> bytes:
     """The bytes of `streams.json`."""
     content = {"version": STREAMS_VERSION, "group_size": GROUP_SIZE, **asdict(streams)}
     return sidecar_text(STREAMS_SIDECAR, content)
@@ -135,12 +135,12 @@ def says_lossless(data: bytes) -> bool:
     return _LOSSLESS.search(data) is not None
 
 
-def check_streams(streams: Streams, config: ModelConfig) -> None:
+def check_streams(streams: MultiStreams, config: ModelConfig) -> None:
     """Raises BundleError for a value that `streams.json` can't have for this model."""
     _parse(parse_sidecar(STREAMS_SIDECAR, streams_text(streams)), config)
 
 
-def parse_streams(data: bytes, manifest: Manifest) -> Streams:
+def parse_streams(data: bytes, manifest: Manifest) -> MultiStreams:
     """Raises BundleError for what is damaged, out of range, or was trained for other weights."""
     streams = _parse(parse_sidecar(STREAMS_SIDECAR, data), manifest.config)
     layout = streams_layout(manifest.config, streams)
@@ -148,7 +148,7 @@ def parse_streams(data: bytes, manifest: Manifest) -> Streams:
     return streams
 
 
-def _parse(section: Section, config: ModelConfig) -> Streams:
+def _parse(section: Section, config: ModelConfig) -> MultiStreams:
     section.equal("version", STREAMS_VERSION)
     section.equal("group_size", GROUP_SIZE)
     mode = section.text("mode", 16)
@@ -157,9 +157,9 @@ def _parse(section: Section, config: ModelConfig) -> Streams:
     bits = section.integer("bits", 1, 64)
     if bits not in (4, 8, 16):
         raise BundleError(f"streams.bits is {bits}; it must be 4, 8 or 16")
-    streams = Streams(
+    streams = MultiStreams(
         model=section.text("model", 64),
-        mode=cast(StreamMode, mode),
+        mode=cast(MultiStreamMode, mode),
         bits=cast(Literal[4, 8, 16], bits),
         streams=section.integer("streams", 1, MAX_STREAMS),
         first_layer=section.integer("first_layer", 0, config.num_layers - 1),

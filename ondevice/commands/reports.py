@@ -126,7 +126,7 @@ def parts(plan: Plan) -> list[tuple[str, int]]:
         ("KV cache", plan.kv_cache_bytes),
         ("feed-forward, resident", plan.neuron_cache_bytes),
         ("streaming buffers", plan.staging_bytes),
-        ("working memory", plan.activation_bytes),
+        ("scratch memory", plan.activation_bytes),
         ("drafts", plan.draft_bytes),
         ("process", plan.process_bytes),
         ("other models", plan.others_bytes),

@@ -22,7 +22,7 @@ from ondevice.config import TRAIN_TOKENS, BackendName
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
-    from ondevice.bundle.streams import StreamMode
+    from ondevice.bundle.streams import MultiStreamMode
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +57,7 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
 """Beside them, what every training takes whose result runs to be measured."""
-engine_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
+backend_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
 """Beside them, what a training takes that more than one engine can do."""
 
 
@@ -68,7 +68,7 @@ def train() -> None:
 
 @train.command()
 @training_options
-@engine_options
+@backend_options
 @measuring_options
 def predictors(
     model: str | None,
@@ -142,7 +142,7 @@ def streams(
     output: Path | None,
     tokens: int,
     as_json: bool,
-    mode: StreamMode,
+    mode: MultiStreamMode,
     steps: int | None,
     replace: bool,
 ) -> None:

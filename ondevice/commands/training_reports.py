@@ -7,13 +7,13 @@ from statistics import mean
 from typing import Any
 
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.streams import Streams, medusa_parameters
+from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.commands.reports import percent, short
 from ondevice.config import ModelConfig
 
 
-def trained_facts(found: Predictors | Thresholds | Streams) -> dict[str, Any]:
+def trained_facts(found: Predictors | Thresholds | MultiStreams) -> dict[str, Any]:
     """`train predictors --json` and `train thresholds --json`."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
@@ -50,7 +50,7 @@ def threshold_table(found: Thresholds) -> str:
     return "\n".join(lines)
 
 
-def stream_facts(found: Streams, config: ModelConfig) -> dict[str, Any]:
+def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:
     """What `streams.json` says, the parameters that it adds, and those of as many of Medusa's heads."""
     return {
         **trained_facts(found),
@@ -60,7 +60,7 @@ def stream_facts(found: Streams, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def stream_table(found: Streams, config: ModelConfig) -> str:
+def stream_table(found: MultiStreams, config: ModelConfig) -> str:
     """The parameters that streams add, beside those of Medusa's heads, and how often each guesses right."""
     added = found.adapter_parameters(config) + found.embedding_parameters(config)
     medusa = medusa_parameters(config, found.streams)

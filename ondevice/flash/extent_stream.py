@@ -30,7 +30,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class StreamStats(FlashStats):
+class ReadAheadStats(FlashStats):
     """One stream's share of the reader's work, and `wait_seconds`: the consumer's wait in `next()`."""
 
     wait_seconds: float
@@ -70,9 +70,9 @@ class ExtentStream:
         return self._native.nbytes
 
     @property
-    def stats(self) -> StreamStats:
+    def stats(self) -> ReadAheadStats:
         totals, wait_seconds = self._native.stats()
-        return StreamStats(*totals, wait_seconds)
+        return ReadAheadStats(*totals, wait_seconds)
 
     def next(self) -> NDArray[np.uint8]:
         """The next extent's bytes, a read-only view of its slot, valid until its `release()` or a `rewind()`.

@@ -55,7 +55,7 @@ class Engine {
   void attend(float* qkv, const Turn& turn, const AttentionArgs& args, int64_t tokens);
   // Room for `floats` floats per thread, one thread's behind the other's; valid until the next call.
   float* scratch(int64_t floats);
-  // Gives working memory back, and with it what the last pass left there; the next takes what it needs.
+  // Gives scratch memory back, and with it what the last pass left there; the next takes what it needs.
   void trim();
 
  private:

@@ -11,7 +11,7 @@ from ondevice.backends.base import Array, Backend, Float32, HeadNorms, Norm
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.weights import LayerWeights, StreamLayer
+from ondevice.model.weights import LayerWeights, MultiStreamLayer
 
 
 class Rows(NamedTuple):
@@ -37,7 +37,7 @@ def attention(
     layer: int,
     x: Array,
     rows: Rows,
-    adapters: StreamLayer | None = None,
+    adapters: MultiStreamLayer | None = None,
 ) -> Array:
     """x: (R, D), may be overwritten. Returns x + attention, (R, D). Writes keys and values of the rows."""
     kv, position, tree, cos, sin, _, adapted = rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ondevice.backends.base import Array, Backend, Norm
 from ondevice.config import ModelConfig
-from ondevice.model.weights import LayerWeights, StreamLayer
+from ondevice.model.weights import LayerWeights, MultiStreamLayer
 
 
 def feed_forward(
@@ -16,7 +16,7 @@ def feed_forward(
     weights: LayerWeights,
     x: Array,
     num_exact_rows: int | None = None,
-    adapters: StreamLayer | None = None,
+    adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
     """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D); may overwrite x.

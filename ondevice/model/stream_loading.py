@@ -16,7 +16,7 @@ from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import MatrixPart, Part, part_tasks
 from ondevice.model.tensor_file import ReadAhead, TensorFile
-from ondevice.model.weights import LowRank, StreamLayer, StreamWeights
+from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 
 
 def load_streams(
@@ -25,7 +25,7 @@ def load_streams(
     backend: Backend,
     file_index: int,
     cancelled: Callable[[], bool] = lambda: False,
-) -> StreamWeights:
+) -> MultiStreamWeights:
     """Load the bundle's streams into `backend`; `file_index` is that of their file in `reader`.
 
     Raises BundleError if the bundle has none or what they hold can't be weights, FlashReadError when bytes
@@ -50,11 +50,13 @@ def load_streams(
         return LowRank(loaded[f"{name}.down"], loaded[f"{name}.up"])
 
     layers = tuple(
-        StreamLayer(low_rank(f"{prefix}.qkv"), low_rank(f"{prefix}.out"), low_rank(f"{prefix}.feed_forward"))
+        MultiStreamLayer(
+            low_rank(f"{prefix}.qkv"), low_rank(f"{prefix}.out"), low_rank(f"{prefix}.feed_forward")
+        )
         for prefix in map(layer_prefix, streams.layers(config))
     )
     pruning = low_rank(PRUNING) if streams.pruning_rank else None
-    return StreamWeights(vectors, streams.first_layer, layers, pruning, streams.mode == "shared")
+    return MultiStreamWeights(vectors, streams.first_layer, layers, pruning, streams.mode == "shared")
 
 
 @dataclass(frozen=True)

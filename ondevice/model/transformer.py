@@ -25,7 +25,7 @@ from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
-from ondevice.model.weights import ModelWeights, StreamWeights
+from ondevice.model.weights import ModelWeights, MultiStreamWeights
 
 WantedLogits = Literal["none", "last"]
 
@@ -72,7 +72,7 @@ class Transformer:
         config: ModelConfig,
         backend: Backend,
         weights: ModelWeights,
-        streams: StreamWeights | None = None,
+        streams: MultiStreamWeights | None = None,
     ) -> None:
         self.config = config
         self.backend = backend

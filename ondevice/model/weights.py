@@ -40,7 +40,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class StreamLayer:
+class MultiStreamLayer:
     """One stream layer's adapters; feed_forward's has ReLU between its matrices, the others nothing."""
 
     qkv: LowRank
@@ -49,7 +49,7 @@ class StreamLayer:
 
 
 @dataclass(frozen=True)
-class StreamWeights:
+class MultiStreamWeights:
     """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
 
     embeddings: one (D,) for each stream. pruning: guesses from what enters the stream layers what the model
@@ -58,7 +58,7 @@ class StreamWeights:
 
     embeddings: tuple[Vector, ...]
     first_layer: int
-    layers: tuple[StreamLayer, ...]
+    layers: tuple[MultiStreamLayer, ...]
     pruning: LowRank | None
     shared: bool
 
@@ -67,6 +67,6 @@ class StreamWeights:
         """Streams of a token."""
         return len(self.embeddings)
 
-    def layer(self, layer: int) -> StreamLayer | None:
+    def layer(self, layer: int) -> MultiStreamLayer | None:
         """The adapters of a model's layer, if it has any."""
         return self.layers[layer - self.first_layer] if layer >= self.first_layer else None

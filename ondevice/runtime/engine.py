@@ -85,7 +85,7 @@ class Engine:
         self._loaded_bytes = self._embedding_bytes = 0
         """Of what is in memory for sure from the end of loading on, and of the embedding while it is."""
         self._pass_tokens = DECODE_TOKENS
-        """Of the widest pass whose working memory is held; neurons get what wider ones would need."""
+        """Of the widest pass whose scratch memory is held; neurons get what wider ones would need."""
         self._segments = 0
         """Feed-forward segments within the quota; forward passes fill them."""
         self._neurons: SegmentPool | NeuronFetcher | None = None

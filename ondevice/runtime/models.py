@@ -19,7 +19,7 @@ from typing import Protocol
 
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import listed_targets
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
 from ondevice.errors import (
@@ -351,7 +351,7 @@ def check_runtime(
     runtime: RuntimeConfig,
     predictors: Predictors | None,
     thresholds: Thresholds | None,
-    streams: Streams | None = None,
+    streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> None:
     """Refuse what this model or this version can't do, before anything is loaded.

@@ -36,39 +36,39 @@ class CacheWarmUp:
         self._cache = cache
         self._pass_neurons = max(1, pass_bytes // cache.slot_bytes)
         self._reads = ReservedReads(reader, cache, parts, gap_bytes=0)
-        self._claim: Reservation | None = None
+        self._reservation: Reservation | None = None
         self._next = 0
 
     @property
     def under_way(self) -> bool:
         """Whether slots are claimed: the layers' shares must stay as they are."""
-        return self._claim is not None
+        return self._reservation is not None
 
     def collect(self) -> bool:
         """Take in what has been read beside the last passes, if all of it is there. False if it failed."""
-        return self._claim is None or not self._reads.done() or self.stop()
+        return self._reservation is None or not self._reads.done() or self.stop()
 
     def fill(self) -> bool:
         """While nothing is asked: take in what is there, and go on. False where that leads no further."""
         if not self.collect():
             return False
         self.begin()
-        return self._claim is not None
+        return self._reservation is not None
 
     def begin(self) -> None:
         """Outside of passes: begin with the next layer that has room, if nothing is under way."""
-        if self._claim is not None or self._cache.is_full:
+        if self._reservation is not None or self._cache.is_full:
             return
         for _ in self._layers:
             layer, self._next = self._next, (self._next + 1) % len(self._layers)
             ids = self._cache.likeliest(layer, self._pass_neurons)
             if len(ids):
-                self._claim = self._reads.begin(self._layers[layer].source.file, layer, ids)
+                self._reservation = self._reads.begin(self._layers[layer].source.file, layer, ids)
                 return
 
     def stop(self) -> bool:
         """Take in what is under way, waiting for it; slots may move or go after that. False if it failed."""
-        reservation, self._claim = self._claim, None
+        reservation, self._reservation = self._claim, None
         if reservation is None:
             return True
         arrived, spare = False, reservation.slots
@@ -83,4 +83,4 @@ class CacheWarmUp:
     def close(self) -> None:
         """End the reads under way; their slots are given back with the cache."""
         self._reads.close()
-        self._claim = None
+        self._reservation = None

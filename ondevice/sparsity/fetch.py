@@ -325,14 +325,14 @@ class NeuronFetcher:
             started = True
         finally:
             if not started:
-                self._cache.forget(index, ids[missing])
+                self._cache.evict(index, ids[missing])
         return _Batch(ids, placement, reads)
 
     def _give_up(self, index: int, batch: _Batch) -> None:
         if batch.reads is not None:
             with suppress(FlashReadError, ValueError):
                 batch.reads.finish()
-            self._cache.forget(index, batch.ids[batch.placement.missing])
+            self._cache.evict(index, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
         """Pieces of at most `batch` ids; a block of 64 neurons is never cut, as it is summed as one."""

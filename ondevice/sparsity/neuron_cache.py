@@ -175,7 +175,7 @@ class NeuronCache:
         if over < len(candidates):
             scores = self._policy.scores(layer)[candidates]
             candidates = candidates[np.argpartition(scores, over)[:over]]
-        self.forget(layer, candidates)
+        self.evict(layer, candidates)
 
     @property
     def is_full(self) -> bool:
@@ -211,7 +211,7 @@ class NeuronCache:
             absent = np.sort(absent[np.argpartition(-scores, spare - 1)[:spare]])
         return absent.astype(np.int32)
 
-    def reservation(self, layer: int, count: int) -> tuple[Int32, Addresses]:
+    def reserve(self, layer: int, count: int) -> tuple[Int32, Addresses]:
         """Slots for `count` absent neurons of a layer, and their addresses.
 
         They are absent until `commit`. What the share has no room for must fit the reserve.
@@ -239,7 +239,7 @@ class NeuronCache:
         self._reserved[layer] -= len(slots)
         self._give_back(slots)
 
-    def forget(self, layer: int, ids: NDArray[np.integer]) -> None:
+    def evict(self, layer: int, ids: NDArray[np.integer]) -> None:
         """Give back the slots of these neurons, which all have one."""
         slots = self._slot_of[layer]
         freed = slots[ids]

@@ -1,4 +1,4 @@
-"""Which neurons are worth their acquire in memory: cache policies, functions of what gates have computed.
+"""Which neurons are worth their place in memory: cache policies, functions of what gates have computed.
 
 A policy sees the gates of every accepted token (or what a predictor says of them, or by how much they exceed
 a threshold) and gives each neuron a score; the cache keeps the highest of a layer, and gives layers shares by
@@ -172,7 +172,7 @@ def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
 
 
 def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
-    """mean (F,) after `values` (T, F) have come in, in acquire."""
+    """mean (F,) after `values` (T, F) have come in, in place."""
     tokens = len(values)
     if tokens == 1:
         mean *= np.float32(decay)

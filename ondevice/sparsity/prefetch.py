@@ -165,7 +165,7 @@ class Prefetcher:
         arrived = self._ends(arriving)
         self._cache.release(arriving.reservation.layer, arriving.reservation.slots)
         if not arrived:
-            self._cache.forget(arriving.reservation.layer, arriving.reservation.ids)
+            self._cache.evict(arriving.reservation.layer, arriving.reservation.ids)
         return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:

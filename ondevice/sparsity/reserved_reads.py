@@ -39,7 +39,7 @@ class ReservedReads:
     def begin(self, file: int, layer: int, ids: Int32) -> Reservation | None:
         """Reservation slots for absent neurons of a layer, and begin to read them. None if there is no memory."""
         try:
-            slots, addresses = self._cache.reservation(layer, len(ids))
+            slots, addresses = self._cache.reserve(layer, len(ids))
         except MemoryError as error:
             log.info("no memory to read ahead into: %s", error)
             return None

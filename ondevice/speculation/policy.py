@@ -37,7 +37,7 @@ class TreePolicy:
     """One model's: sessions share what its passes take."""
 
     def __init__(self, most_nodes: int) -> None:
-        """most_nodes: of a draft, its root included: what there is working memory for."""
+        """most_nodes: of a draft, its root included: what there is scratch memory for."""
         self._most_nodes = most_nodes
         self._pass_time = PassTime()
         self._switch = Switch()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ondevice.bundle.streams import MAX_STREAMS, Streams
+from ondevice.bundle.streams import MAX_STREAMS, MultiStreams
 from ondevice.config import ModelConfig
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.draft_context import DraftModel
@@ -17,7 +17,7 @@ from ondevice.speculation.drafters.model import ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
-from ondevice.speculation.drafters.streams import StreamDrafter
+from ondevice.speculation.drafters.streams import MultiStreamDrafter
 
 Needs = Literal["nothing", "streams", "draft model"]
 """What there must be beside the model: nothing; streams in its bundle; a second model."""
@@ -71,7 +71,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: StreamDrafter(target.transformer, target.most_nodes),
+        lambda target: MultiStreamDrafter(target.transformer, target.most_nodes),
     ),
     "resident": DrafterKind(
         "nothing",
@@ -97,7 +97,7 @@ def drafter_bytes(name: str, config: ModelConfig, max_context: int, most_nodes: 
     return DRAFTERS[name].nbytes(config, max_context, most_nodes) if name in DRAFTERS else 0
 
 
-def runs_streams(name: str, streams: Streams | None) -> bool:
+def runs_streams(name: str, streams: MultiStreams | None) -> bool:
     """Whether a model's streams are loaded: they draft, or are part of the model itself."""
     return streams is not None and (streams.mode == "shared" or name in ("streams", "auto"))
 

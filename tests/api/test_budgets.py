@@ -49,7 +49,7 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
     bundle = convert_bundle(write_chat_checkpoint(tmp_path / "checkpoint", **shape), tmp_path / "bundle")
     texts, segments, hit_rates, read = [], [], [], []
     for quarters in range(5):
-        # With chunks as narrow as this, no working memory of a long prompt is neurons'.
+        # With chunks as narrow as this, no scratch memory of a long prompt is neurons'.
         options = {"threads": 1, "prefill_chunk": DECODE_TOKENS}
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:
@@ -189,7 +189,7 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
 
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
-def test_neurons_have_the_working_memory_of_long_prompts_while_tokens_are_decoded(
+def test_neurons_have_the_scratch_memory_of_long_prompts_while_tokens_are_decoded(
     tmp_path: Path, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget_plan, "QUOTA_MARGIN_BYTES", 0)  # more than all that so small a model has

@@ -1,4 +1,4 @@
-"""Streams, threads and asyncio over one model: cancelling, closing, and everybody gets their own answer."""
+"""MultiStreams, threads and asyncio over one model: cancelling, closing, and everybody gets their own answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The MLX engine: near `reference` on every family, in every mode, and of equal bits under every budget.
+"""The MLX backend: near `reference` on every family, in every mode, and of equal bits under every budget.
 
 All on MLX's CPU device; on a Mac or beside a CUDA device the same tests run with half-precision operands when
 ONDEVICE_TEST_MLX_GPU is set.
@@ -33,7 +33,7 @@ from tests.support.paths import SHIPPED
 # A wheel whose shared libraries are missing fails to import too, and is as good as absent.
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
-from ondevice.backends import mlx as mlx_engine  # noqa: E402
+from ondevice.backends import mlx as mlx_backend  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_device")
 
@@ -216,7 +216,7 @@ def test_what_it_cannot_do_is_refused_with_the_way_out(bundles: Any, monkeypatch
     for speculation in ("model", "auto"):
         with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
             loaded(folder, speculation=speculation, draft_model=folder)
-    monkeypatch.setattr(mlx_engine, "is_row_invariant", lambda: False)
+    monkeypatch.setattr(mlx_backend, "is_row_invariant", lambda: False)
     with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
         loaded(folder, speculation="lookup")
     with pytest.raises(BudgetError) as refused:
@@ -258,7 +258,7 @@ def test_the_budget_chooses_no_mode_where_modes_differ_in_bits(monkeypatch: pyte
 
     if not ON_GPU:
         assert chosen() == ["dense", "exact"]
-    monkeypatch.setattr(mlx_engine, "is_row_invariant", lambda: False)
+    monkeypatch.setattr(mlx_backend, "is_row_invariant", lambda: False)
     assert chosen() == ["exact", "exact"]
 
 

@@ -1,4 +1,4 @@
-"""Where the MLX engine's neurons lie: as planned; flash is read into MLX's memory; no read races a kernel.
+"""Where the MLX backend's neurons lie: as planned; flash is read into MLX's memory; no read races a kernel.
 
 On MLX's CPU device, or on a GPU when ONDEVICE_TEST_MLX_GPU is set.
 """

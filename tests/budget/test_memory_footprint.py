@@ -255,7 +255,7 @@ def test_long_prompts_keep_to_small_budgets_every_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
 def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: float) -> None:
-    """A wide chunk's working memory is a third of all, and planned a little generously."""
+    """A wide chunk's scratch memory is a third of all, and planned a little generously."""
     peak, _, total, hit_rate = run(bundle, "8GB", 1000, max_context=1024, prefill_chunk=chunk)
     assert hit_rate == 1.0
     assert least * total <= peak <= total
@@ -297,7 +297,7 @@ def test_neurons_that_are_predicted_keep_to_the_plan(
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])
 def test_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, sparsity: str) -> None:
-    """Its working memory is planned for the widest chunk, and freed arrays that it may keep."""
+    """Its scratch memory is planned for the widest chunk, and freed arrays that it may keep."""
     pytest.importorskip("mlx.core", exc_type=ImportError)
     options = {"backend": "mlx", "speculation": "off", "sparsity": sparsity, "max_context": 64}
     peak, allowed, total, _ = run(relu_bundle, "smallest", 40, rounds=2, **options)

@@ -21,7 +21,7 @@ from ondevice.budget.sizes import (
     stream_bytes,
     stream_shape,
 )
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError, UsageError
 from ondevice.speculation.registry import drafter_bytes
@@ -33,17 +33,17 @@ MB = 10**6
 
 
 def plan_for(
-    config: ModelConfig, quant: QuantConfig, budget: int, streams: Streams | None = None, **options: Any
+    config: ModelConfig, quant: QuantConfig, budget: int, streams: MultiStreams | None = None, **options: Any
 ) -> Plan:
     """Without drafts: what they hold is added as it is."""
     runtime = RuntimeConfig(**{"speculation": "off", **options})
     return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB, streams=streams)
 
 
-def streams_of(mode: Any, bits: Any = 8) -> Streams:
+def streams_of(mode: Any, bits: Any = 8) -> MultiStreams:
     """Four in the last eight layers of the 7B shape, of ranks 32 and 80."""
     text = {"trained_tokens": 0, "measured_tokens": 0, "acceptance": (0.0,) * 4, "sha256": "", "crcs": ()}
-    return Streams("", mode, bits, 4, 24, 32, 80, 8, **text)  # type: ignore[arg-type]
+    return MultiStreams("", mode, bits, 4, 24, 32, 80, 8, **text)  # type: ignore[arg-type]
 
 
 def configs() -> st.SearchStrategy[ModelConfig]:

@@ -23,7 +23,7 @@ from ondevice.bundle.streams import (
     STREAMS,
     STREAMS_MANIFEST,
     STREAMS_SIDECAR,
-    Streams,
+    MultiStreams,
     medusa_parameters,
     stream_tensors,
     streams_text,
@@ -40,7 +40,7 @@ from ondevice.model import loading
 from ondevice.model.loading import bundle_files
 from ondevice.model.stream_loading import load_streams
 from ondevice.model.transformer import Cancelled
-from ondevice.model.weights import StreamWeights
+from ondevice.model.weights import MultiStreamWeights
 from tests.support.bundles import convert_bundle, copy_files, open_sound, write_chat_checkpoint
 from tests.support.command_line import Run
 from tests.support.flash_files import flip_byte
@@ -69,20 +69,20 @@ def copied(plain: Path) -> Path:
     return plain
 
 
-def found_in(bundle: Path) -> Streams:
+def found_in(bundle: Path) -> MultiStreams:
     found = Bundle.open(bundle).streams
     assert found is not None
     return found
 
 
-def loaded(folder: Path, backend: Any = None, **options: Any) -> StreamWeights:
+def loaded(folder: Path, backend: Any = None, **options: Any) -> MultiStreamWeights:
     bundle = Bundle.open(folder)
     files = bundle_files(bundle, streams=True)
     with FlashReader(files, "buffered") as reader:
         return load_streams(bundle, reader, backend or ReferenceBackend(), len(files) - 1, **options)
 
 
-def matrices_of(weights: StreamWeights) -> dict[str, Any]:
+def matrices_of(weights: MultiStreamWeights) -> dict[str, Any]:
     """The loaded matrices under the specification's names."""
     adapters = {
         f"layers.{layer}.{name}": getattr(of, name)
@@ -315,7 +315,7 @@ def test_embeddings_that_are_not_finite_are_refused(copied: Path) -> None:
         loaded(copied)
 
 
-def write(folder: Path, arrays: dict[str, Float32], **changes: Any) -> Streams:
+def write(folder: Path, arrays: dict[str, Float32], **changes: Any) -> MultiStreams:
     facts: dict[str, Any] = {"mode": "lossless", "bits": 8, "streams": 2, "first_layer": 2}
     facts |= {"attention_rank": 8, "feed_forward_rank": 8, "pruning_rank": 4}
     return write_streams(folder, arrays, **(facts | changes))

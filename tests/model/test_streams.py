@@ -15,7 +15,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
-from ondevice.model.weights import LowRank, StreamLayer, StreamWeights
+from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
 from tests.backends.test_cpu import TARGETS, load, make_backend
 from tests.backends.test_token_tree import PARENTS, drawn
 from tests.support.made_up_streams import made_up_arrays
@@ -41,11 +41,11 @@ def with_streams(model: Transformer, shared: bool = False) -> Transformer:
 
     first = model.config.num_layers - LAYERS
     layers = tuple(
-        StreamLayer(*(low_rank(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
+        MultiStreamLayer(*(low_rank(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
         for layer in range(first, model.config.num_layers)
     )
     vectors = tuple(backend.load_vector(row) for row in arrays["embeddings"])
-    streams = StreamWeights(vectors, first, layers, low_rank("pruning"), shared)
+    streams = MultiStreamWeights(vectors, first, layers, low_rank("pruning"), shared)
     return Transformer(model.config, backend, model.weights, streams)
 
 
@@ -97,7 +97,7 @@ def oracle(model: Transformer, text: list[int]) -> Float32:
         inner = adapter.down.weight.astype(np.float64) @ x
         return adapter.up.weight.astype(np.float64) @ (np.maximum(inner, 0) if relu else inner)
 
-    def step(x: Any, layer: int, position: int, seen: list[Any], adapters: StreamLayer | None) -> Any:
+    def step(x: Any, layer: int, position: int, seen: list[Any], adapters: MultiStreamLayer | None) -> Any:
         """One row through a layer; what it leaves for later rows is appended to `seen`."""
         w = weights.layers[layer]
         h = norm(x, w.attention_norm)

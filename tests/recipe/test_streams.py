@@ -20,7 +20,7 @@ from recipe.frozen import Frozen  # noqa: E402
 from recipe.model import Llama, rotate  # noqa: E402
 
 SHAPE = replace(SIZES["tiny"], num_hidden_layers=3)
-STREAM_SIZES = multi_stream.StreamSizes(
+STREAM_SIZES = multi_stream.MultiStreamSizes(
     layers=2, gamma=3, attention_rank=4, feed_forward_rank=6, pruning_rank=2
 )
 MARKS = continuations.Marks(begin=1, assistant=4, end=2)
@@ -51,10 +51,10 @@ def base(model: Llama) -> Frozen:
     return Frozen(model, torch.float32)
 
 
-def made_streams(trained: bool) -> multi_stream.Streams:
+def made_streams(trained: bool) -> multi_stream.MultiStreams:
     """trained: with `up` matrices that do something."""
     torch.manual_seed(2)
-    made = multi_stream.Streams(SHAPE, STREAM_SIZES)
+    made = multi_stream.MultiStreams(SHAPE, STREAM_SIZES)
     for name, parameter in made.named_parameters():
         if trained and name.endswith(".up"):
             torch.nn.init.normal_(parameter, std=0.2)
@@ -62,7 +62,7 @@ def made_streams(trained: bool) -> multi_stream.Streams:
 
 
 def test_names_shapes_and_count_of_what_a_bundle_gets() -> None:
-    made = stream_training.arrays(multi_stream.Streams(SIZES["small"], multi_stream.StreamSizes()))
+    made = stream_training.arrays(multi_stream.MultiStreams(SIZES["small"], multi_stream.MultiStreamSizes()))
     width = 256
     expected = {"embeddings": (4, width), "pruning.down": (8, width), "pruning.up": (width, 8)}
     for layer in (3, 4, 5):
@@ -111,7 +111,11 @@ def test_training_changes_streams_only_and_never_the_base(base: Frozen) -> None:
 
 
 def one_position(
-    base: Frozen, made: multi_stream.Streams, ids: torch.Tensor, at: int, allowed: list[torch.Tensor] | None
+    base: Frozen,
+    made: multi_stream.MultiStreams,
+    ids: torch.Tensor,
+    at: int,
+    allowed: list[torch.Tensor] | None,
 ) -> torch.Tensor:
     """Logits (G, V) of the streams of one token of (T,) ids: the maths as it is written down, row by row."""
     trace = base.trace(ids[None, : at + 1], made.first_layer)
@@ -206,7 +210,7 @@ def test_attention_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch
     of_base = [numbers(1, 2, 6, 4) for _ in range(2)]
     inputs = (*own, *of_base, torch.tensor([[1, 2, 5]]), 2)
     weights = numbers(1, 2, 3, 2, 4).detach()
-    out = multi_stream.StreamAttention.apply(*inputs)
+    out = multi_stream.MultiStreamAttention.apply(*inputs)
     found = torch.autograd.grad((out * weights).sum(), (*own, *of_base))
     q, k, v, (keys, values) = *own, of_base
     scores = torch.cat([torch.einsum("bhsgd,bhtd->bhsgt", q, keys), q @ k.transpose(3, 4)], -1)

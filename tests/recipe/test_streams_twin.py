@@ -21,18 +21,18 @@ from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
 from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
 from ondevice.bundle.reader import Bundle  # noqa: E402
-from ondevice.bundle.streams import Streams as StreamFacts  # noqa: E402
+from ondevice.bundle.streams import Streams as MultiStreamFacts  # noqa: E402
 from ondevice.converters.training.streams.loss import Window, load_top, stream_loss  # noqa: E402
 from ondevice.flash.reader import FlashReader  # noqa: E402
 from ondevice.model.kv_cache import KVCache  # noqa: E402
 from ondevice.model.loading import bundle_files, load_weights  # noqa: E402
 from ondevice.model.stream_loading import load_streams  # noqa: E402
 from ondevice.model.transformer import PrunedDraft, Transformer  # noqa: E402
-from ondevice.model.weights import LowRank, StreamLayer, StreamWeights  # noqa: E402
+from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights  # noqa: E402
 from recipe import stream_loss as recipe_loss  # noqa: E402
 from recipe.export import model_of_bundle  # noqa: E402
 from recipe.frozen import Frozen  # noqa: E402
-from recipe.multi_stream import Streams, StreamSizes  # noqa: E402
+from recipe.multi_stream import MultiStreams, MultiStreamSizes  # noqa: E402
 
 TOKENS = [1, 300, 41, 957, 2048, 77, 12, 3999, 500, 6, 700, 801]
 LONGER, RUN = [*TOKENS, 17, 5, 2500, 92, 431, 1100, 8, 3071, 64], range(8, 16)
@@ -64,10 +64,10 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
         return LowRank(*(MlxLinear(arrays[f"{name}.{side}"], None) for side in ("down", "up")))
 
     layers = tuple(
-        StreamLayer(*(low(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
+        MultiStreamLayer(*(low(f"layers.{layer}.{part}") for part in ("qkv", "out", "feed_forward")))
         for layer in range(first, model.config.num_layers)
     )
-    streams = StreamWeights(tuple(arrays["embeddings"]), first, layers, None, shared=False)
+    streams = MultiStreamWeights(tuple(arrays["embeddings"]), first, layers, None, shared=False)
     transformer = Transformer(model.config, model.backend, model.weights, streams)
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))
@@ -84,9 +84,9 @@ def shipped() -> Iterator[tuple[Bundle, FlashReader]]:
         yield bundle, reader
 
 
-def of_recipe(bundle: Bundle, facts: StreamFacts, arrays: Arrays) -> tuple[Frozen, Streams]:
+def of_recipe(bundle: Bundle, facts: MultiStreamFacts, arrays: Arrays) -> tuple[Frozen, MultiStreams]:
     """The same model and streams there."""
-    sizes = StreamSizes(
+    sizes = MultiStreamSizes(
         bundle.config.num_layers - facts.first_layer,
         facts.streams,
         facts.attention_rank,
@@ -94,14 +94,14 @@ def of_recipe(bundle: Bundle, facts: StreamFacts, arrays: Arrays) -> tuple[Froze
         facts.pruning_rank,
     )
     base = Frozen(model_of_bundle(SHIPPED), torch.float32)
-    streams = Streams(base.shape, sizes)
+    streams = MultiStreams(base.shape, sizes)
     state = {name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}
     missing = streams.load_state_dict(state, strict=False).missing_keys
     assert all(name.startswith("pruning") for name in missing)
     return base, streams
 
 
-def compare(found: Arrays, streams: Streams, part: float) -> None:
+def compare(found: Arrays, streams: MultiStreams, part: float) -> None:
     """Every gradient, within `part` of its largest value."""
     for name, gradient in found.items():
         theirs = streams.get_parameter(name).grad.numpy()

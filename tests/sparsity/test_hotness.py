@@ -190,8 +190,8 @@ def test_reads_that_fail_end_the_filling_and_are_told_to_who_asks(bundle: Path) 
     stride = Bundle.open(bundle).neuron_layout.stride
     places = [DATA_OFFSET + (record + 1) * stride - 70 for record in range(0, NEURONS, 2)]
     for layer in range(LAYERS):
-        for acquire in places:
-            flip_byte(bundle / neuron_file_name(layer), acquire)
+        for place in places:
+            flip_byte(bundle / neuron_file_name(layer), place)
     with load(bundle, sparsity="exact") as model:
         before = model._engine._reader.stats.bytes_read
         wait_until(lambda: model._engine._reader.stats.bytes_read > before)
@@ -202,8 +202,8 @@ def test_reads_that_fail_end_the_filling_and_are_told_to_who_asks(bundle: Path) 
         with pytest.raises(FlashReadError, match="neurons-"):
             text(model)
         for layer in range(LAYERS):
-            for acquire in places:
-                flip_byte(bundle / neuron_file_name(layer), acquire)
+            for place in places:
+                flip_byte(bundle / neuron_file_name(layer), place)
         assert text(model) == expected
 
 

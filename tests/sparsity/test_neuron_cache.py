@@ -62,7 +62,7 @@ class Cache(RuleBasedStateMachine):
             self.at[addresses[i]] = (layer, ids[i])
         assert all(self.at[address] == (layer, i) for address, i in zip(addresses, ids, strict=True))
         if fails:
-            self.cache.forget(layer, wanted[placement.missing])
+            self.cache.evict(layer, wanted[placement.missing])
         self.cache.evict_to_share(layer)
 
     def guess(self, layer: int, guess: set[int], arrive: int) -> None:
@@ -70,7 +70,7 @@ class Cache(RuleBasedStateMachine):
         absent = self.cache.absent(layer)
         assert self.cache.holds_layer(layer) == (not len(absent))
         ids = absent[np.isin(absent, list(guess))].astype(np.int32)
-        slots, addresses = self.cache.reservation(layer, len(ids))
+        slots, addresses = self.cache.reserve(layer, len(ids))
         self.cache.release(layer, slots[arrive:])
         adopted, spare = self.cache.commit(layer, ids[:arrive], slots[:arrive])
         np.testing.assert_array_equal(adopted, ids[:arrive])
@@ -82,7 +82,7 @@ class Cache(RuleBasedStateMachine):
     def read_ahead(self, layer: int, most: int) -> None:
         if self.reservation is None:
             ids = self.cache.likeliest(layer, most)
-            slots, addresses = self.cache.reservation(layer, len(ids))
+            slots, addresses = self.cache.reserve(layer, len(ids))
             assert len(ids) <= most
             assert (self.cache._slot_of[layer, ids] < 0).all()
             self.reservation = (layer, ids, slots, addresses.tolist())

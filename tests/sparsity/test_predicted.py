@@ -328,6 +328,6 @@ def test_no_memory_to_read_ahead_into_harms_nothing(bundle: Path, monkeypatch: p
     def refuse(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(NeuronCache, "reservation", refuse)
+    monkeypatch.setattr(NeuronCache, "reserve", refuse)
     with load(bundle, sparsity="predicted") as model:
         assert text(model) == expected

@@ -20,7 +20,7 @@ from ondevice.response import Response
 from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
 from ondevice.speculation import registry
-from ondevice.speculation.drafters.streams import StreamDrafter, StreamDrafting
+from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft
 from tests.support.engines import always_draft
@@ -72,7 +72,9 @@ def test_the_shipped_streams_guess_what_comes(
     always_draft(monkeypatch, [nodes])
     monkeypatch.setattr(TreePolicy, "row_share", 0.0)
     monkeypatch.setattr(
-        registry, "StreamDrafter", partial(StreamDrafter, options=StreamDrafting(guesses=guesses))
+        registry,
+        "MultiStreamDrafter",
+        partial(MultiStreamDrafter, options=MultiStreamDrafting(guesses=guesses)),
     )
     with load(SHIPPED, sparsity="dense", speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
@@ -89,18 +91,18 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
 ) -> None:
     sampling, expected = plain_answers
     always_draft(monkeypatch, [DECODE_TOKENS, 5])
-    options, pruned, kept = StreamDrafting(pruning_threshold=0.02), 0, 0
-    prune = StreamDrafter.prune
+    options, pruned, kept = MultiStreamDrafting(pruning_threshold=0.02), 0, 0
+    prune = MultiStreamDrafter.prune
 
-    def counting(drafter: StreamDrafter, draft: Draft, entering: Any, row_share: float) -> PrunedDraft:
+    def counting(drafter: MultiStreamDrafter, draft: Draft, entering: Any, row_share: float) -> PrunedDraft:
         nonlocal pruned, kept
         chosen = prune(drafter, draft, entering, row_share)
         kept += len(chosen.tokens)
         pruned += len(draft) - len(chosen.tokens)
         return chosen
 
-    monkeypatch.setattr(registry, "StreamDrafter", partial(StreamDrafter, options=options))
-    monkeypatch.setattr(StreamDrafter, "prune", counting)
+    monkeypatch.setattr(registry, "MultiStreamDrafter", partial(MultiStreamDrafter, options=options))
+    monkeypatch.setattr(MultiStreamDrafter, "prune", counting)
     with load(SHIPPED, sparsity=sparsity, speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
@@ -141,19 +143,21 @@ def numbered(*rows: int) -> Float32:
     return np.array(rows, dtype=np.float32)[:, None]
 
 
-def drafter_of(transformer: FakeTransformer, most_rows: int = DECODE_TOKENS, **options: Any) -> StreamDrafter:
+def drafter_of(
+    transformer: FakeTransformer, most_rows: int = DECODE_TOKENS, **options: Any
+) -> MultiStreamDrafter:
     made: Any = transformer
-    return StreamDrafter(made, most_rows, StreamDrafting(**options))
+    return MultiStreamDrafter(made, most_rows, MultiStreamDrafting(**options))
 
 
-def prepare(drafter: StreamDrafter, room: int = 64) -> None:
+def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:
     """room: places that the cache has."""
     kv: Any = SimpleNamespace(room=room, length=0)
     drafter.prepare(kv, DECODE_TOKENS, lambda: False)
 
 
 def entered(
-    drafter: StreamDrafter,
+    drafter: MultiStreamDrafter,
     node: int,
     tokens: Sequence[int],
     branches: Float32,
@@ -164,12 +168,12 @@ def entered(
     )
 
 
-def best(drafter: StreamDrafter, path: Sequence[int] = ()) -> int | None:
+def best(drafter: MultiStreamDrafter, path: Sequence[int] = ()) -> int | None:
     """The first guess behind a path."""
     return next((token for token, _ in drafter.propose(path)), None)
 
 
-def said(drafter: StreamDrafter) -> list[int | None]:
+def said(drafter: MultiStreamDrafter) -> list[int | None]:
     """What each stream says first, and what is said behind the last of them."""
     return [best(drafter, [7] * depth) for depth in range(COUNT + 1)]
 

@@ -41,7 +41,7 @@ def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
 def squeeze(model: Model, segments: int = 0) -> None:
     """Keep a loaded model to what it needs with a full context, and so many segments.
 
-    Beside small models' neurons the working memory of a long prompt is large: it isn't quota to them here.
+    Beside small models' neurons the scratch memory of a long prompt is large: it isn't quota to them here.
     """
     model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES

@@ -10,7 +10,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import StreamMode, Streams
+from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.config import ModelConfig
 from ondevice.converters.training.streams.write import write_streams
 
@@ -56,11 +56,11 @@ def add_streams(
     feed_forward_rank: int = 8,
     pruning_rank: int = 4,
     seed: int = 0,
-    mode: StreamMode = "lossless",
+    mode: MultiStreamMode = "lossless",
     bits: Literal[4, 8, 16] = 8,
     scale: float = 0.1,
     parts: Container[str] = PARTS,
-) -> Streams:
+) -> MultiStreams:
     """Write streams of `made_up_arrays` into the bundle in `folder`.
 
     parts: those of a layer whose adapters do anything.

@@ -1,4 +1,4 @@
-"""Models on the MLX engine, for its tests: on a GPU when ONDEVICE_TEST_MLX_GPU is set, else on the CPU."""
+"""Models on the MLX backend, for its tests: on a GPU when ONDEVICE_TEST_MLX_GPU is set, else on the CPU."""
 
 from __future__ import annotations
 

@@ -7,14 +7,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.bundle.streams import Streams
+from ondevice.bundle.streams import MultiStreams
 
 
 class StreamTwin:
     """The loss in torch and float64, as the paper has it: one mask over the text and all its streams."""
 
     def __init__(
-        self, top: Any, window: Any, streams: Streams, run: range, resident_tokens: int, stream_weight: float
+        self,
+        top: Any,
+        window: Any,
+        streams: MultiStreams,
+        run: range,
+        resident_tokens: int,
+        stream_weight: float,
     ) -> None:
         self.torch = pytest.importorskip("torch")
         self.weights, self.config, self.streams = top.weights, top.config, streams

@@ -28,7 +28,7 @@ from ondevice.backends.mlx_kv import MlxKV, no_block
 from ondevice.backends.mlx_ops import MlxLinear, activate
 from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import EMBEDDINGS, PRUNING, Streams, layer_prefix
+from ondevice.bundle.streams import EMBEDDINGS, PRUNING, MultiStreams, layer_prefix
 from ondevice.config import Activation, ModelConfig
 from ondevice.converters.quantize import dequantize, quantize
 from ondevice.flash.reader import FlashReader
@@ -36,7 +36,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import PrunedDraft, Transformer
-from ondevice.model.weights import LowRank, ModelWeights, StreamLayer, StreamWeights
+from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, MultiStreamWeights
 from ondevice.units import usable_cores
 
 STREAM_WEIGHT = 0.1
@@ -64,7 +64,7 @@ class TopLayers:
     config: ModelConfig
     weights: ModelWeights
 
-    def model(self, parameters: Parameters, streams: Streams, resident_tokens: int = 0) -> Transformer:
+    def model(self, parameters: Parameters, streams: MultiStreams, resident_tokens: int = 0) -> Transformer:
         """The layers with streams, of this shape, whose matrices are `parameters`; see `ResidentBackend`."""
         adapters = stream_weights(parameters, streams, self.config.num_layers)
         return Transformer(self.config, ResidentBackend(resident_tokens), self.weights, adapters)
@@ -152,22 +152,24 @@ class _TopBackend(MlxFloatBackend):
         return weights.layers[self._first_layer :]
 
 
-def stream_weights(parameters: Parameters, streams: Streams, num_layers: int) -> StreamWeights:
+def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: int) -> MultiStreamWeights:
     """Streams of `num_layers` layers, `TopLayers`, whose matrices are these arrays. streams: their shape."""
 
     def low_rank(name: str) -> LowRank:
         return LowRank(*(MlxLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))
 
     layers = tuple(
-        StreamLayer(low_rank(f"{prefix}.qkv"), low_rank(f"{prefix}.out"), low_rank(f"{prefix}.feed_forward"))
+        MultiStreamLayer(
+            low_rank(f"{prefix}.qkv"), low_rank(f"{prefix}.out"), low_rank(f"{prefix}.feed_forward")
+        )
         for prefix in map(layer_prefix, range(streams.first_layer, streams.first_layer + num_layers))
     )
     embeddings = tuple(parameters[EMBEDDINGS][stream] for stream in range(streams.streams))
     pruning = low_rank(PRUNING) if streams.pruning_rank else None
-    return StreamWeights(embeddings, 0, layers, pruning, streams.mode == "shared")
+    return MultiStreamWeights(embeddings, 0, layers, pruning, streams.mode == "shared")
 
 
-def initial_parameters(streams: Streams, config: ModelConfig, seed: int) -> dict[str, mx.array]:
+def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) -> dict[str, mx.array]:
     """Where training begins: adapters that add nothing yet, and embeddings that hardly do."""
     rng = np.random.default_rng(seed)
     shape = (streams.streams, config.hidden_size)
@@ -193,7 +195,7 @@ def longest_run(streams: int) -> int:
 
 def stream_loss(
     parameters: Parameters,
-    streams: Streams,
+    streams: MultiStreams,
     top: TopLayers,
     window: Window,
     run: range,

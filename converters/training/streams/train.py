@@ -34,7 +34,13 @@ from ondevice.backends.base import Float32
 from ondevice.bundle.files import disk_errors, temporary_path, write_durably
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
-from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MAX_STREAMS, StreamMode, Streams
+from ondevice.bundle.streams import (
+    MAX_ADAPTER_RANK,
+    MAX_PRUNING_RANK,
+    MAX_STREAMS,
+    MultiStreamMode,
+    MultiStreams,
+)
 from ondevice.config import TRAIN_TOKENS, ModelConfig
 from ondevice.converters.training.activations import record_entering
 from ondevice.converters.training.sidecars import held_out
@@ -72,7 +78,7 @@ ReadWindow = Callable[[], Window]
 
 
 @dataclass(frozen=True)
-class StreamOptions:
+class MultiStreamOptions:
     """What streams are to be, and how they are trained.
 
     gamma: streams of a token. layers: the last ones, which have streams; 0: half of them, MOST_LAYERS at
@@ -82,7 +88,7 @@ class StreamOptions:
     context.
     """
 
-    mode: StreamMode = "lossless"
+    mode: MultiStreamMode = "lossless"
     gamma: int = 4
     layers: int = 0
     attention_rank: int = 32
@@ -126,19 +132,19 @@ class StreamOptions:
 
 
 @dataclass(frozen=True)
-class TrainedStreams:
+class TrainedMultiStreams:
     """Adapters by the names of `streams.safetensors`, float32; `facts` but for their file's checksums."""
 
-    facts: Streams
+    facts: MultiStreams
     arrays: Mapping[str, Float32]
 
-    def write(self, folder: Path) -> Streams:
+    def write(self, folder: Path) -> MultiStreams:
         """Add them to the bundle in `folder`. Raises what `write_streams` raises."""
         facts = {name: value for name, value in vars(self.facts).items() if name not in _WRITTEN_FACTS}
         return write_streams(folder, self.arrays, **facts)
 
 
-def check(bundle: Bundle, pieces: Pieces, options: StreamOptions) -> Pieces:
+def check(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> Pieces:
     """The pieces that measure and don't train: the last, at least one and never all.
 
     Raises UsageError for too little text, or more stream layers than the model has.
@@ -157,10 +163,10 @@ def train_streams(
     bundle: Bundle,
     pieces: Pieces,
     folder: Path,
-    options: StreamOptions,
+    options: MultiStreamOptions,
     on_progress: OnProgress = lambda fraction, what: None,
     on_step: OnStep = lambda tokens, loss: None,
-) -> TrainedStreams:
+) -> TrainedMultiStreams:
     """Train streams for `bundle` on pieces of token ids, and measure what is to be stored of them.
 
     folder: where all is kept that a second call with the same arguments goes on from; it stays. The last
@@ -189,7 +195,7 @@ def train_streams(
         model = top.model(stored_parameters(arrays, facts.bits), facts)
         right = [right_guesses(model, window()) for index, window in windows if index >= trained]
     on_progress(1.0, "trained")
-    return TrainedStreams(replace(facts, acceptance=acceptance(right)), arrays)
+    return TrainedMultiStreams(replace(facts, acceptance=acceptance(right)), arrays)
 
 
 def forget(folder: Path) -> None:
@@ -201,12 +207,12 @@ def forget(folder: Path) -> None:
         folder.rmdir()
 
 
-def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: StreamOptions) -> Streams:
+def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStreamOptions) -> MultiStreams:
     """Shape and text of the streams; `acceptance` and checksums are nobody's yet."""
     config = bundle.config
     layers = options.layers or min(MOST_LAYERS, max(1, config.num_layers // 2))
     measured_tokens = sum(len(piece) for piece in measured)
-    facts = Streams(
+    facts = MultiStreams(
         model=weights_digest(bundle.manifest),
         mode=options.mode,
         bits=options.bits,
@@ -229,7 +235,7 @@ def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: StreamOpti
     return replace(facts, attention_rank=attention_rank, feed_forward_rank=feed_forward_rank)
 
 
-def _identity(bundle: Bundle, pieces: Pieces, options: StreamOptions) -> bytes:
+def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> bytes:
     """What must be the same for a training to go on."""
     text = hashlib.sha256()
     for piece in pieces:
@@ -261,13 +267,13 @@ def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _long_enough(piece: Sequence[int], options: StreamOptions) -> bool:
+def _long_enough(piece: Sequence[int], options: MultiStreamOptions) -> bool:
     """Whether the streams of one token at least have all their tokens in the piece."""
     return len(piece) >= options.gamma + 2
 
 
 def _windows(
-    pieces: Pieces, entering: Path, hidden_size: int, options: StreamOptions
+    pieces: Pieces, entering: Path, hidden_size: int, options: MultiStreamOptions
 ) -> list[tuple[int, ReadWindow]]:
     """The pieces that are long enough, by index, to be read when they are used."""
     values = np.memmap(entering, np.float32, "r").reshape(-1, hidden_size)
@@ -284,7 +290,12 @@ class Training:
     """Parameters and Adam's moments (arXiv 1412.6980), which move step by step and are saved now and then."""
 
     def __init__(
-        self, facts: Streams, top: TopLayers, config: ModelConfig, options: StreamOptions, path: Path
+        self,
+        facts: MultiStreams,
+        top: TopLayers,
+        config: ModelConfig,
+        options: MultiStreamOptions,
+        path: Path,
     ) -> None:
         """path: of what is saved; what an earlier run has left there is gone on from."""
         self._facts, self._top, self._options, self._path = facts, top, options, path
@@ -393,7 +404,7 @@ def _kind(array: NDArray[Any] | None) -> str:
     return "missing" if array is None else f"{array.dtype} {array.shape}"
 
 
-def learning_rate(options: StreamOptions, step: int) -> float:
+def learning_rate(options: MultiStreamOptions, step: int) -> float:
     """Of a step, the first of which is 0: a rise, then half a cosine down to nothing."""
     rise = max(1.0, WARM_UP_SHARE * options.steps)
     fall = 0.5 * (1.0 + math.cos(math.pi * step / options.steps))

@@ -19,8 +19,8 @@ from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import (
     EMBEDDINGS,
     STREAMS_SIDECAR,
-    StreamMode,
-    Streams,
+    MultiStreamMode,
+    MultiStreams,
     check_streams,
     stream_tensors,
     streams_text,
@@ -37,7 +37,7 @@ def write_streams(
     folder: str | Path,
     arrays: Mapping[str, Float32],
     *,
-    mode: StreamMode,
+    mode: MultiStreamMode,
     bits: Literal[4, 8, 16],
     streams: int,
     first_layer: int,
@@ -47,19 +47,19 @@ def write_streams(
     trained_tokens: int = 0,
     measured_tokens: int = 0,
     acceptance: Sequence[float] | None = None,
-) -> Streams:
+) -> MultiStreams:
     """Add streams to the bundle in `folder`; older ones are replaced.
 
     arrays: float32 by the specification's names, matrices (`layers.{i}.qkv.down` ...) in their logical shapes
     and not quantised. acceptance: of each stream; zeros where nobody has measured it. The other facts are
-    those of `Streams`.
+    those of `MultiStreams`.
 
     Raises, before anything is changed, what `Bundle.open` raises, BundleError for a fact out of range, and
     CheckpointError for an array that is missing, unknown, of another type or shape, or not finite. Raises
     OndeviceError where the disk has no room.
     """
     bundle = Bundle.open(folder)
-    facts = Streams(
+    facts = MultiStreams(
         model=weights_digest(bundle.manifest),
         mode=mode,
         bits=bits,
@@ -85,19 +85,19 @@ def write_streams(
     return written
 
 
-def save_streams(streams: Streams, folder: Path) -> None:
+def save_streams(streams: MultiStreams, folder: Path) -> None:
     """Write `streams.json`, durably: the last step, which makes them part of the bundle."""
     save_sidecar(STREAMS_SIDECAR, streams_text(streams), folder)
 
 
-def _check_facts(facts: Streams, config: ModelConfig) -> None:
+def _check_facts(facts: MultiStreams, config: ModelConfig) -> None:
     """Raises BundleError for what no reader would accept."""
     if not all(0.0 <= share <= 1.0 for share in facts.acceptance):
         raise BundleError(f"acceptance is {facts.acceptance}; it must be shares from 0 to 1, one per stream")
     check_streams(facts, config)
 
 
-def _check_arrays(facts: Streams, config: ModelConfig, arrays: Mapping[str, Float32]) -> None:
+def _check_arrays(facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]) -> None:
     """Raises CheckpointError for the first array that isn't what the specification has."""
     shapes = {EMBEDDINGS: (facts.streams, config.hidden_size)} | facts.matrices(config)
     unknown = sorted(set(arrays) - set(shapes))
@@ -114,7 +114,7 @@ def _check_arrays(facts: Streams, config: ModelConfig, arrays: Mapping[str, Floa
 
 
 def _tensor_bytes(
-    facts: Streams, config: ModelConfig, arrays: Mapping[str, Float32]
+    facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]
 ) -> Iterator[NDArray[np.uint8]]:
     """uint8 (n,) each, in the order of `stream_tensors`. Raises CheckpointError beyond float16."""
     engine = _native.Engine(usable_cores(), "auto")

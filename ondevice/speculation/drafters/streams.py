@@ -23,7 +23,7 @@ from ondevice.speculation.tree import Draft, Proposals
 
 
 @dataclass(frozen=True)
-class StreamDrafting:
+class MultiStreamDrafting:
     """How streams draft: it decides how many tokens passes give and take, never which.
 
     most_ends: nodes of a draft that get streams in its own pass, at most; each takes a row for every stream.
@@ -40,14 +40,14 @@ class StreamDrafting:
     pruning_threshold: float = 0.0
 
 
-DEFAULT_STREAMS = StreamDrafting()
+DEFAULT_STREAMS = MultiStreamDrafting()
 
 
-class StreamDrafter(Drafter):
+class MultiStreamDrafter(Drafter):
     """Streams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
 
     def __init__(
-        self, transformer: Transformer, most_rows: int, options: StreamDrafting = DEFAULT_STREAMS
+        self, transformer: Transformer, most_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
     ) -> None:
         """transformer: with streams. most_rows: of a pass, streams included."""
         assert transformer.streams is not None

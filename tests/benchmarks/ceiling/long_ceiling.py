@@ -3,7 +3,7 @@
 Synthetic models with planted sparsity (`synthetic.py`), exact and predicted, under three budgets from the
 smallest on. A topic is 64 tokens, of which the text is drawn at random; half-way it is 64 others, and other
 neurons fire, while keys and values go on growing into the cache's memory. Each topic begins with a prompt,
-whose working memory the cache gives and has back. Each budget is run in a memory cgroup of its size and
+whose scratch memory the cache gives and has back. Each budget is run in a memory cgroup of its size and
 without a limit, and held to what `ceiling.py` holds it to, once a cache that grows with what the text asks
 for has filled and what the start has read has left the page cache: from the middle of the first topic on.
 Beside that stands the cache's hit rate for each topic. Ends with one JSON line; exits 0 only if every ceiling

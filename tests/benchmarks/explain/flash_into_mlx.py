@@ -1,6 +1,6 @@
 """Streams from flash into the memory of MLX arrays against streams into memory of their own.
 
-The neuron records of a bundle are streamed as the MLX engine streams them, a segment at a time, through the
+The neuron records of a bundle are streamed as the MLX backend streams them, a segment at a time, through the
 same reader: into the stream's own slots, and into slots that lie in an MLX array. Rounds alternate; as many
 bytes are read in each. Ends with one JSON line; exits 0 if the median ratio of rates is at least 0.95. Fails
 if MLX's array doesn't hold what was read.

@@ -4,7 +4,7 @@ Needs no trained weights: a synthetic Llama-7B shape whose sparsity is planted (
 DIR`. Drafts are chains and best-first trees; each has a few passes in a row, and rounds of all of them are
 interleaved. Their guesses are no part of the text: in the synthetic model they are drawn at random, as its
 text is, so that together they fire the neurons that the plant says; for another model they are runs of text
-that it wrote. Drafts of more than 16 nodes are wider than any that the engine grows: their working memory is
+that it wrote. Drafts of more than 16 nodes are wider than any that the engine grows: their scratch memory is
 taken from neurons. Speed-ups are derived, not measured: tokens per pass, as `--acceptance FILE` has them or
 as assumed chances give them, over the measured cost. What growing a draft takes isn't in it. Ends with one
 JSON line.

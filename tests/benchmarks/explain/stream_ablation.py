@@ -35,7 +35,7 @@ from ondevice.model.transformer import Pass
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, StreamDrafter, StreamDrafting
+from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
@@ -60,7 +60,7 @@ class Variant:
     group: str
     name: str
     drafter: str = "streams"
-    options: StreamDrafting = DEFAULT_STREAMS
+    options: MultiStreamDrafting = DEFAULT_STREAMS
     nodes: int = DECODE_TOKENS
     share: float | None = None
     all_neurons: bool = False
@@ -128,11 +128,13 @@ def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
     """All of them; the first of most groups that have the default is it."""
     found = [Variant("default", "default")]
     counts = range(1, streams + 1)
-    found += [Variant("streams", f"{n}", options=StreamDrafting(streams=n)) for n in counts]
-    found += [Variant("guesses of each", f"{n}", options=StreamDrafting(guesses=n)) for n in GUESSES]
+    found += [Variant("streams", f"{n}", options=MultiStreamDrafting(streams=n)) for n in counts]
+    found += [Variant("guesses of each", f"{n}", options=MultiStreamDrafting(guesses=n)) for n in GUESSES]
     found += [Variant("most nodes", f"{n}", nodes=n) for n in NODES]
-    found += [Variant("pruned below", f"{x:g}", options=StreamDrafting(pruning_threshold=x)) for x in PRUNING]
-    found += [Variant("nodes with streams", f"{n}", options=StreamDrafting(most_ends=n)) for n in ENDS]
+    found += [
+        Variant("pruned below", f"{x:g}", options=MultiStreamDrafting(pruning_threshold=x)) for x in PRUNING
+    ]
+    found += [Variant("nodes with streams", f"{n}", options=MultiStreamDrafting(most_ends=n)) for n in ENDS]
     for share in shares:
         for everything in (False, True):
             name = f"{'all' if everything else 'held'}, {share:.0%} of the slots"
@@ -143,7 +145,7 @@ def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
 def hold_to(model: Model, share: float) -> None:
     """Keep the model to a share of the slots above the fewest, lending neurons nothing else."""
     segment = model.plan.segment
-    # Beside a small model's neurons, the working memory of a long prompt is large.
+    # Beside a small model's neurons, the scratch memory of a long prompt is large.
     model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
     slots = int(share * (segment.total - segment.least))
@@ -205,7 +207,7 @@ class Runner:
         assert engine._drafting is not None
         drafter = engine._drafting._drafter
         if variant.drafter == "streams":
-            drafter = StreamDrafter(engine._generator.transformer, DECODE_TOKENS, variant.options)
+            drafter = MultiStreamDrafter(engine._generator.transformer, DECODE_TOKENS, variant.options)
         self._draftings[variant] = model, Counting(drafter, variant.nodes, self._args.priced)
 
     def _open(self, drafter: str, share: float | None) -> Model:

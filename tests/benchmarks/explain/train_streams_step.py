@@ -3,7 +3,7 @@
 The last 4 of Llama-7B's 32 layers and its head, of random weights with ReLU gates, in a fresh process: what
 enters these layers is random too, as if recorded before, and the layers below aren't in memory. A step of a
 few windows of the length that the command cuts is measured, gradients and Adam's update; all steps are alike,
-so those of a training are projected from it. Recording comes on top: one dense pass of the CPU engine over
+so those of a training are projected from it. Recording comes on top: one dense pass of the CPU backend over
 the text (`train_predictors_step.py` measures such a pass).
 
 MLX's wheel for Linux links the reference BLAS. Debian's libopenblas0-pthread is preloaded in its stead where
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.bundle.streams import Streams, medusa_parameters
+from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.config import ModelConfig
 from ondevice.units import usable_cores
 from tests.benchmarks.lib.measure import machine, note, peak_memory_bytes
@@ -50,12 +50,12 @@ CONFIG = ModelConfig(
 )
 
 
-def facts(mode: Any) -> Streams:
+def facts(mode: Any) -> MultiStreams:
     """The streams that the command would train, but in STREAM_LAYERS layers."""
-    from ondevice.converters.training.streams.train import StreamOptions
+    from ondevice.converters.training.streams.train import MultiStreamOptions
 
-    options = StreamOptions(mode=mode)
-    return Streams(
+    options = MultiStreamOptions(mode=mode)
+    return MultiStreams(
         model="",
         mode=options.mode,
         bits=options.bits,
@@ -111,11 +111,11 @@ def step(spec: dict[str, Any]) -> dict[str, Any]:
     import mlx.core as mx
 
     from ondevice.converters.training.streams.loss import Window
-    from ondevice.converters.training.streams.train import StreamOptions, Training
+    from ondevice.converters.training.streams.train import MultiStreamOptions, Training
     from ondevice.training import PIECE_TOKENS
 
     mx.set_default_device(mx.cpu)
-    options = StreamOptions(mode=spec["mode"])
+    options = MultiStreamOptions(mode=spec["mode"])
     options = replace(options, steps=1, batch_tokens=spec["windows"] * options.run_tokens)
     top, streams = random_top(), facts(spec["mode"])
     tokens = random_tokens(PIECE_TOKENS, CONFIG.vocab_size)
@@ -164,9 +164,9 @@ def measured(spec: dict[str, Any], blas: str | None) -> dict[str, Any]:
 
 def projected(mode: str, windows: int, tokens: int | None, row: dict[str, Any]) -> dict[str, Any]:
     """Hours for `tokens`, or as many as the default options train, and what was trained."""
-    from ondevice.converters.training.streams.train import StreamOptions
+    from ondevice.converters.training.streams.train import MultiStreamOptions
 
-    options, streams = StreamOptions(), facts(mode)
+    options, streams = MultiStreamOptions(), facts(mode)
     tokens = tokens or options.steps * options.windows * options.run_tokens
     trained = windows * options.run_tokens
     clocks = ("wall", "processor")

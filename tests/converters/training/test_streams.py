@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from ondevice.api import load, verify
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import STREAMS_MANIFEST, Streams
+from ondevice.bundle.streams import STREAMS_MANIFEST, MultiStreams
 from ondevice.config import ModelConfig
 from ondevice.errors import BackendUnavailableError, OndeviceError, UsageError
 from ondevice.training import train_streams
@@ -47,7 +47,7 @@ from ondevice.converters.training.streams.loss import (  # noqa: E402
     states,
     stream_loss,
 )
-from ondevice.converters.training.streams.train import StreamOptions  # noqa: E402
+from ondevice.converters.training.streams.train import MultiStreamOptions  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 Arrays = dict[str, NDArray[Any]]
@@ -72,14 +72,16 @@ def pieces_of(text: str = SENTENCE, count: int = 8, tokens: int = 96) -> list[li
     return [ids[start : start + tokens] for start in range(0, len(ids), tokens)]
 
 
-def facts(config: ModelConfig, mode: Any = "lossless", first_layer: int = 0, count: int = COUNT) -> Streams:
+def facts(
+    config: ModelConfig, mode: Any = "lossless", first_layer: int = 0, count: int = COUNT
+) -> MultiStreams:
     """Of streams of ranks 3, 5 and 2."""
     shape = {"streams": count, "first_layer": first_layer, "attention_rank": 3, "feed_forward_rank": 5}
     text = {"trained_tokens": 0, "measured_tokens": 0, "acceptance": (0.0,) * count, "sha256": "", "crcs": ()}
-    return Streams(model="", mode=mode, bits=8, pruning_rank=2, **shape, **text)  # type: ignore[arg-type]
+    return MultiStreams(model="", mode=mode, bits=8, pruning_rank=2, **shape, **text)  # type: ignore[arg-type]
 
 
-def random_parameters(config: ModelConfig, streams: Streams, seed: int = 1) -> dict[str, Any]:
+def random_parameters(config: ModelConfig, streams: MultiStreams, seed: int = 1) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     shapes = {"embeddings": (streams.streams, config.hidden_size)} | streams.matrices(config)
     return {
@@ -179,9 +181,11 @@ def test_what_enters_is_recorded_once(bundle: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.fromfile(tmp_path / "0", np.float32).reshape(-1, 64), embedded)
 
 
-def losses_of(folder: Path, scratch: Path, **options: Any) -> tuple[training.TrainedStreams, list[float]]:
+def losses_of(
+    folder: Path, scratch: Path, **options: Any
+) -> tuple[training.TrainedMultiStreams, list[float]]:
     losses: list[float] = []
-    chosen = StreamOptions(**(FEW | options))
+    chosen = MultiStreamOptions(**(FEW | options))
     found = training.train_streams(
         Bundle.open(folder), pieces_of(), scratch, chosen, on_step=lambda tokens, loss: losses.append(loss)
     )
@@ -229,7 +233,7 @@ def test_a_training_that_was_stopped_comes_to_the_same_numbers(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     whole, losses = losses_of(bundle, tmp_path / "whole", mode=mode)
-    chosen, scratch = StreamOptions(mode=mode, **FEW), tmp_path / "left"  # type: ignore[arg-type]
+    chosen, scratch = MultiStreamOptions(mode=mode, **FEW), tmp_path / "left"  # type: ignore[arg-type]
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     with pytest.raises(Stop):
         training.train_streams(Bundle.open(bundle), pieces_of(), scratch, chosen, on_step=stopping_at(5))
@@ -293,7 +297,7 @@ def test_a_state_that_is_not_this_trainings_is_not_gone_on_from(
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     with pytest.raises(Stop):
         training.train_streams(
-            Bundle.open(bundle), pieces_of(), tmp_path, StreamOptions(**FEW), on_step=stopping_at(1)
+            Bundle.open(bundle), pieces_of(), tmp_path, MultiStreamOptions(**FEW), on_step=stopping_at(1)
         )
     path = tmp_path / training.STATE
     save_file(damaged(load_file(path)), path)

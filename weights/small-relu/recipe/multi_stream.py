@@ -28,7 +28,7 @@ EMBEDDING_STD = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamSizes:
+class MultiStreamSizes:
     """What is built: layers, counted from the top; streams; ranks of the adapters."""
 
     layers: int = 3
@@ -58,17 +58,17 @@ class Adapter(nn.Module):
 class LayerAdapters(nn.Module):
     """Of one stream layer."""
 
-    def __init__(self, width: int, sizes: StreamSizes) -> None:
+    def __init__(self, width: int, sizes: MultiStreamSizes) -> None:
         super().__init__()
         self.qkv = Adapter(width, 3 * width, sizes.attention_rank)
         self.out = Adapter(width, width, sizes.attention_rank)
         self.feed_forward = Adapter(width, width, sizes.feed_forward_rank)
 
 
-class Streams(nn.Module):
+class MultiStreams(nn.Module):
     """All that is trained. Its state's names are those of the arrays that a bundle gets."""
 
-    def __init__(self, shape: Shape, sizes: StreamSizes) -> None:
+    def __init__(self, shape: Shape, sizes: MultiStreamSizes) -> None:
         super().__init__()
         width = shape.hidden_size
         self.sizes = sizes
@@ -141,7 +141,7 @@ class Streams(nn.Module):
         q, k, v = split.split(heads, dim=1)
         q = rotate(q.float() / math.sqrt(head_dim), *turns).to(base.dtype)
         k = rotate(k.float(), *turns).to(base.dtype)
-        mixed: Tensor = StreamAttention.apply(q, k, v, left.keys, left.values, positions, stride)
+        mixed: Tensor = MultiStreamAttention.apply(q, k, v, left.keys, left.values, positions, stride)
         mixed = mixed.permute(0, 2, 3, 1, 4).flatten(3)
         return functional.linear(mixed, layer.out) + adapters.out(mixed)
 
@@ -154,7 +154,7 @@ class Streams(nn.Module):
         return functional.linear(active * up, layer.down) + adapters.feed_forward(g, relu=True)
 
 
-class StreamAttention(torch.autograd.Function):
+class MultiStreamAttention(torch.autograd.Function):
     """Softmax attention of streams over the base's tokens and the streams before them, block by block.
 
     q (scaled), k, v: (B, H, S, G, d) of the streams; keys, values: (B, H, T, d) of the base. Written out as

@@ -30,7 +30,7 @@ from recipe.config import BUILD, MODEL_FOLDER
 from recipe.continuations import Marks, Segment, Tokens, continued, documents, replies
 from recipe.export import model_of_bundle
 from recipe.frozen import Frozen
-from recipe.multi_stream import Streams
+from recipe.multi_stream import MultiStreams
 from recipe.pack import read_stream
 from recipe.stream_loss import Batch, residency_masks
 from recipe.stream_training import load_checkpoint, run_folder, training_of
@@ -100,7 +100,7 @@ def held_out(
     return torch.from_numpy(windows.astype(np.int64)), own
 
 
-def guesses(base: Frozen, main: Frozen, streams: Streams, ids: Tensor, residency_tokens: int) -> Guesses:
+def guesses(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, residency_tokens: int) -> Guesses:
     """What the streams of every token of (n, T) windows guess. main: the base, or its shared mode."""
     gamma, (_, tokens) = streams.sizes.gamma, ids.shape
     right, in_top = [], []
@@ -184,7 +184,9 @@ def shares(counts: dict[str, list[int]]) -> list[float]:
     ]
 
 
-def pruning_figures(main: Frozen, streams: Streams, ids: Tensor, own: NDArray[np.bool_]) -> dict[str, float]:
+def pruning_figures(
+    main: Frozen, streams: MultiStreams, ids: Tensor, own: NDArray[np.bool_]
+) -> dict[str, float]:
     """How often the base's token is the early guess's likeliest, or among its 3 or 8 likeliest."""
     ranks = []
     for part in ids.split(BATCH):
@@ -195,7 +197,7 @@ def pruning_figures(main: Frozen, streams: Streams, ids: Tensor, own: NDArray[np
     return {f"top_{top}": round(float((rank < top).mean()), 3) for top in (1, 3, 8)}
 
 
-def evaluate(base: Frozen, streams: Streams, shared: bool, build: Path, rows: int) -> dict[str, Any]:
+def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, rows: int) -> dict[str, Any]:
     """Figures by style, domain and mask."""
     main = streams.main(base) if shared else base
     found: dict[str, Any] = {}
@@ -256,11 +258,11 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def load_streams(folder: Path, base: Frozen) -> tuple[Streams, bool, int]:
+def load_streams(folder: Path, base: Frozen) -> tuple[MultiStreams, bool, int]:
     """A run's streams, whether they are of the shared mode, and the step they are from."""
     state = load_checkpoint(folder)
     training = training_of(state)
-    streams = Streams(base.shape, training.sizes)
+    streams = MultiStreams(base.shape, training.sizes)
     streams.load_state_dict(state["streams"])
     streams.requires_grad_(False)
     return streams, training.mode == "shared", state["step"]

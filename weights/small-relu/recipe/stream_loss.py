@@ -1,6 +1,6 @@
 """What streams learn from a batch: to say what the main stream will, at the positions that are drawn for it.
 
-Streams: soft cross-entropy against the main stream's own softmax there, through which no gradient goes.
+MultiStreams: soft cross-entropy against the main stream's own softmax there, through which no gradient goes.
 Lossless: the main stream is the base, and isn't trained. Shared: it has the adapters as well, and is trained,
 too, on the text's next token.
 How batches are made, and what an update is, are for others to know.
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from recipe.frozen import Frozen, Trace
 from recipe.model import LOSS_CHUNK
-from recipe.multi_stream import Streams, recently_active
+from recipe.multi_stream import MultiStreams, recently_active
 
 Mode = Literal["lossless", "shared"]
 STREAM_WEIGHT = 0.1
@@ -80,7 +80,7 @@ class SoftCrossEntropy(torch.autograd.Function):
 class Judge:
     """Losses of a batch, for one base and one set of streams; `compile` makes it fast for equal sizes."""
 
-    def __init__(self, base: Frozen, streams: Streams, mode: Mode) -> None:
+    def __init__(self, base: Frozen, streams: MultiStreams, mode: Mode) -> None:
         self.base, self.streams, self.mode = base, streams, mode
         self._trace: Callable[..., Trace] = base.trace
         self._run: Callable[..., Tensor] = streams.forward

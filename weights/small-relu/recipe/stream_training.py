@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from recipe import continuations
 from recipe.frozen import Frozen
-from recipe.multi_stream import Streams, StreamSizes
+from recipe.multi_stream import MultiStreams, MultiStreamSizes
 from recipe.pack import Batches, read_stream
 from recipe.stream_loss import Batch, Judge, Mode
 
@@ -35,7 +35,7 @@ LOG_STEPS = 20
 class StreamTraining:
     """One run. Equal settings, seed and data give equal streams."""
 
-    sizes: StreamSizes = field(default_factory=StreamSizes)
+    sizes: MultiStreamSizes = field(default_factory=MultiStreamSizes)
     mode: Mode = "lossless"
     steps: int = 2000
     windows: int = 4
@@ -137,7 +137,7 @@ def digest(base: Frozen) -> str:
 def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
     """A run at its beginning."""
     torch.manual_seed(training.seed)
-    streams = Streams(base.shape, training.sizes)
+    streams = MultiStreams(base.shape, training.sizes)
     if training.begun_with:
         with np.load(run_folder(build, training.begun_with) / ARRAYS) as begun:
             streams.load_state_dict({name: torch.from_numpy(values) for name, values in begun.items()})
@@ -164,7 +164,7 @@ def resume(state: dict[str, Any], base: Frozen, build: Path) -> Run:
 
 def training_of(state: dict[str, Any]) -> StreamTraining:
     values = dict(state["training"])
-    sizes = StreamSizes(**values["sizes"])
+    sizes = MultiStreamSizes(**values["sizes"])
     return StreamTraining(**(values | {"sizes": sizes, "betas": tuple(values["betas"])}))
 
 
@@ -203,12 +203,12 @@ def train(run: Run, folder: Path, minutes: float) -> Iterator[dict[str, Any]]:
     save_checkpoint(run, folder)
 
 
-def arrays(streams: Streams) -> dict[str, NDArray[np.float32]]:
+def arrays(streams: MultiStreams) -> dict[str, NDArray[np.float32]]:
     """What a bundle gets, by name; the place to write a bundle's sidecar from."""
     return {name: value.detach().numpy().astype(np.float32) for name, value in streams.state_dict().items()}
 
 
-def write_arrays(path: Path, streams: Streams) -> None:
+def write_arrays(path: Path, streams: MultiStreams) -> None:
     partial = path.with_suffix(".partial.npz")
     values: dict[str, Any] = dict(arrays(streams))
     np.savez(partial, **values)

@@ -22,7 +22,7 @@ from recipe import continuations, stream_evaluation
 from recipe.config import BUILD, CONTEXT, MODEL_FOLDER
 from recipe.export import model_of_bundle
 from recipe.frozen import Frozen
-from recipe.multi_stream import Streams, StreamSizes
+from recipe.multi_stream import MultiStreams, MultiStreamSizes
 from recipe.precision import product_type
 from recipe.stream_training import (
     ARRAYS,
@@ -46,16 +46,18 @@ def _chosen(arguments: argparse.Namespace, training: StreamTraining) -> StreamTr
     """`training` with what the command line says."""
     given = {
         field.name: getattr(arguments, field.name)
-        for kind in (StreamTraining, StreamSizes)
+        for kind in (StreamTraining, MultiStreamSizes)
         for field in dataclasses.fields(kind)
         if getattr(arguments, field.name, None) is not None
     }
-    names = {field.name for field in dataclasses.fields(StreamSizes)}
+    names = {field.name for field in dataclasses.fields(MultiStreamSizes)}
     sizes = dataclasses.replace(training.sizes, **{name: given.pop(name) for name in names & set(given)})
     return dataclasses.replace(training, sizes=sizes, **given)
 
 
-def write_sidecar(folder: Path, streams: Streams, training: StreamTraining, found: dict[str, Any]) -> None:
+def write_sidecar(
+    folder: Path, streams: MultiStreams, training: StreamTraining, found: dict[str, Any]
+) -> None:
     """Add a finished run's streams to the bundle in `folder`.
 
     acceptance: over replies of all chats together; novels have none.
