@@ -169,10 +169,10 @@ def train_streams(
 ) -> MultiStreams:
     """Train adapters on `text` that guess several tokens at once, and add them to the model.
 
-    model, pieces, output, on_progress: as in `train_predictors`. options: fields of `MultiStreamOptions`, such as
-    mode="shared", which makes another model of it; "lossless" leaves the model as it is. on_step gets, after
-    each step, the tokens whose streams have been trained and the loss in nats. replace: the model's own
-    streams, if it has some already and there is no output.
+    model, pieces, output, on_progress: as in `train_predictors`. options: fields of `MultiStreamOptions`,
+    such as mode="shared", which makes another model of it; "lossless" leaves the model as it is. on_step
+    gets, after each step, the tokens whose streams have been trained and the loss in nats. replace: the
+    model's own streams, if it has some already and there is no output.
 
     What was interrupted goes on where it stopped, if it is called again with the same arguments, and comes to
     the same numbers: beside the output, or the model's folder, it keeps a folder `<name>.streams.training`

@@ -69,8 +69,8 @@ class FedLayer:
     def __init__(self, source: FeedForwardSource, segment_neurons: int, selector: Selector | None) -> None:
         self.selector = selector
         self.turn: Callable[[int], Whole | None] = _not_whole
-        """Told that the layer's turn has come with so many num_exact_rows tokens, if any; then `selected` is asked
-        for the neurons, unless all are in memory."""
+        """Told that the layer's turn has come with so many num_exact_rows tokens, if any; then `selected` is
+        asked for the neurons, unless all are in memory."""
         self.selected: Selected = _unfed
         self.prefetch: Callable[[int, Callable[[], Float32]], None] | None = None
         """Told, before the layer's turn, how many tokens are to come and what scores them by a guess."""

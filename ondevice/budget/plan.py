@@ -65,8 +65,8 @@ values and feed-forward segments come."""
 LOADING_PREDICTORS_BYTES = 16 << 20
 """Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
 QUOTA_MARGIN_BYTES = 12 << 20
-"""Scratch memory of wide forward passes that neurons never get: they leave the heap larger than they found it, by
-up to 7 MB in `long_ceiling.py`."""
+"""Scratch memory of wide forward passes that neurons never get: they leave the heap larger than they found
+it, by up to 7 MB in `long_ceiling.py`."""
 GATED = ("exact", "threshold")
 """Modes in which every layer's gates stay in memory."""
 

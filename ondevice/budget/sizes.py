@@ -51,7 +51,7 @@ DECODE_TOKENS = 16
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The equal pieces that feed-forward memory is allocated in: each holds `neurons` neurons of one layer."""
+    """The equal pieces that feed-forward memory comes in: each holds `neurons` neurons of one layer."""
 
     neurons: int
     nbytes: int

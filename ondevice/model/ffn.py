@@ -21,8 +21,8 @@ def feed_forward(
 ) -> Array:
     """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D); may overwrite x.
 
-    Tokens from `num_exact_rows` on make do with the neurons that are at hand. adapters: are added for those from
-    `adapted` on.
+    Tokens from `num_exact_rows` on make do with the neurons that are at hand. adapters: are added for those
+    from `adapted` on.
     """
     norm = Norm(weights.feed_forward_norm, config.rms_norm_eps)
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))

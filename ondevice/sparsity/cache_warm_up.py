@@ -68,7 +68,7 @@ class CacheWarmUp:
 
     def stop(self) -> bool:
         """Take in what is under way, waiting for it; slots may move or go after that. False if it failed."""
-        reservation, self._reservation = self._claim, None
+        reservation, self._reservation = self._reservation, None
         if reservation is None:
             return True
         arrived, spare = False, reservation.slots

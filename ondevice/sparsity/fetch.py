@@ -50,9 +50,9 @@ class FetchOptions:
     """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
 
     keep: let neurons stay in memory after the pass that read them (in dense mode, too). fill_ahead: read the
-    likeliest into slots that are spare. prefetch: begin to read the next layer's before they are known. bundled:
-    read what is wanted of a neuron at once, and near neighbours with it; else every checked part by itself
-    (but not what is prefetched or filled ahead), which are rows in files that are checked row by row.
+    likeliest into slots that are spare. prefetch: begin to read the next layer's before they are known.
+    bundled: read what is wanted of a neuron at once, and near neighbours with it; else every checked part by
+    itself (but not what is prefetched or filled ahead), which are rows in files that are checked row by row.
     """
 
     policy: PolicyName = DEFAULT_POLICY
@@ -134,7 +134,7 @@ class NeuronFetcher:
 
     @property
     def hits(self) -> int:
-        """Those of them that were in memory when the pass came to their layer, without having been prefetched for it."""
+        """Neurons that were in memory when the forward pass came to their layer, prefetched ones left out."""
         return self._cache.hits - self._prefetched_hits
 
     @property
@@ -202,7 +202,8 @@ class NeuronFetcher:
     def _selected(self, index: int, scores: Float32, num_exact_rows: int) -> Batches:
         """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
 
-        Of the tokens from `num_exact_rows` on, only those that have slots. Each batch is valid until the next.
+        Of the tokens from `num_exact_rows` on, only those that have slots. Each batch is valid until the
+        next.
         """
         cache = self._cache
         if num_exact_rows == 0:

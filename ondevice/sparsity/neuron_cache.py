@@ -38,11 +38,12 @@ class Placement:
 
 
 class NeuronCache:
-    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots belong to no layer.
+    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots belong to no
+    layer.
 
-    What a layer reads gets a slot at once, from the reserve where its share is used up; `evict_to_share` lets the
-    lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between two
-    calls of `evict_to_share`. Without `keep` no share is more than nothing: nobody outstays a pass.
+    What a layer reads gets a slot at once, from the reserve where its share is used up; `evict_to_share` lets
+    the lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between
+    two calls of `evict_to_share`. Without `keep` no share is more than nothing: nobody outstays a pass.
     """
 
     def __init__(

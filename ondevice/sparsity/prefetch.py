@@ -67,8 +67,8 @@ class _Prefetch:
 class Prefetcher:
     """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
 
-    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`commit`), and
-    waited for by `arrived`.
+    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`commit`),
+    and waited for by `arrived`.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class ReservedReads:
         self._gap_bytes = gap_bytes
 
     def begin(self, file: int, layer: int, ids: Int32) -> Reservation | None:
-        """Reservation slots for absent neurons of a layer, and begin to read them. None if there is no memory."""
+        """Reserve slots for absent neurons of a layer and begin to read them. None if there is no memory."""
         try:
             slots, addresses = self._cache.reserve(layer, len(ids))
         except MemoryError as error:

@@ -229,7 +229,8 @@ class SegmentPool:
         return future.result()
 
     def _begin_pass(self) -> None:
-        """What became resident in the last pass leaves the schedule; what is empty within the quota gets memory.
+        """What became resident in the last pass leaves the schedule; what is empty within the quota gets
+        memory.
 
         Where nothing is left to stream, its buffers go.
         """

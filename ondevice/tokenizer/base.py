@@ -123,7 +123,7 @@ class StreamingDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """The text that is num_exact_rows now; empty while a character is incomplete."""
+        """The text that is certain now; empty while a character is incomplete."""
         data = self._tokenizer.token_bytes(token)
         if data and self._leading != "keep":
             if self._tokenizer.begins_word(token):

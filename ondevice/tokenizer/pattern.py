@@ -5,8 +5,8 @@ quadratic, cubic or exponential in the text at every place of it. Here a pattern
 (Glushkov's construction): one position for every character class, an edge where one may follow another. A
 match that has reached a position behind which nothing more is needed is a match, and nothing before that is
 tried again. So only the positions before it count: without loops among them a bounded number of ways is tried
-at a place of the text; with one loop on a way, whose next step is always num_exact_rows, a number in proportion to
-the text. Anything more is refused, whether or not a text could bring it about.
+at a place of the text; with one loop on a way, whose next step is always certain, a number in
+proportion to the text. Anything more is refused, whether or not a text could bring it about.
 """
 
 from __future__ import annotations

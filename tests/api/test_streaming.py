@@ -1,4 +1,4 @@
-"""MultiStreams, threads and asyncio over one model: cancelling, closing, and everybody gets their own answer."""
+"""Streaming, threads and asyncio over one model: cancelling, closing, and each caller gets its own answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU backend: attention and feed-forward against oracles, and one result for every way to run a model."""
+"""The CPU backend: attention and feed-forward against oracles; one result for every way to run a model."""
 
 from __future__ import annotations
 

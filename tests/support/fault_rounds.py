@@ -123,8 +123,8 @@ def assert_nothing_leaked(model: Model) -> None:
 def _assert_nothing_leaked(model: Model) -> None:
     neurons = model._engine._neurons
     assert isinstance(neurons, NeuronFetcher)
-    neurons._guessing.drop()
-    cache, reservation = neurons._cache, neurons._warm_up._claim
+    neurons._prefetcher.drop()
+    cache, reservation = neurons._cache, neurons._warm_up._reservation
     held = np.sort(cache._slot_of[cache._slot_of >= 0])
     claimed = np.zeros(0, np.int32) if reservation is None else reservation.slots
     every = np.sort(np.concatenate([held, claimed, cache._free[: cache._num_free]]))

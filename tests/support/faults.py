@@ -48,15 +48,13 @@ def output_under(
     return result.stdout
 
 
-def assert_holds_under(
-    shim: Path, folder: Path, reservation: Callable[[Path], None], **settings: object
-) -> None:
-    """Runs `reservation(folder)` in a new process under the shim; fails where an assertion of the reservation fails."""
-    output_of(shim, folder, reservation, **settings)
+def assert_holds_under(shim: Path, folder: Path, claim: Callable[[Path], None], **settings: object) -> None:
+    """Runs `claim(folder)` in a new process under the shim; fails where an assertion of the claim fails."""
+    output_of(shim, folder, claim, **settings)
 
 
-def output_of(shim: Path, folder: Path, reservation: Callable[[Path], None], **settings: object) -> str:
-    """What the reservation prints meanwhile."""
-    source = textwrap.dedent(inspect.getsource(reservation))
-    program = f"from pathlib import Path\n{source}\n{reservation.__name__}(Path({str(folder)!r}))\n"
+def output_of(shim: Path, folder: Path, claim: Callable[[Path], None], **settings: object) -> str:
+    """What the claim prints meanwhile."""
+    source = textwrap.dedent(inspect.getsource(claim))
+    program = f"from pathlib import Path\n{source}\n{claim.__name__}(Path({str(folder)!r}))\n"
     return output_under(shim, folder, ["-c", program], **settings)

@@ -266,7 +266,7 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
             main.append(model.run(tokens, kv, x=x).hidden)
         if len(run):
             tokens, x = window.tokens[run.start : run.stop], window.entering[run.start : run.stop]
-            found = model.run(tokens, kv, x=x, narrow=_all_with_streams)
+            found = model.run(tokens, kv, x=x, prune=_all_with_streams)
             main.append(found.hidden)
             ends += [found.streams[token] for token in range(len(run))]
         at = run.stop

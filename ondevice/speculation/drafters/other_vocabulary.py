@@ -85,8 +85,8 @@ class OtherVocabularyDrafter(Drafter):
         # Unless the draft is at its end, the last token may go on in what isn't drafted yet.
         while len(self._chain) <= place + 1 and self._draft():
             pass
-        num_exact_rows = len(self._chain) - (not self._ended)
-        if num_exact_rows <= place or [token for token, _ in self._chain[:place]] != list(path):
+        settled = len(self._chain) - (not self._ended)
+        if settled <= place or [token for token, _ in self._chain[:place]] != list(path):
             return []
         token, chance = self._chain[place]
         return [(token, chance / (self._chain[place - 1][1] if place else 1.0))]

@@ -161,17 +161,15 @@ def read_for_streams(engine: Engine) -> None:
     neurons.hold_back(4 * DECODE_TOKENS)
     neurons.hold_back(0)
 
-    def num_exact_rows(
-        kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None
-    ) -> Any:
+    def all_exact(kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None) -> Any:
         found = rows(kv, count, tree, num_exact_rows)
         if num_exact_rows is None:
             return found
         # The text's own is the first, where there is one: the cache learns nothing of the others yet.
-        neurons._guesses = count - min(num_exact_rows, 1)
+        neurons._draft_tokens = count - min(num_exact_rows, 1)
         return found._replace(num_exact_rows=count)
 
-    transformer._rows = num_exact_rows  # type: ignore[method-assign]
+    transformer._rows = all_exact  # type: ignore[method-assign]
 
 
 class Runner:
