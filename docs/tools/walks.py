@@ -1,12 +1,12 @@
 """Count the Python files that three walks through the code touch, by following calls as they happen.
 
-    python docs/tools/walks.py [--files]
+    python docs/tools/walks.py [--files] [--write]
 
 Each walk is a real run of the model that ships, on one thread of computing. A file counts for a walk if one
 of its functions runs there:
 
 - `budget`: `ondevice chat --dram-budget`, from the command line to the first attention of the first layer.
-  Of the functions that run on the way, those count that name a budget, a plan, a claim, an allowance or a
+  Of the functions that run on the way, those count that name a budget, a plan, an allowance or a
   segment, with their callers, and the callers of that attention.
 - `neuron`: the feed-forward blocks of a few tokens in predicted mode under the smallest budget, with neurons
   that are missing and read from flash.
@@ -33,13 +33,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-ABOUT_BUDGETS = re.compile(r"budget|plan(?!e|t)|claim|allowance|segment", re.IGNORECASE)
+ABOUT_BUDGETS = re.compile(r"budget|plan(?!e|t)|allowance|segment", re.IGNORECASE)
 MARKS = {
     "attention": ("model/attention.py", "attention"),
     "feed_forward": ("model/ffn.py", "feed_forward"),
     "forward": ("model/transformer.py", "run"),
     "turn": ("generate.py", "_decode"),
 }
+PAGE = Path(__file__).resolve().parents[1] / "architecture.md"
+ROWS = {"budget": "a budget, from", "neuron": "a neuron, from", "token": "a draft token, from"}
+"""How each walk's row of the table there begins."""
 QUESTION = "I'm looking for a cheap Italian restaurant in Oakland.\n"
 REPEATED = "The cat sat on the mat. The dog sat on the mat. " * 2 + "The"
 
@@ -214,6 +217,7 @@ def main() -> None:
     """Print one line per walk, its files if asked for, and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--files", action="store_true", help="list the files of each walk")
+    parser.add_argument("--write", action="store_true", help="bring docs/architecture.md up to date")
     arguments = parser.parse_args()
     counts = {}
     with tempfile.TemporaryDirectory() as home:
@@ -223,7 +227,18 @@ def main() -> None:
             counts[name] = len(files)
             if arguments.files:
                 print(f"{name}:", *(f"  {file}" for file in files), sep="\n")
+    if arguments.write:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(with_counts(page, counts), encoding="utf-8")
     print(json.dumps(counts))
+
+
+def with_counts(page: str, counts: dict[str, int]) -> str:
+    """The page with these counts in the last column of its table."""
+    for name, count in counts.items():
+        page, found = re.subn(rf"(?m)^(\| {ROWS[name]} .*\| )\d+ \|$", rf"\g<1>{count} |", page)
+        assert found == 1, f"docs/architecture.md has no row of {ROWS[name]}"
+    return page
 
 
 if __name__ == "__main__":

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
+import sys
 from types import ModuleType
+
+import pytest
 
 import ondevice
 from ondevice import errors
@@ -44,3 +49,13 @@ def test_the_recorded_run_is_what_comes_out() -> None:
 def test_walks_know_where_they_begin() -> None:
     for path, function in tool("walks").MARKS.values():
         assert f"def {function}(" in (ROOT / "ondevice" / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_walks_are_as_long_as_the_page_says() -> None:
+    walks = tool("walks")
+    done = subprocess.run([sys.executable, walks.__file__], capture_output=True, text=True, check=True)
+    page = walks.PAGE.read_text(encoding="utf-8")
+    assert walks.with_counts(page, json.loads(done.stdout.splitlines()[-1])) == page, (
+        "run docs/tools/walks.py --write"
+    )
