@@ -10,6 +10,7 @@ import ast
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-LINE_CAP = 400
+LINES_TO_EXPLAIN, LINE_CAP = 400, 600
 FUNCTION_CAP = 70
 
 # Layer by layer, and inside a layer from left to right: a part may import itself and what stands
@@ -241,8 +242,11 @@ def test_no_file_exceeds_the_cap() -> None:
     tests = [path for path in sorted((ROOT / "tests").rglob("*")) if path.suffix in (".py", ".cc", ".h")]
     files = [*product_files(".py", ".pyi", ".cc", ".h"), *EXAMPLES, *tests]
     assert {ROOT / "cli.py", ROOT / "tests" / "native" / "kernel_vectors.cc", Path(__file__)} <= set(files)
-    counts = {path: path.read_text().count("\n") for path in files}
-    assert {str(path.relative_to(ROOT)): n for path, n in counts.items() if n > LINE_CAP} == {}
+    counts = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in files}
+    long = {path: count for path, count in counts.items() if count > LINES_TO_EXPLAIN}
+    if long:
+        warnings.warn(f"files of more than {LINES_TO_EXPLAIN} lines ask for a reason: {long}", stacklevel=1)
+    assert {path: count for path, count in long.items() if count > LINE_CAP} == {}
 
 
 def test_importing_starts_nothing() -> None:

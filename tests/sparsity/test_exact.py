@@ -165,7 +165,7 @@ def test_auto_is_exact_where_it_fits_and_dense_below(relu_bundle: Path, chat_bun
     # Where all of the dense form fits, and not all of the other, no flash is better than little.
     assert dense.full_bytes < exact.full_bytes
     whole = max(dense.full_bytes, exact.minimum_budget_bytes) + (1 << 20)
-    assert not ondevice.inspect(relu_bundle, dram_budget=whole).streams
+    assert not ondevice.inspect(relu_bundle, dram_budget=whole).offloads_weights
 
 
 def test_models_and_backends_that_cannot_are_refused(relu_bundle: Path, chat_bundle: Path) -> None:

@@ -33,7 +33,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
 from ondevice.errors import UnsupportedModelError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
@@ -157,7 +157,7 @@ class Schedule:
     def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
         return PrunedDraft(range(len(draft)))
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         pass
 
     def drew(self, last: int, token: int, logits: Float32) -> None:

@@ -31,7 +31,7 @@ from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import Pass
+from ondevice.model.transformer import ForwardOutput
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
@@ -110,7 +110,7 @@ class Counting(Drafting):
         self._prefilled = False
         super().begin(text, sampling)
 
-    def entered(self, found: Pass, node: int) -> None:
+    def entered(self, found: ForwardOutput, node: int) -> None:
         if self._prefilled:
             self.counts.kept_nodes += len(found.tokens)
             self.counts.streams += len(found.streams)
