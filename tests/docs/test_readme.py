@@ -215,3 +215,12 @@ def test_a_missing_file_is_seen() -> None:
         "ondevice/flash/none.cc",
     ]
     assert missing_files("python -m tests.benchmarks.explain.none") == ["tests/benchmarks/explain/none.py"]
+
+
+def test_results_of_the_readme_stand_among_the_benchmarks() -> None:
+    rows = re.findall(
+        r"^\| .+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    known = set(re.findall(r"[\d.]*\d", (ROOT / "docs/benchmarks.md").read_text()))
+    assert len(rows) == 5
+    assert [number for row in rows for number in row if number not in known] == []
