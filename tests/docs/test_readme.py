@@ -54,7 +54,8 @@ def commands(path: Path) -> list[list[str]]:
 def make_targets() -> set[str]:
     """Every target, of included files too."""
     text = (ROOT / "Makefile").read_text()
-    text += "".join((ROOT / name).read_text() for name in re.findall(r"^include (\S+)", text, re.MULTILINE))
+    for names in re.findall(r"^include (.+)$", text, re.MULTILINE):
+        text += "".join((ROOT / name).read_text() for name in names.split())
     return {
         name for names in re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE) for name in names.split()
     }
