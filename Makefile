@@ -36,6 +36,7 @@ STAMPS := $(VENV)/stamps
 comma := ,
 
 NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice/kernels/CMakeLists.txt \
+	ondevice/kernels/targets/*.cc ondevice/kernels/targets/*.h \
 	ondevice/flash/*.cc ondevice/flash/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
 
