@@ -19,12 +19,11 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, ForwardOutput, PrunedDraft, Transformer
+from ondevice.model.transformer import Cancelled, ForwardOutput, Prune, PrunedDraft, Transformer
 from ondevice.sampling import StopMatcher, sample
-from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
-from ondevice.speculation.verify import verify
-from ondevice.stats import GenerationStats
+from ondevice.speculation.drafting import Drafting, PassOutcome
+from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain, verify
+from ondevice.stats import DraftStats, GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -116,14 +115,17 @@ class Generator:
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
         text = _Text(self.tokenizer, sampling.stop, history)
         written = _Continuation(history, room, text, sampling, self.eos_ids)
+        drafting = self.drafting
+        if drafting is not None:
+            drafting.begin(history, sampling)
         try:
             prefilled = self._prefill(history, kv, meter, cancelled)
-            if self.drafting is not None:
-                self.drafting.begin(history, sampling)
             if room:
                 self._draw(written, self.transformer.checked_logits(prefilled.hidden)[0], meter)
-            if (drafting := self._listening) is not None:
-                drafting.entered(prefilled, 0)
+            if drafting is not None:
+                drafting.observe(
+                    PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled, None, written.ended)
+                )
             while True:
                 meter.pause()
                 yield from written.events()
@@ -137,12 +139,11 @@ class Generator:
             # What was drawn before it is the text all the same.
             yield from written.events()
             raise
-        if self.drafting is not None:
-            meter.drafts.decision = self.drafting.decision
         labels = replace(
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
             context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
+            drafting=DraftStats() if drafting is None else drafting.stats,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats)
@@ -158,19 +159,16 @@ class Generator:
 
         kv then holds the text but for its newest token, or, whatever is raised, what it held before.
         """
-        started, start = time.perf_counter(), kv.length
-        draft, drafting = plain(written.history[-1]), self._listening
-        if drafting is not None:
-            # Guesses take no block of keys and values that the newest token alone wouldn't.
-            places = min(self.max_context, max(start + 1, kv.room))
-            draft = drafting.draft(written.history[-1], kv, places - start, written.room, cancelled)
-            # A drafter that has failed hears of nothing any more.
-            drafting = self._listening
+        started, start, root = time.perf_counter(), kv.length, written.history[-1]
+        drafting, prune = self.drafting, None
+        if drafting is None:
+            draft = plain(root)
+        else:
+            draft = drafting.propose(root, kv, self.max_context - start, written.room, cancelled)
+            if drafting.prune is not None:
+                prune = partial(self._prune, len(draft), drafting.prune)
         self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
-        prune = None
-        if drafting is not None and drafting.wants_streams:
-            prune = partial(self._prune, draft, drafting)
         found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, prune=prune)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
@@ -186,23 +184,13 @@ class Generator:
         if len(draft) > 1:
             self.accepted(path)
         if drafting is not None:
-            if not drafting.resting:
-                meter.drafts.passed(verified, path, written.ended)
-                meter.drafts.spent(len(draft) - 1, drafting.preparing_seconds, drafting.growing_seconds)
-            drafting.entered(found, path[-1])
-            drafting.passed(draft, time.perf_counter() - started)
-        elif self.drafting is not None:
-            self.drafting.passed_plainly(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
 
-    @property
-    def _listening(self) -> Drafting | None:
-        """The drafting that hears of the pass at hand, if any does."""
-        return None if self.drafting is None or self.drafting.deaf else self.drafting
-
-    def _prune(self, draft: Draft, drafting: Drafting, entering: Array) -> PrunedDraft:
-        """What of a draft on its way goes on into the stream layers."""
-        chosen = drafting.prune(draft, entering)
-        if len(chosen.tokens) < len(draft):
+    def _prune(self, nodes: int, prune: Prune, entering: Array) -> PrunedDraft:
+        """Prune the draft of a pass under way, which has that number of nodes."""
+        chosen = prune(entering)
+        if len(chosen.tokens) < nodes:
             self.pruned(chosen.tokens)
         return chosen
 
@@ -210,8 +198,8 @@ class Generator:
         """The text's next token, written, or None where it ends here."""
         token = sample(logits, written.sampling, len(written.history), written.history)
         meter.sampled += 1
-        if (drafting := self._listening) is not None:
-            drafting.drew(written.history[-1], token, logits)
+        if self.drafting is not None:
+            self.drafting.drew(token, logits)
         written.add(token)
         return None if written.ended else token
 

@@ -96,7 +96,7 @@ class DrafterRow:
     @property
     def tokens_per_draft(self) -> float:
         """Nodes but for the root."""
-        return self.drafting.guesses / self.drafting.drafts if self.drafting.drafts else 0.0
+        return self.drafting.draft_tokens / self.drafting.drafts if self.drafting.drafts else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         known = len(self.speed_ups) > 0

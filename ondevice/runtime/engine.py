@@ -47,7 +47,7 @@ from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions, NeuronFetcher
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter, runs_streams
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, make_drafter, runs_streams
 from ondevice.stats import GenerationStats, PassTimes
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -332,7 +332,7 @@ class Engine:
         config, context = self._bundle.config, self.plan.max_context
         target = Target(config, context, nodes, transformer, lambda: self.plan.offloads_weights, second)
         drafter = make_drafter(resolved.runtime.speculation, target)
-        least = LEAST_PASS_SECONDS if resolved.runtime.speculation == "auto" else 0.0
+        least = MIN_PASS_SECONDS if resolved.runtime.speculation == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least)
 
     def _allocate_more(self, kv: KVCache, tokens: int) -> None:
