@@ -1,7 +1,7 @@
 """From prompt tokens to text: the only decode loop.
 
 A prompt runs in fixed chunks, after the part of it that the cache already holds; then tokens are sampled,
-turned into text and fed back, one at a time or with guesses at what follows, which a pass verifies. It knows
+turned into text and fed back, one at a time or with draft tokens, which a pass verifies. It knows
 nothing of files, budgets, threads or chat.
 """
 
@@ -49,7 +49,7 @@ class Generator:
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
     `before_pass` is told how many tokens are about to go through the model together, and how many of them
-    are guesses; `pruned`, in a pass with guesses, which of its tokens still go on; `accepted`, after it,
+    are draft tokens; `pruned`, in a pass with some, which of its tokens still go on; `accepted`, after it,
     which of those the text has. `labels` is a GenerationStats whose words (backend, sparsity, ...) every
     result repeats.
     """
@@ -60,7 +60,7 @@ class Generator:
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
-    before_pass: Callable[[int, int], None] = lambda tokens, guesses: None
+    before_pass: Callable[[int, int], None] = lambda tokens, draft_tokens: None
     pruned: Callable[[Sequence[int]], None] = lambda nodes: None
     accepted: Callable[[Sequence[int]], None] = lambda nodes: None
     drafting: Drafting | None = None
@@ -155,7 +155,7 @@ class Generator:
         meter: Meter,
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        """One pass over the newest token and guesses at what follows it; what it says is written.
+        """One pass over the newest token and a draft behind it; the tokens that it gives are written.
 
         kv then holds the text but for its newest token, or, whatever is raised, what it held before.
         """
