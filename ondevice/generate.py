@@ -22,7 +22,8 @@ from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Cancelled, ForwardOutput, Prune, PrunedDraft, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting, PassOutcome
-from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain, verify
+from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
+from ondevice.speculation.verify import verify
 from ondevice.stats import DraftStats, GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 

@@ -25,6 +25,7 @@ from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.errors import OndeviceError
 from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
+from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.stats import PassTimes
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,24 @@ class SegmentPool:
     def times(self) -> PassTimes:
         """Segments are filled while passes compute, so there is nothing to manage."""
         return PassTimes(waited=self._waited)
+
+    @property
+    def prefetching(self) -> PrefetchQuality:
+        """Every neuron is multiplied, so none is prefetched in vain."""
+        return PrefetchQuality()
+
+    def hold_back(self, draft_tokens: int) -> None:
+        """No neuron is scored."""
+
+    def prune(self, tokens: Sequence[int]) -> None:
+        """No neuron is scored."""
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """No neuron is scored."""
+
+    def fill(self) -> bool:
+        """Passes fill the segments."""
+        return False
 
     def resize(self, quota: Sequence[int]) -> None:
         """Let layer i have quota[i] segments: those above go back at once, those below fill in passes."""

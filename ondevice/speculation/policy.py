@@ -34,7 +34,7 @@ Without it, catching up with a long text every 100 passes slows the others by a 
 MAX_ROW_SHARE = 0.3
 """Limit of the time that a row computes, in plain passes: a node that takes more has neurons read.
 
-Measured, a node takes up to 0.24 where nothing is read and 0.6 where neurons are (docs/speculation.md).
+Measured, a node takes up to 0.24 where nothing is read and 0.6 where neurons are (docs/benchmarks.md).
 """
 EMA_WEIGHT = 0.1
 """EMA weight of the newest pass, in the means of what looking for draft tokens takes and brings."""

@@ -1,4 +1,4 @@
-"""Draft trees: grown where acceptance is likeliest, then verified by the target's own draws.
+"""Draft trees, grown where acceptance is likeliest.
 
 "SpecExec" (arXiv 2406.02532) grows trees the same way. Verification is exact for any tree: a draft decides
 how many tokens a forward pass gives, never which.
@@ -123,17 +123,3 @@ def grow(
         if len(paths[-1]) < min(max_depth, MAX_DEPTH):
             heapq.heappush(queue, (negated, len(tokens) - 1, _ASK, token))
     return Draft(tuple(tokens), tuple(parents), tuple(chances))
-
-
-def verify(draft: Draft, draw: Callable[[int], int | None]) -> list[int]:
-    """The path of `draft` that the text takes, root first.
-
-    draw(node): the target's own token behind `node`, drawn as plain decoding draws it, or None where the text
-    ends. It is called once for each node of the path, in order, and its token is the text's next. Where no
-    node holds that token the path ends, and the token is the next pass's root. The noise is keyed by seed and
-    position, so the tokens are those of plain decoding, for any tree.
-    """
-    path = [0]
-    while (token := draw(path[-1])) is not None and (child := draft.child(path[-1], token)) is not None:
-        path.append(child)
-    return path

@@ -18,7 +18,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
 from ondevice.model.transformer import Transformer
-from ondevice.runtime.key_value_store import KVMemory
+from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
@@ -26,7 +26,8 @@ from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
 from ondevice.speculation.registry import DRAFTERS
-from ondevice.speculation.tree import Draft, Proposals, grow, verify
+from ondevice.speculation.tree import Draft, Proposals, grow
+from ondevice.speculation.verify import verify
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
 from tests.support.engines import always_draft
@@ -165,13 +166,13 @@ def test_guesses_take_no_block_that_the_text_does_not_need(
     relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    allocate = KVMemory._allocate
+    allocate = KVCachePool._allocate
 
-    def note(memory: KVMemory, nbytes: int) -> Any:
+    def note(memory: KVCachePool, nbytes: int) -> Any:
         taken[-1] += 1
         return allocate(memory, nbytes)
 
-    monkeypatch.setattr(KVMemory, "_allocate", note)
+    monkeypatch.setattr(KVCachePool, "_allocate", note)
     with load(relu_bundle, speculation="lookup") as model:
         for seed in range(4):
             draft_by(model, [], seed)
