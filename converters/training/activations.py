@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import make_engine
-from ondevice.backends.fed_layer import BLOCK_NEURONS
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Sparsity

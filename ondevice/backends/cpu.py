@@ -7,6 +7,7 @@ canonical arithmetic); numpy only copies, indexes and adds. An op's result is va
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,9 +26,10 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.cpu_weights import CpuFeedForward, CpuLinear
-from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder, EmbeddingTable
+from ondevice.backends.embedding_table import EmbeddingHolder, EmbeddingTable
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import RowLayout
 from ondevice.config import ACTIVATIONS, Activation
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
@@ -57,6 +59,43 @@ def contributions(
     for gate, contribution in zip(gates, out, strict=True):
         _native.activate(engine, act, gate, importance, contribution)
         np.abs(contribution, out=contribution)
+
+
+@dataclass(frozen=True)
+class CpuLinear:
+    """A packed matrix; bias: (N,) or None."""
+
+    matrix: _native.Matrix
+    bias: Float32 | None
+
+
+class CpuFeedForward(FeedForwardLayer):
+    """One layer's neurons, packed for the kernels: segments are `_native.Segment`."""
+
+    def __init__(
+        self,
+        engine: _native.Engine,
+        index: int,
+        source: FeedForwardSource,
+        segment_neurons: int,
+        selector: Selector | None = None,
+    ) -> None:
+        super().__init__(index, source, segment_neurons, selector)
+        row = RowLayout(source.hidden_size, source.bits)
+        first, second = source.layout.part_offsets
+        self.native = _native.FeedForward(
+            source.hidden_size, source.bits, source.layout.stride, first, second, second + row.nbytes
+        )
+        self._engine = engine
+
+    def new_segment(self) -> _native.Segment:
+        return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
+
+    def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
+        neurons = self.segment_range(index)
+        blocks = -(-len(neurons) // BLOCK_NEURONS)
+        block0 = (first - neurons.start) // BLOCK_NEURONS
+        self.native.pack(self._engine, segment, blocks, block0, records)
 
 
 class CpuBackend(EmbeddingHolder):
@@ -101,7 +140,7 @@ class CpuBackend(EmbeddingHolder):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> CpuFeedForward:
-        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, selector))
+        self.feed_forwards.append(CpuFeedForward(self.engine, layer, source, self._segment_neurons, selector))
         return self.feed_forwards[-1]
 
     @property
@@ -191,8 +230,8 @@ class CpuBackend(EmbeddingHolder):
 
     def prefetch(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
         selector = weight.selector
-        if weight.prefetch is not None and selector is not None:
-            weight.prefetch(len(x), lambda: self.scores(x, selector, norm))
+        if selector is not None:
+            weight.neurons.prefetch(weight.index, len(x), lambda: self.scores(x, selector, norm))
 
     def feed_forward(
         self,
@@ -209,8 +248,8 @@ class CpuBackend(EmbeddingHolder):
         num_exact_rows = len(x) if num_exact_rows is None else num_exact_rows
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        whole = weight.turn(num_exact_rows) if num_exact_rows else None
-        if whole is not None and selector.cutoff is None:
+        resident = weight.neurons.begin_layer(weight.index, num_exact_rows) if num_exact_rows else None
+        if resident is not None and selector.cutoff is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
                 self.engine,
@@ -218,8 +257,8 @@ class CpuBackend(EmbeddingHolder):
                 scorer.matrix,
                 scorer.bias,
                 narrow[0].matrix if narrow else None,
-                whole.slots,
-                whole.addresses,
+                resident.slots,
+                resident.addresses,
                 selector.predicted,
                 act,
                 out,
@@ -227,11 +266,11 @@ class CpuBackend(EmbeddingHolder):
                 eps,
                 added,
             )
-            whole.multiplied(count)
+            resident.count_multiplied(count)
             return out
         scores, gates = self._scored(x, selector, norm)
         native.begin(self.engine, x, scale, eps)
-        for ids, parts in weight.selected(scores, num_exact_rows):
+        for ids, parts in weight.neurons.select(weight.index, scores, num_exact_rows):
             native.add_gathered(self.engine, ids, parts, selector.predicted, gates, act)
         native.finish(self.engine, out, added)
         return out
@@ -249,7 +288,7 @@ class CpuBackend(EmbeddingHolder):
         native, act = weight.native, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        pieces = weight.streamed() if streamed else ()
+        pieces = weight.neurons.stream(weight.index) if streamed else ()
         if pieces == ():
             native.forward(self.engine, x, weight.segments, act, out, scale, eps, added)
             return out

@@ -28,10 +28,10 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
+from ondevice.backends.embedding_table import EmbeddingHolder
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx_kv import MlxKV
-from ondevice.backends.mlx_limits import MlxLimits
-from ondevice.backends.mlx_memory import Synchronisations, begin
+from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
 from ondevice.backends.mlx_ops import MlxOps, activate, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
@@ -96,7 +96,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> MlxFeedForward:
         self.feed_forwards.append(
-            MlxFeedForward(source, self._segment_neurons, self.dtype, self._stream, selector)
+            MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._stream, selector)
         )
         return self.feed_forwards[-1]
 
@@ -160,13 +160,15 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
     def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         selector, tokens = weight.selector, x.shape[0]
-        if weight.prefetch is None or selector is None:
+        if selector is None:
             return
-        if weight.wants_prefetch(tokens):
+        if weight.neurons.wants_prefetch(weight.index, tokens):
             # Read back together with the layer's own scores: prefetching must not cost a synchronisation.
             self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
-            weight.prefetch(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
+            weight.neurons.prefetch(
+                weight.index, tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0])
+            )
 
     def feed_forward(
         self,
@@ -197,7 +199,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         Segment after segment, be it resident or on its way.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
-        pieces = weight.streamed() if streamed else ()
+        pieces = weight.neurons.stream(weight.index) if streamed else ()
         for segment in weight.segments:
             found = found + _all_of(x, segment.neurons, activation)
         for piece in pieces:
@@ -221,12 +223,13 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
         """
         if num_exact_rows:
-            weight.turn(num_exact_rows)  # Where a whole layer lies is of no use here: neurons are gathered.
+            # Where a resident layer lies is of no use here: neurons are gathered.
+            weight.neurons.begin_layer(weight.index, num_exact_rows)
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
         found = mx.zeros(x.shape)
         piece: _Piece | None = None
-        for ids, addresses in weight.selected(known, num_exact_rows):
+        for ids, addresses in weight.neurons.select(weight.index, known, num_exact_rows):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:
@@ -300,8 +303,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
             return self.to_numpy(scores)
         layer, tokens, predicted = prefetched
         self._await(scores, predicted)
-        if layer.prefetch is not None:
-            layer.prefetch(tokens, lambda: np.array(predicted))
+        layer.neurons.prefetch(layer.index, tokens, lambda: np.array(predicted))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:

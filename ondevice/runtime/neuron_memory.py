@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import SegmentShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
@@ -19,7 +19,7 @@ from ondevice.sparsity.segments import SegmentPool
 def neuron_memory(
     bundle: Bundle,
     plan: Plan,
-    layers: Sequence[FedLayer],
+    layers: Sequence[FeedForwardLayer],
     reader: FlashReader,
     costs: CostModel,
     options: FetchOptions,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.record_reads import Parts
@@ -26,7 +26,7 @@ class CacheWarmUp:
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         cache: NeuronCache,
         parts: Parts,

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole, wants_none
-from ondevice.errors import FlashReadError, OndeviceError
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
+from ondevice.backends.neuron_source import Batches, ClosedNeurons, NeuronSource, ResidentLayer
+from ondevice.errors import FlashReadError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.cache_warm_up import CacheWarmUp
@@ -65,7 +64,7 @@ class FetchOptions:
 DEFAULT_FETCH = FetchOptions()
 
 
-class NeuronFetcher:
+class NeuronFetcher(NeuronSource):
     """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
 
     part_bytes: of the checked parts of a record. prefetched: neurons of the next layer that are
@@ -74,7 +73,7 @@ class NeuronFetcher:
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         cache: NeuronCache,
         *,
@@ -110,12 +109,9 @@ class NeuronFetcher:
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
         """What one missing neuron has lately taken those who waited for it."""
-        for index, layer in enumerate(layers):
-            layer.turn = partial(self._turn, index)
-            layer.selected = partial(self._selected, index)
-            if options.prefetch:
-                layer.prefetch = partial(self._prefetcher.prefetch, index)
-                layer.wants_prefetch = partial(self._prefetcher.wants, index)
+        self._prefetches = options.prefetch
+        for layer in layers:
+            layer.neurons = self
 
     @property
     def nbytes(self) -> int:
@@ -185,52 +181,54 @@ class NeuronFetcher:
             reads.close()
         self._cache.close()
         for layer in self._layers:
-            layer.turn = layer.selected = _closed
-            layer.prefetch, layer.wants_prefetch = None, wants_none
+            layer.neurons = ClosedNeurons()
 
-    def _turn(self, index: int, num_exact_rows: int) -> Whole | None:
-        """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
+    def wants_prefetch(self, layer: int, rows: int) -> bool:
+        return self._prefetches and self._prefetcher.wants(layer, rows)
+
+    def prefetch(self, layer: int, rows: int, scores: Callable[[], Float32]) -> None:
+        if self._prefetches:
+            self._prefetcher.prefetch(layer, rows, scores)
+
+    def begin_layer(self, layer: int, num_exact_rows: int) -> ResidentLayer | None:
+        """Where all the layer's neurons lie, if they are in memory and nothing needs to know their scores."""
         cache = self._cache
-        if index == 0 and num_exact_rows and not (cache.holds_all and cache.is_full):
+        if layer == 0 and num_exact_rows and not (cache.holds_all and cache.is_full):
             self._since = time.perf_counter()
             self._next_pass(num_exact_rows)
             self._managed += self._lap()
-        if not cache.holds_all or not cache.holds_layer(index):
+        if not cache.holds_all or not cache.holds_layer(layer):
             return None
-        return None if self._prefetcher.awaits(index) else Whole(*cache.places(index), cache.count)
+        return None if self._prefetcher.awaits(layer) else ResidentLayer(*cache.places(layer), cache.count)
 
-    def _selected(self, index: int, scores: Float32, num_exact_rows: int) -> Batches:
-        """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
-
-        Of the tokens from `num_exact_rows` on, only those that have slots. Each batch is valid until the
-        next.
-        """
+    def select(self, layer: int, scores: Float32, num_exact_rows: int) -> Batches:
+        """As documented there; while one batch is multiplied, the next one's records are read."""
         cache = self._cache
         if num_exact_rows == 0:
-            if not cache.holds_layer(index):
-                self._prefetcher.expect(index, scores)
-            held = cache.held(index, selected(scores))
-            yield held, cache.lie_at(index, held)
+            if not cache.holds_layer(layer):
+                self._prefetcher.expect(layer, scores)
+            held = cache.held(layer, selected(scores))
+            yield held, cache.lie_at(layer, held)
             return
         self._since = time.perf_counter()
         if not cache.holds_all:
-            self._observe(index, scores[:num_exact_rows])
+            self._observe(layer, scores[:num_exact_rows])
         ids = selected(scores[:num_exact_rows])
         if num_exact_rows < len(scores):
-            ids = np.union1d(ids, cache.held(index, selected(scores[num_exact_rows:])))
-        prefetched = self._prefetcher.commit(index)
-        if cache.holds_layer(index) and not len(prefetched):
-            yield from self._whole(index, ids)
+            ids = np.union1d(ids, cache.held(layer, selected(scores[num_exact_rows:])))
+        prefetched = self._prefetcher.commit(layer)
+        if cache.holds_layer(layer) and not len(prefetched):
+            yield from self._whole(layer, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
         under_way: deque[_Batch] = deque()
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < BATCHES:
-                    under_way.append(self._begin(index, waiting.popleft()))
+                    under_way.append(self._begin(layer, waiting.popleft()))
                 if not self._prefetched_arrived(ids, prefetched):
                     while under_way:
-                        self._give_up(index, under_way.popleft())
+                        self._give_up(layer, under_way.popleft())
                     waiting, prefetched = deque(self._cut(ids)), prefetched[:0]
                     continue
                 prefetched = prefetched[:0]
@@ -243,22 +241,22 @@ class NeuronFetcher:
                 self._since = time.perf_counter()
                 done += len(batch.ids)
                 if waiting and not cache.has_room(len(waiting[0])):
-                    cache.evict_to_share(index, ids[done:])
+                    cache.evict_to_share(layer, ids[done:])
         finally:
             self._prefetched_arrived(ids, prefetched)
             for batch in under_way:
-                self._give_up(index, batch)
-            cache.evict_to_share(index)
+                self._give_up(layer, batch)
+            cache.evict_to_share(layer)
             self._managed += self._lap()
 
-    def _whole(self, index: int, ids: Int32) -> Batches:
+    def _whole(self, layer: int, ids: Int32) -> Batches:
         """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
         self._prefetcher.arrived()
-        placement = self._cache.acquire(index, ids)
+        placement = self._cache.acquire(layer, ids)
         self._managed += self._lap()
         yield ids, placement.addresses
         self._since = time.perf_counter()
-        self._cache.evict_to_share(index)
+        self._cache.evict_to_share(layer)
         self._managed += self._lap()
 
     def _lap(self) -> float:
@@ -279,13 +277,13 @@ class NeuronFetcher:
         if self._fill_ahead and not alone:
             self._warm_up.begin()
 
-    def _observe(self, index: int, scores: Float32) -> None:
+    def _observe(self, layer: int, scores: Float32) -> None:
         """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
         of_text = len(scores) - self._draft_tokens
-        self._cache.observe(index, scores[:of_text])
+        self._cache.observe(layer, scores[:of_text])
         if self._draft_tokens:
             with np.errstate(over="ignore"):
-                self._held_back[index, : self._draft_tokens] = scores[of_text:]
+                self._held_back[layer, : self._draft_tokens] = scores[of_text:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -313,27 +311,27 @@ class NeuronFetcher:
         self._prefetcher.count(len(prefetched), used, waited, self._read_seconds)
         return arrived
 
-    def _begin(self, index: int, ids: Int32) -> _Batch:
-        placement = self._cache.acquire(index, ids)
+    def _begin(self, layer: int, ids: Int32) -> _Batch:
+        placement = self._cache.acquire(layer, ids)
         missing = placement.missing
         if not len(missing):
             return _Batch(ids, placement, None)
         reads = self._reads[0]
         self._reads.rotate()
-        file, started = self._layers[index].source.file, False
+        file, started = self._layers[layer].source.file, False
         try:
             reads.start(file, ids[missing], placement.addresses[missing])
             started = True
         finally:
             if not started:
-                self._cache.evict(index, ids[missing])
+                self._cache.evict(layer, ids[missing])
         return _Batch(ids, placement, reads)
 
-    def _give_up(self, index: int, batch: _Batch) -> None:
+    def _give_up(self, layer: int, batch: _Batch) -> None:
         if batch.reads is not None:
             with suppress(FlashReadError, ValueError):
                 batch.reads.finish()
-            self._cache.evict(index, batch.ids[batch.placement.missing])
+            self._cache.evict(layer, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
         """Pieces of at most `batch` ids; a block of 64 neurons is never cut, as it is summed as one."""
@@ -344,7 +342,3 @@ class NeuronFetcher:
                 stop = int(np.searchsorted(ids, ids[stop] // BLOCK_NEURONS * BLOCK_NEURONS))
             yield ids[start:stop]
             start = stop
-
-
-def _closed(*_: object) -> NoReturn:
-    raise OndeviceError("the model's feed-forward memory was given back: it is closed")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
@@ -73,7 +73,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         cache: NeuronCache,
         *,

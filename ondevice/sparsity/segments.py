@@ -20,9 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ondevice.backends.base import Bytes
-from ondevice.backends.fed_layer import FedLayer, Segment
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
 from ondevice.bundle.layout import DATA_OFFSET
-from ondevice.errors import OndeviceError
 from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.stats import PassTimes
@@ -33,7 +33,7 @@ SEGMENTS_AHEAD = 4
 """Segments that may be waiting, empty, for the neurons that will fill them."""
 
 
-class SegmentPool:
+class SegmentPool(NeuronSource):
     """Allocates segments of `segment_bytes` to `layers` and streams the rest in pieces of `stream_neurons`.
 
     slot_bytes, slots: the buffers of the stream, which hold what is read ahead.
@@ -41,7 +41,7 @@ class SegmentPool:
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         *,
         segment_bytes: int,
@@ -74,8 +74,8 @@ class SegmentPool:
         """Neurons that passes have multiplied, counted once per pass and layer."""
         self.hits = 0
         """Those of them that were in memory when the pass came to their layer."""
-        for index, layer in enumerate(layers):
-            layer.streamed = lambda index=index: self._streamed(index)  # type: ignore[misc]
+        for layer in layers:
+            layer.neurons = self
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class SegmentPool:
         for layer in self._layers:
             layer.segments.clear()
             # Without the pool in it, no cycle keeps the layer's memory until the collector comes by.
-            layer.streamed = _closed
+            layer.neurons = ClosedNeurons()
 
     @property
     def _missing(self) -> int:
@@ -167,19 +167,14 @@ class SegmentPool:
                 ]
             )
 
-    def _streamed(self, index: int) -> Iterable[Bytes | Segment]:
-        """A layer's neurons that aren't resident, ascending: records (n, stride), or a segment just filled.
-
-        Each is valid until the next, if its engine doesn't say otherwise (`StreamMemory`). Layers come in
-        order in a pass, from the first.
-        """
-        if index == 0:
+    def stream(self, layer: int) -> Iterable[Bytes | Segment]:
+        """A layer's neurons that aren't resident; a segment is one that has just been filled with them."""
+        if layer == 0:
             self._begin_pass()
-        layer = self._layers[index]
-        neurons, resident = layer.source.num_neurons, layer.resident_neurons
+        neurons, resident = self._layers[layer].source.num_neurons, self._layers[layer].resident_neurons
         self.lookups += neurons
         self.hits += resident
-        return () if resident == neurons else self._read(index)
+        return () if resident == neurons else self._read(layer)
 
     def _read(self, index: int) -> Iterator[Bytes | Segment]:
         layer = self._layers[index]
@@ -277,7 +272,7 @@ class SegmentPool:
             self._memory.wait(self._held.popleft())
 
 
-def _packed(layer: FedLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
+def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
     """Whether a piece got into a segment: where that takes its memory only now, it may be refused."""
     try:
         layer.pack(filling, segment, first, records)
@@ -285,8 +280,3 @@ def _packed(layer: FedLayer, filling: Segment, segment: int, first: int, records
         log.warning("no memory for a feed-forward segment: %s", error)
         return False
     return True
-
-
-def _closed() -> Iterator[Bytes | Segment]:
-    """Neurons that are gone must not read as zeros."""
-    raise OndeviceError("the model's feed-forward memory was given back: it is closed")

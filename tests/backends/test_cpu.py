@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Bytes, Float32
-from ondevice.backends.cpu import CpuBackend, make_engine
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.base import Float32
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, ModelConfig, QuantConfig
@@ -19,7 +17,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
 from tests.support.engines import every_logits
-from tests.support.sources import ArrayFeedForward, RandomWeights, quantise_rows, tiny_config
+from tests.support.sources import ArrayFeedForward, RandomWeights, RecordSource, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
 
@@ -41,11 +39,7 @@ def lend(layer: CpuFeedForward, segments: int) -> None:
         layer.pack(segment, index, neurons.start, layer.source.read(neurons.start, len(neurons)))
         layer.segments.append(segment)
 
-    def streamed() -> Iterator[Bytes]:
-        for first in range(layer.resident_neurons, layer.source.num_neurons, 64):
-            yield layer.source.read(first, min(64, layer.source.num_neurons - first))
-
-    layer.streamed = streamed
+    layer.neurons = RecordSource(layer)
 
 
 def load(config: ModelConfig, backend: CpuBackend, bits: Any, segments: int = 99) -> Transformer:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
 from ondevice.model.transformer import Transformer
@@ -215,3 +217,19 @@ class RandomWeights:
         head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
         weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head)
         return Transformer(config, backend, weights)
+
+
+class RecordSource(NeuronSource):
+    """Streams one layer's neurons behind its resident ones, a block at a time, without a flash reader."""
+
+    def __init__(self, layer: FeedForwardLayer) -> None:
+        self._layer = layer
+        self.streams = 0
+        """How often the neurons were asked for."""
+
+    def stream(self, layer: int) -> Iterator[Bytes]:
+        self.streams += 1
+        source, first = self._layer.source, self._layer.resident_neurons
+        return (
+            source.read(at, min(64, source.num_neurons - at)) for at in range(first, source.num_neurons, 64)
+        )
