@@ -17,6 +17,7 @@ import numpy as np
 from ondevice.backends.base import Bytes, Float32, KVLayout, Norm, RowChunk
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RESIDENT, RowLayout
 from ondevice.bundle.reader import Bundle
@@ -116,7 +117,7 @@ class _Pieces(NeuronSource):
         self._source = source
         self._piece_neurons = piece_neurons
 
-    def stream(self, layer: int) -> Iterator[Bytes]:
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterator[Bytes]:
         step, end = self._piece_neurons, self._source.num_neurons
         return (self._source.read(first, min(step, end - first)) for first in range(0, end, step))
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import Activation, ModelConfig
@@ -280,6 +281,17 @@ class Backend(Protocol):
 
     def load_embedding(self, source: EmbeddingSource) -> Embedding: ...
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """A pass over `batch` begins."""
+        ...
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """After the pass over `batch`, which had draft tokens: the text has the tokens in `rows`.
+
+        rows: of `batch` as it began, ascending. Only these tokens may change what is kept in memory.
+        """
+        ...
+
     def embedding(self, table: Embedding, tokens: Int32) -> Array:
         """tokens: (T,) ids in 0 .. V-1. Returns (T, D)."""
         ...
@@ -357,15 +369,15 @@ class Backend(Protocol):
         x: Array,
         weight: FeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Array | None = None,
-        num_exact_rows: int | None = None,
     ) -> Array:
-        """x: (T, D). Returns (T, D) = down(activation(gate(n)) * up(n)) + added, where n is norm(x).
+        """x: (R, D), the rows of `batch`. Returns (R, D) = down(activation(gate(n)) * up(n)) + added.
 
-        added: (T, D), which may be x, and which the result may overwrite. Tokens from `num_exact_rows` on are
-        guesses whose results need be near only: nothing is read for them, and what isn't in memory counts as
-        nothing. Layers come in order in a pass.
+        n is norm(x). added: (R, D), which may be x, and which the result may overwrite. Rows from
+        `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't in memory
+        count as zero. Layers come in order in a pass.
         """
         ...
 

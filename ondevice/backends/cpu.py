@@ -26,8 +26,10 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.embedding_table import EmbeddingHolder, EmbeddingTable
+from ondevice.backends.embedding_table import EmbeddingTable
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import ACTIVATIONS, Activation
@@ -98,7 +100,7 @@ class CpuFeedForward(FeedForwardLayer):
         self.native.pack(self._engine, segment, blocks, block0, records)
 
 
-class CpuBackend(EmbeddingHolder):
+class CpuBackend(OffloadingBackend):
     """`Backend` over the native kernels.
 
     segment_neurons, stream_neurons: multiples of 64; most neurons of one segment and of one streamed piece.
@@ -120,7 +122,6 @@ class CpuBackend(EmbeddingHolder):
     ) -> None:
         super().__init__(resident_embedding)
         self.engine = engine
-        self.feed_forwards: list[CpuFeedForward] = []
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
         self._staging: _native.Segment | None = None
@@ -140,8 +141,9 @@ class CpuBackend(EmbeddingHolder):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> CpuFeedForward:
-        self.feed_forwards.append(CpuFeedForward(self.engine, layer, source, self._segment_neurons, selector))
-        return self.feed_forwards[-1]
+        loaded = CpuFeedForward(self.engine, layer, source, self._segment_neurons, selector)
+        self.feed_forwards.append(loaded)
+        return loaded
 
     @property
     def target(self) -> str:
@@ -238,17 +240,16 @@ class CpuBackend(EmbeddingHolder):
         x: Float32,
         weight: CpuFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        num_exact_rows: int | None = None,
     ) -> Float32:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
+            return self.dense_feed_forward(x, weight, activation, batch, norm, added)
         native, selector, act = weight.native, weight.selector, ACTIVATIONS.index(activation)
-        num_exact_rows = len(x) if num_exact_rows is None else num_exact_rows
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        resident = weight.neurons.begin_layer(weight.index, num_exact_rows) if num_exact_rows else None
+        resident = weight.neurons.begin_layer(weight.index, batch)
         if resident is not None and selector.cutoff is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
@@ -270,7 +271,7 @@ class CpuBackend(EmbeddingHolder):
             return out
         scores, gates = self._scored(x, selector, norm)
         forward = _native.FeedForwardPass(self.engine, native, x, act, scale, eps)
-        for ids, parts in weight.neurons.select(weight.index, scores, num_exact_rows):
+        for ids, parts in weight.neurons.select(weight.index, scores, batch):
             forward.add_selected(ids, parts, selector.predicted, gates)
         forward.finish(out, added)
         return out
@@ -280,15 +281,15 @@ class CpuBackend(EmbeddingHolder):
         x: Float32,
         weight: CpuFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        streamed: bool = True,
     ) -> Float32:
-        """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory."""
+        """`feed_forward` of every neuron, whether or not a selector would choose it."""
         native, act = weight.native, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        pieces = weight.neurons.stream(weight.index) if streamed else ()
+        pieces = weight.neurons.stream(weight.index, batch)
         if pieces == ():
             native.forward(self.engine, x, weight.segments, act, out, scale, eps, added)
             return out

@@ -34,21 +34,3 @@ class EmbeddingTable:
             self._records = None
         elif self._records is None:
             self._records = self._source.read(np.arange(self.vocab_size, dtype=np.int32))
-
-
-class EmbeddingHolder:
-    """Base class of the backends that hold an embedding table. resident: whether it starts in memory."""
-
-    def __init__(self, resident: bool) -> None:
-        self._resident = resident
-        self._embedding: EmbeddingTable | None = None
-
-    def load_embedding(self, source: EmbeddingSource) -> EmbeddingTable:
-        self._embedding = EmbeddingTable(source)
-        self.hold_embedding(self._resident)
-        return self._embedding
-
-    def hold_embedding(self, resident: bool) -> None:
-        """Hold the embedding table in memory, or free it; its rows are then read from flash."""
-        if self._embedding is not None:
-            self._embedding.hold(resident)

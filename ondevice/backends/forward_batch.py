@@ -24,7 +24,7 @@ class ForwardBatch:
     stream_rows: int = 0
     """Rows of streams. Their results are estimates, computed with the neurons that are in memory."""
     resident_only: bool = False
-    """All rows make do with the neurons that are in memory: the pass reads none, and is no part of the text."""
+    """Every row's results are estimates: the pass reads no neurons, and is no part of the text."""
     last_only: bool = False
     """Only the last token's results are wanted."""
     unpruned_rows: Sequence[int] | None = None
@@ -43,12 +43,12 @@ class ForwardBatch:
     def pruned(self, kept: Sequence[int], tree: TokenTree, stream_rows: int) -> ForwardBatch:
         """The batch that goes on with the tokens `kept` (ascending rows), followed by rows of streams.
 
-        kept: holds all rows of the text. tree: of all rows that go on.
+        tree: of all rows that go on.
         """
         return ForwardBatch(
             [self.tokens[row] for row in kept],
             tree,
-            draft_rows=len(kept) - self.text_rows,
+            draft_rows=sum(row >= self.text_rows for row in kept),
             stream_rows=stream_rows,
             resident_only=self.resident_only,
             unpruned_rows=kept,

@@ -28,8 +28,8 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.embedding_table import EmbeddingHolder
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
 from ondevice.backends.mlx_ops import MlxOps, activate, normed
@@ -41,6 +41,7 @@ from ondevice.backends.mlx_weights import (
     MlxSegment,
     MlxStreamMemory,
 )
+from ondevice.backends.offloading import OffloadingBackend
 from ondevice.bundle.layout import padded
 from ondevice.config import Activation
 
@@ -55,7 +56,7 @@ def is_row_invariant() -> bool:
     return bool(mx.default_device() == mx.cpu)
 
 
-class MlxBackend(EmbeddingHolder, MlxOps):
+class MlxBackend(OffloadingBackend, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
     segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: selected ones
@@ -78,7 +79,6 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         super().__init__(resident_embedding)
         self.dtype = compute_type()
         self._limits = MlxLimits(cache_bytes, budget_bytes) if budget_bytes else None
-        self.feed_forwards: list[MlxFeedForward] = []
         self._waits = Synchronisations()
         self._segment_neurons = segment_neurons
         self._stage_neurons = stage_neurons
@@ -95,10 +95,9 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> MlxFeedForward:
-        self.feed_forwards.append(
-            MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._stream, selector)
-        )
-        return self.feed_forwards[-1]
+        loaded = MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._stream, selector)
+        self.feed_forwards.append(loaded)
+        return loaded
 
     @property
     def target(self) -> str:
@@ -147,13 +146,15 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         found = weight.matrix.rows_product(x)
         return found if weight.bias is None else found + weight.bias
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        # A chunk of a prompt whose logits aren't wanted is computed before the next one begins: what is under
+        # way stays within one pass's scratch memory, and a cancelled prompt ends.
+        self._prefetched = None  # of a pass that was given up
+        if self._begun is not None:
+            self._await(self._begun)
+        super().begin_pass(batch)
+
     def attend(self, qkv: mx.array, kv: KVStore, layer: int, *where: Any, **options: Any) -> mx.array:
-        # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
-        # under way stays within one pass's scratch memory, and a cancelled prompt ends.
-        if layer == 0:
-            self._prefetched = None  # of a pass that was given up
-            if self._begun is not None:
-                self._await(self._begun)
         self._begun = super().attend(qkv, kv, layer, *where, **options)
         begin(self._begun)
         return self._begun
@@ -175,14 +176,13 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         x: mx.array,
         weight: MlxFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        num_exact_rows: int | None = None,
     ) -> mx.array:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
-        num_exact_rows = x.shape[0] if num_exact_rows is None else num_exact_rows
-        found = self._selected(normed(x, norm), weight, weight.selector, activation, num_exact_rows)
+            return self.dense_feed_forward(x, weight, activation, batch, norm, added)
+        found = self._selected(normed(x, norm), weight, weight.selector, activation, batch)
         return found if added is None else added + found
 
     def dense_feed_forward(
@@ -190,16 +190,16 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         x: mx.array,
         weight: MlxFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        streamed: bool = True,
     ) -> mx.array:
-        """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory.
+        """`feed_forward` of every neuron, whether or not a selector would choose it.
 
-        Segment after segment, be it resident or on its way.
+        Segments are multiplied in order, resident ones before those that are streamed.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
-        pieces = weight.neurons.stream(weight.index) if streamed else ()
+        pieces = weight.neurons.stream(weight.index, batch)
         for segment in weight.segments:
             found = found + _all_of(x, segment.neurons, activation)
         for piece in pieces:
@@ -216,20 +216,19 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         weight: MlxFeedForward,
         selector: Selector,
         activation: Activation,
-        num_exact_rows: int,
+        batch: ForwardBatch,
     ) -> mx.array:
         """The neurons that `selector` selects of x (T, D), range after range of ascending ids: (T, D).
 
         Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
         """
-        if num_exact_rows:
-            # Where a resident layer lies is of no use here: neurons are gathered.
-            weight.neurons.begin_layer(weight.index, num_exact_rows)
+        # Where a resident layer lies is of no use here: neurons are gathered.
+        weight.neurons.begin_layer(weight.index, batch)
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
         found = mx.zeros(x.shape)
         piece: _Piece | None = None
-        for ids, addresses in weight.neurons.select(weight.index, known, num_exact_rows):
+        for ids, addresses in weight.neurons.select(weight.index, known, batch):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:

@@ -8,13 +8,14 @@ Legend: R rows of a forward pass, F neurons of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32, Int32
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.errors import OndeviceError
 
 Segment: TypeAlias = Any
@@ -39,6 +40,9 @@ class NeuronSource:
     multiplied, the others where a selector chooses. What it doesn't override refuses, or does nothing.
     """
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """A pass that reads neurons is about to enter the first layer. Not called for `resident_only`."""
+
     def wants_prefetch(self, layer: int, rows: int) -> bool:
         """Whether `prefetch` would use the scores of so many rows."""
         return False
@@ -49,36 +53,39 @@ class NeuronSource:
         The scores are an estimate, made from the input of the layer before; no result depends on them.
         """
 
-    def begin_layer(self, layer: int, num_exact_rows: int) -> ResidentLayer | None:
+    def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         """The layer's turn has come. None: ask `select`, which is to see the scores."""
         return None
 
-    def select(self, layer: int, scores: Float32, num_exact_rows: int) -> Batches:
+    def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
         """The neurons with a score above zero for any row of scores (R, F).
 
-        For rows from `num_exact_rows` on, only those of them that are in memory.
+        For rows from `batch.num_exact_rows` on, only those of them that are in memory.
         """
         raise OndeviceError("nothing provides the neurons that are selected")
 
-    def stream(self, layer: int) -> Iterable[Bytes | Segment]:
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         """The layer's neurons that its segments don't hold, ascending: records (n, stride) or a segment.
 
         Each is valid until the next is asked for, unless the layer's `StreamMemory` says otherwise. An empty
-        tuple where the segments hold all of them.
+        tuple where the segments hold all of them, and for `resident_only`.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """After the pass over `batch`, which had draft tokens: the text has the tokens in `rows`."""
 
 
 class ClosedNeurons(NeuronSource):
     """The source of layers whose memory was given back: absent neurons must not read as zeros."""
 
-    def begin_layer(self, layer: int, num_exact_rows: int) -> ResidentLayer | None:
+    def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         raise _closed()
 
-    def select(self, layer: int, scores: Float32, num_exact_rows: int) -> Batches:
+    def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
         raise _closed()
 
-    def stream(self, layer: int) -> Iterable[Bytes | Segment]:
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         raise _closed()
 
 

@@ -29,6 +29,7 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
@@ -88,6 +89,12 @@ class ReferenceBackend:
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """Everything is in memory."""
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
@@ -177,9 +184,9 @@ class ReferenceBackend:
         x: Float32,
         weight: ReferenceFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        num_exact_rows: int | None = None,
     ) -> Float32:
         x = x if norm is None else self.rms_norm(x, *norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import CpuBackend
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
@@ -311,8 +312,6 @@ class Engine:
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
             before_pass=self._before_pass,
-            pruned=self._pruned,
-            accepted=self._accepted,
             drafting=self._drafting,
             labels=GenerationStats(
                 backend=backend.name,
@@ -342,21 +341,11 @@ class Engine:
         if target > self._segments:
             self._allocate_segments(target)
 
-    def _before_pass(self, tokens: int, draft_tokens: int) -> None:
+    def _before_pass(self, batch: ForwardBatch) -> None:
         # A draft is made by what is in memory, and is to find it there.
-        if not draft_tokens:
+        if not batch.draft_rows:
             self._between_passes()
-        if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.hold_back(draft_tokens)
-        self._make_room(tokens)
-
-    def _pruned(self, nodes: Sequence[int]) -> None:
-        if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.prune(nodes)
-
-    def _accepted(self, nodes: Sequence[int]) -> None:
-        if isinstance(self._neurons, NeuronFetcher):
-            self._neurons.accept(nodes)
+        self._make_room(len(batch.tokens))
 
     def _make_room(self, tokens: int) -> None:
         """Before a pass: a wide one takes memory from neurons, the next prune one gives it back."""

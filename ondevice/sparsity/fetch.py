@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import Batches, ClosedNeurons, NeuronSource, ResidentLayer
 from ondevice.errors import FlashReadError
 from ondevice.flash.cost_model import CostModel
@@ -101,10 +102,8 @@ class NeuronFetcher(NeuronSource):
         )
         self._fill_ahead = options.keep and options.fill_ahead
         self._prefetched_hits = 0
-        self._draft_tokens = 0
-        """Of the next pass's last tokens, how many may turn out to be no part of the text."""
-        self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, draft tokens, F) what the last pass scored for them."""
+        self._draft_scores: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
+        """(layers, draft tokens, F) scores of the last pass's draft tokens, by their place in its draft."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
@@ -148,26 +147,12 @@ class NeuronFetcher(NeuronSource):
         self._warm_up.stop()
         self._cache.resize(sum(quota))
 
-    def hold_back(self, draft_tokens: int) -> None:
-        """The next passes' last `draft_tokens` tokens say nothing of the text until `accept`."""
-        self._draft_tokens = draft_tokens
-        self._prefetcher.begin_expected()
-        if draft_tokens > self._held_back.shape[1]:
-            neurons = self._layers[0].source.num_neurons
-            self._held_back = np.zeros((len(self._layers), draft_tokens, neurons), dtype=np.float16)
-
-    def prune(self, tokens: Sequence[int]) -> None:
-        """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
-        rows = [token - 1 for token in tokens if token > 0]
-        self._held_back[:, : len(rows)] = self._held_back[:, rows]
-        self._draft_tokens = len(rows)
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
-        rows = [token - 1 for token in tokens if token > 0]
-        if rows and not self._cache.holds_all:
-            for index in range(len(self._layers)):
-                self._cache.observe(index, self._held_back[index, rows].astype(np.float32))
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """The cache learns of the draft tokens that the text has."""
+        accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
+        if accepted and not self._cache.holds_all:
+            for layer in range(len(self._layers)):
+                self._cache.observe(layer, self._draft_scores[layer, accepted].astype(np.float32))
 
     def fill(self) -> bool:
         """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
@@ -183,6 +168,17 @@ class NeuronFetcher(NeuronSource):
         for layer in self._layers:
             layer.neurons = ClosedNeurons()
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Read what drafting lacked, in the first layer first, and manage the cache, once per pass."""
+        self._prefetcher.begin_expected()
+        if batch.draft_rows > self._draft_scores.shape[1]:
+            shape = len(self._layers), batch.draft_rows, self._layers[0].source.num_neurons
+            self._draft_scores = np.zeros(shape, dtype=np.float16)
+        if not (self._cache.holds_all and self._cache.is_full):
+            self._since = time.perf_counter()
+            self._manage_cache(len(batch.tokens))
+            self._managed += self._lap()
+
     def wants_prefetch(self, layer: int, rows: int) -> bool:
         return self._prefetches and self._prefetcher.wants(layer, rows)
 
@@ -190,21 +186,17 @@ class NeuronFetcher(NeuronSource):
         if self._prefetches:
             self._prefetcher.prefetch(layer, rows, scores)
 
-    def begin_layer(self, layer: int, num_exact_rows: int) -> ResidentLayer | None:
+    def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         """Where all the layer's neurons lie, if they are in memory and nothing needs to know their scores."""
         cache = self._cache
-        if layer == 0 and num_exact_rows and not (cache.holds_all and cache.is_full):
-            self._since = time.perf_counter()
-            self._next_pass(num_exact_rows)
-            self._managed += self._lap()
-        if not cache.holds_all or not cache.holds_layer(layer):
+        if batch.resident_only or not cache.holds_all or not cache.holds_layer(layer):
             return None
         return None if self._prefetcher.awaits(layer) else ResidentLayer(*cache.places(layer), cache.count)
 
-    def select(self, layer: int, scores: Float32, num_exact_rows: int) -> Batches:
+    def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
         """As documented there; while one batch is multiplied, the next one's records are read."""
-        cache = self._cache
-        if num_exact_rows == 0:
+        cache, num_exact_rows = self._cache, batch.num_exact_rows
+        if batch.resident_only:
             if not cache.holds_layer(layer):
                 self._prefetcher.expect(layer, scores)
             held = cache.held(layer, selected(scores))
@@ -212,7 +204,7 @@ class NeuronFetcher(NeuronSource):
             return
         self._since = time.perf_counter()
         if not cache.holds_all:
-            self._observe(layer, scores[:num_exact_rows])
+            self._observe(layer, scores[:num_exact_rows], batch)
         ids = selected(scores[:num_exact_rows])
         if num_exact_rows < len(scores):
             ids = np.union1d(ids, cache.held(layer, selected(scores[num_exact_rows:])))
@@ -232,20 +224,20 @@ class NeuronFetcher(NeuronSource):
                     waiting, prefetched = deque(self._cut(ids)), prefetched[:0]
                     continue
                 prefetched = prefetched[:0]
-                batch = under_way[0]
-                if batch.reads is not None:
-                    self._wait(batch.reads, len(batch.placement.missing))
+                first = under_way[0]
+                if first.reads is not None:
+                    self._wait(first.reads, len(first.placement.missing))
                 under_way.popleft()
                 self._managed += self._lap()
-                yield batch.ids, batch.placement.addresses
+                yield first.ids, first.placement.addresses
                 self._since = time.perf_counter()
-                done += len(batch.ids)
+                done += len(first.ids)
                 if waiting and not cache.has_room(len(waiting[0])):
                     cache.evict_to_share(layer, ids[done:])
         finally:
             self._prefetched_arrived(ids, prefetched)
-            for batch in under_way:
-                self._give_up(layer, batch)
+            for begun in under_way:
+                self._give_up(layer, begun)
             cache.evict_to_share(layer)
             self._managed += self._lap()
 
@@ -264,8 +256,8 @@ class NeuronFetcher(NeuronSource):
         before, self._since = self._since, time.perf_counter()
         return self._since - before
 
-    def _next_pass(self, tokens: int) -> None:
-        """A pass of `tokens` tokens comes to the first layer."""
+    def _manage_cache(self, tokens: int) -> None:
+        """Before a pass over `tokens` tokens: divide the slots among layers, and go on filling spare ones."""
         self._prefetcher.next_pass()
         # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
         alone = tokens > PREFETCH_TOKENS
@@ -277,13 +269,14 @@ class NeuronFetcher(NeuronSource):
         if self._fill_ahead and not alone:
             self._warm_up.begin()
 
-    def _observe(self, layer: int, scores: Float32) -> None:
+    def _observe(self, layer: int, scores: Float32, batch: ForwardBatch) -> None:
         """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
-        of_text = len(scores) - self._draft_tokens
-        self._cache.observe(layer, scores[:of_text])
-        if self._draft_tokens:
+        text_rows = batch.text_rows
+        self._cache.observe(layer, scores[:text_rows])
+        if batch.draft_rows:
+            rows = range(len(scores)) if batch.unpruned_rows is None else batch.unpruned_rows
             with np.errstate(over="ignore"):
-                self._held_back[layer, : self._draft_tokens] = scores[of_text:]
+                self._draft_scores[layer, [row - text_rows for row in rows[text_rows:]]] = scores[text_rows:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()

@@ -21,6 +21,7 @@ from typing import Any
 
 from ondevice.backends.base import Bytes
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.flash.extent_stream import Extent, ExtentStream
@@ -167,10 +168,10 @@ class SegmentPool(NeuronSource):
                 ]
             )
 
-    def stream(self, layer: int) -> Iterable[Bytes | Segment]:
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         """A layer's neurons that aren't resident; a segment is one that has just been filled with them."""
-        if layer == 0:
-            self._begin_pass()
+        if batch.resident_only:
+            return ()
         neurons, resident = self._layers[layer].source.num_neurons, self._layers[layer].resident_neurons
         self.lookups += neurons
         self.hits += resident
@@ -223,7 +224,7 @@ class SegmentPool(NeuronSource):
         self._allocate(self._missing - 1)
         return future.result()
 
-    def _begin_pass(self) -> None:
+    def begin_pass(self, batch: ForwardBatch) -> None:
         """What became resident in the last pass leaves the schedule; what is empty within the quota gets
         memory.
 

@@ -9,6 +9,7 @@ import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, ModelConfig, QuantConfig
@@ -94,7 +95,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
     source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
-    x = normal(tokens, hidden, seed=9)
+    x, batch, single = normal(tokens, hidden, seed=9), ForwardBatch(range(tokens)), ForwardBatch([0])
     results = []
     for target in TARGETS:
         for threads in (1, 2):
@@ -102,8 +103,8 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
             layer = backend.load_feed_forward(0, source)
             for segments in (0, 1, 3, 4):
                 lend(layer, segments)
-                results.append(backend.feed_forward(x, layer, activation).copy())
-                alone = [backend.feed_forward(row[None], layer, activation).copy() for row in x]
+                results.append(backend.feed_forward(x, layer, activation, batch).copy())
+                alone = [backend.feed_forward(row[None], layer, activation, single).copy() for row in x]
                 results.append(np.concatenate(alone))
     assert len({result.tobytes() for result in results}) == 1
     exact = ArrayFeedForward(
@@ -112,7 +113,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
         neuron_layout(config, QuantConfig(16)),
     )
     reference = ReferenceBackend()
-    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation)
+    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation, batch)
     # float16 weights: rounding alone. Quantised: activations carry 7 bits, twice in a row.
     tolerance = 2e-3 if bits == 16 else 2e-2
     assert np.abs(results[0] - expected).max() <= tolerance * np.abs(expected).max()

@@ -9,6 +9,7 @@ import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
@@ -49,7 +50,7 @@ def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
         backend = make_backend(target)
         layer = backend.load_feed_forward(0, source)
         layer.neurons = RecordSource(layer)
-        return backend.feed_forward(x, layer, activation).copy()
+        return backend.feed_forward(x, layer, activation, ForwardBatch(range(len(x)))).copy()
 
     out = one([run(target, broken) for target in TARGETS])
     assert np.isnan(out[2]).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
@@ -225,9 +226,11 @@ class RecordSource(NeuronSource):
     def __init__(self, layer: FeedForwardLayer) -> None:
         self._layer = layer
         self.streams = 0
-        """How often the neurons were asked for."""
+        """Layers that were streamed."""
 
-    def stream(self, layer: int) -> Iterator[Bytes]:
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes]:
+        if batch.resident_only:
+            return ()
         self.streams += 1
         source, first = self._layer.source, self._layer.resident_neurons
         return (
