@@ -1,7 +1,7 @@
 """The CPU backend: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
 
 Equal bits for a token whatever the chunk, the thread count or the instruction set (architecture, one
-canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until the op's next call.
+canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until its next call.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ondevice.kernels import _native, memory
 
 NO_NORM = Norm(None, 0.0)
 SCORES = ("scores", "more scores")
-"""Ops: the matrices of a selector."""
+"""Names of the output buffers of a selector's matrices."""
 VIEWS = 64
-"""Of output arrays, kept at once: prompts end in chunks of every length."""
+"""Most views of output arrays kept at once: the last chunks of prompts have every length."""
 
 
 def make_engine(threads: int, target: str = "auto") -> _native.Engine:
@@ -103,13 +103,16 @@ class CpuFeedForward(FeedForwardLayer):
 class CpuBackend(OffloadingBackend):
     """`Backend` over the native kernels.
 
-    segment_neurons, stream_neurons: multiples of 64; most neurons of one segment and of one streamed piece.
-    resident_embedding: hold the embedding table in memory instead of reading its rows from flash, to begin.
+    Args:
+        engine: the kernels' threads and instruction set.
+        segment_neurons: neurons in a segment, a multiple of 64.
+        stream_neurons: neurons in a streamed piece, a multiple of 64.
+        resident_embedding: whether the embedding table starts in memory, instead of being read from flash.
     """
 
     name = "cpu"
     synchronisations = 0
-    """An op has its result when it returns."""
+    """Always 0: an op's result is there when it returns."""
     synchronised_seconds = 0.0
 
     def __init__(
@@ -158,14 +161,14 @@ class CpuBackend(OffloadingBackend):
         """Keys and values are in blocks."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """The kernels allocate nothing themselves."""
+        """Nothing to do: the kernels allocate nothing themselves."""
 
     def close(self) -> None:
         """Idempotent."""
         self.trim()
 
     def trim(self) -> None:
-        """Give scratch memory back; the next pass takes what it needs. No result of an op is valid after."""
+        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
         self._buffers.clear()
         self._views.clear()
         self.engine.trim()
@@ -335,11 +338,11 @@ class CpuBackend(OffloadingBackend):
         return x.copy()
 
     def scores(self, x: Float32, selector: Selector, norm: Norm | None = None) -> Float32:
-        """(T, F), what `selector` says of every neuron for norm(x), x (T, D)."""
+        """(T, F), the selector's scores of all neurons for norm(x), x (T, D)."""
         return self._scored(x, selector, norm)[0]
 
     def _scored(self, x: Float32, selector: Selector, norm: Norm | None) -> tuple[Float32, Float32]:
-        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
+        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of neurons with a score above zero."""
         for op, linear in zip(SCORES, selector.matrices, strict=False):
             out = self._buffer(op, (len(x), linear.matrix.rows))
             linear.matrix.forward(self.engine, x, linear.bias, out, *(norm or NO_NORM))
@@ -347,9 +350,9 @@ class CpuBackend(OffloadingBackend):
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
 
     def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:
-        """(T, F), above zero by how much gates (T, F) exceed the cutoff; those that don't become zero.
+        """(T, F), by how much gates (T, F) exceed the cutoff. Gates that don't exceed it are set to zero.
 
-        The activation of zero is zero, so a neuron that doesn't count for a token adds exactly nothing to it.
+        The activation of zero is zero, so a neuron adds exactly nothing to a token for which it is cut off.
         """
         scores = self._buffer("cut off", gates.shape)
         contributions(self.engine, gates, cutoff.importance, cutoff.activation, scores)
@@ -359,21 +362,21 @@ class CpuBackend(OffloadingBackend):
         return scores
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
-        """Where streamed records are packed before they are multiplied; made when first needed."""
+        """The segment in which streamed records are packed before they are multiplied; made when needed."""
         if self._staging is None:
             self._staging = _native.Segment(native.segment_bytes(self._stream_neurons // BLOCK_NEURONS))
         return self._staging
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
-        """An op's own output array, re-used: fresh pages for every call would cost more than many ops.
+        """An op's own output array, re-used, as fresh pages for every call would cost more than many ops.
 
-        Views of it are, too: making one takes as long as a short product.
+        Views of it are kept too: making one takes as long as a short product.
         """
         view = self._views.get((op, shape))
         if view is None:
             size = shape[0] * shape[1]
             if op not in self._buffers or self._buffers[op].size < size:
-                # Before the new one exists: the plan counts one of them.
+                # Freed before the new one is made: the plan counts only one.
                 self._buffers.pop(op, None)
                 self._views.clear()
                 self._buffers[op] = memory.empty((size,), np.float32)
@@ -384,7 +387,7 @@ class CpuBackend(OffloadingBackend):
 
 
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:
-    """Where every block lies."""
+    """Address of every block."""
     if kv.places is None:
         found = [block.__array_interface__["data"][0] for block in kv.blocks]
         kv.places = np.array(found, dtype=np.uint64)

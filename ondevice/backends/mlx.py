@@ -1,10 +1,10 @@
 """The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
-A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
-bit depends on the budget. MLX's CPU device gives a row the same bits whatever lies beside it, and skips zeros
-exactly (`tests/benchmarks/explain/mlx_invariance.py`). Where that holds, no bit depends on how a text is
-split, or on whether neurons that don't fire are skipped. MLX is lazy; memory that is filled from flash is
-written to only after what was computed from it has been evaluated.
+A layer's neurons are summed range by range in ascending order, whether they are resident, streamed or
+fetched, so no bit depends on the budget. On MLX's CPU device a row has the same bits whatever other rows are
+computed with it, and zeros are skipped exactly (`tests/benchmarks/explain/mlx_invariance.py`). Where that
+holds, no bit depends on how a text is split, or on whether neurons that don't fire are skipped. MLX is lazy:
+memory that is filled from flash is written to again only after everything computed from it is evaluated.
 """
 
 from __future__ import annotations
@@ -47,21 +47,25 @@ from ondevice.config import Activation
 
 
 def compute_type() -> mx.Dtype:
-    """What matrices multiply in on MLX's default device: half precision where that is what it is fast at."""
+    """The type that matrices multiply in on MLX's default device: half precision on a GPU."""
     return mx.float16 if mx.default_device() == mx.gpu else mx.float32
 
 
 def is_row_invariant() -> bool:
-    """Whether rows on MLX's default device have the same bits whatever lies beside them, as measured."""
+    """Whether MLX's default device gives a row the same bits with any other rows, as measured."""
     return bool(mx.default_device() == mx.cpu)
 
 
 class MlxBackend(OffloadingBackend, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
-    segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: selected ones
-    on their way through in one of so many stages, as many or more; 0: none. cache_bytes: freed arrays that
-    MLX may keep. budget_bytes: of the process; 0: MLX's limits stay as they are.
+    Args:
+        segment_neurons: neurons in a segment and in a streamed piece, a multiple of 64.
+        stage_neurons: selected neurons that a stage holds, at least segment_neurons; 0: no stages.
+        stages: most stages.
+        cache_bytes: freed arrays that MLX may keep.
+        budget_bytes: of the process; 0: MLX's limits stay as they are.
+        resident_embedding: whether the embedding table starts in memory.
     """
 
     name = "mlx"
@@ -87,7 +91,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._stream = MlxStreamMemory(self._waits)
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
-        """What was last begun, if nobody has waited for it or for what comes of it."""
+        """The computation begun last, if nothing has waited for it or for a result of it."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
         return MlxLinear(source, self.dtype)
@@ -106,28 +110,28 @@ class MlxBackend(OffloadingBackend, MlxOps):
 
     @property
     def synchronisations(self) -> int:
-        """Times that the host has waited for what MLX computes."""
+        """How often the host has waited for MLX."""
         return self._waits.count
 
     @property
     def synchronised_seconds(self) -> float:
-        """That those took."""
+        """How long the host has waited for MLX."""
         return self._waits.seconds
 
     def allocate_block(self, layout: KVLayout) -> None:
-        """A block is room in a cache's `new_arrays`, which grow."""
+        """None: the arrays from `new_arrays` grow with the number of blocks."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
-        """Where a cache's keys and values will be."""
+        """Empty arrays for a cache's keys and values."""
         return MlxKV(layout, self._waits)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """MLX's own limits follow the budget, if they did from the start."""
+        """Set MLX's own limits to the budget, if they were set at the start."""
         if self._limits is not None:
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
-        """Give memory and MLX's limits back; what is under way is nobody's. Idempotent."""
+        """Free memory and restore MLX's limits; drop the results of what is being computed. Idempotent."""
         self._begun = None
         self.feed_forwards.clear()  # before what is freed leaves MLX's cache
         self.trim()
@@ -135,7 +139,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
             self._limits.restore()
 
     def trim(self) -> None:
-        """Give scratch memory back, once what was asked for of it is known."""
+        """Free scratch memory, once the computations that use it have ended."""
         if self._begun is not None:
             self._await(self._begun)
         self._stages.clear()
@@ -147,9 +151,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return found if weight.bias is None else found + weight.bias
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        # A chunk of a prompt whose logits aren't wanted is computed before the next one begins: what is under
-        # way stays within one pass's scratch memory, and a cancelled prompt ends.
-        self._prefetched = None  # of a pass that was given up
+        # A prompt's chunk without logits is waited for before the next one begins. So what is being computed
+        # fits one pass's scratch memory, and a cancelled prompt ends soon.
+        self._prefetched = None  # from a cancelled pass
         if self._begun is not None:
             self._await(self._begun)
         super().begin_pass(batch)
@@ -218,9 +222,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         activation: Activation,
         batch: ForwardBatch,
     ) -> mx.array:
-        """The neurons that `selector` selects of x (T, D), range after range of ascending ids: (T, D).
+        """The selected neurons multiplied by x (T, D), range after range of ascending ids: (T, D).
 
-        Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
+        Ranges are those of segments, so which neurons are summed together doesn't depend on where they are.
         """
         # Where a resident layer lies is of no use here: neurons are gathered.
         weight.neurons.begin_layer(weight.index, batch)
@@ -244,9 +248,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
     def _gather(
         self, piece: _Piece, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward
     ) -> None:
-        """More neurons of a piece, copied from where they lie into a stage."""
+        """Copy more neurons of a piece from their addresses into its stage."""
         if piece.first + piece.places(len(ids)) > self._stage_neurons:
-            # They are multiplied together: those at hand move on.
+            # A piece is multiplied at once, so the neurons gathered so far move to the next stage.
             stage = self._next_stage(weight)
             stage.room.take_over(piece.stage.room, piece.first, piece.count)
             piece.stage, piece.first = stage, 0
@@ -264,7 +268,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         gates: mx.array,
         activation: Activation,
     ) -> mx.array:
-        """found (T, D) and what the neurons of a piece add to it; shapes are whole blocks of neurons."""
+        """found (T, D) plus the output of a piece's neurons, padded to whole blocks of neurons."""
         ids, stage, count = np.concatenate(piece.ids), piece.stage, piece.places()
         stage.filled = piece.first + count
         stage.room.clear(piece.first + len(ids), stage.filled)
@@ -279,13 +283,13 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return stage.pending
 
     def _stage(self, weight: MlxFeedForward) -> _Stage:
-        """One with room, if only for a block."""
+        """A stage with room for one block or more."""
         if self._stages and self._stages[0].filled < self._stage_neurons:
             return self._stages[0]
         return self._next_stage(weight)
 
     def _next_stage(self, weight: MlxFeedForward) -> _Stage:
-        """An empty stage; what was computed from it is known."""
+        """An empty stage, which no computation uses any more."""
         if len(self._stages) < self._most_stages:
             self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
         else:
@@ -296,7 +300,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """One synchronisation: scores as the host knows them, and what was prefetched of the next layer."""
+        """The scores in host memory, and the next layer's prefetch begun, after one synchronisation."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)
@@ -310,18 +314,18 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return np.array(x)
 
     def scores(self, x: mx.array, selector: Selector, norm: Norm | None = None) -> Float32:
-        """(T, F), what `selector` says of every neuron for norm(x), x (T, D)."""
+        """(T, F), the selector's scores of all neurons for norm(x), x (T, D)."""
         return self.to_numpy(self._scored(x, selector, norm)[0])
 
     def _await(self, *arrays: mx.array) -> None:
-        """One synchronisation: these are known then, and all that was asked for of stages."""
+        """Wait for these arrays, and for all computations on stages, in one synchronisation."""
         self._waits.wait(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
         self._begun = None
 
     def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
-        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
+        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of neurons with a score above zero."""
         found = normed(x, norm)
         for linear in selector.matrices:
             found = self.product(found, linear)
@@ -330,12 +334,12 @@ class MlxBackend(OffloadingBackend, MlxOps):
 
 @dataclass
 class _Stage:
-    """Neurons on their way through: each place is written to once before all have been multiplied."""
+    """Room for gathered neurons. Each place is written to once before all of them have been multiplied."""
 
     room: GatheredNeurons
     filled: int = 0
     pending: mx.array | None = None
-    """What was last asked for of them, if it isn't known to have been computed."""
+    """The last computation on them, unless it is known to have ended."""
 
 
 @dataclass
@@ -352,12 +356,12 @@ class _Piece:
         self.first = self.stage.filled
 
     def places(self, more: int = 0) -> int:
-        """Whole blocks for so many more."""
+        """Places of this piece with `more` neurons, in whole blocks."""
         return padded(self.count + more, BLOCK_NEURONS)
 
 
 def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
-    """Where ids, ascending, are cut at multiples of `width`."""
+    """(start, stop) of the runs of ascending ids between multiples of `width`."""
     start = 0
     while start < len(ids):
         end = (int(ids[start]) // width + 1) * width

@@ -1,6 +1,6 @@
 """One layer's feed-forward block: norm, gated feed-forward (arXiv 2002.05202), residual.
 
-Where the neurons live and which of them are multiplied is the backend's and `sparsity`'s affair.
+Where neurons are and which of them are multiplied is decided by the backend and `sparsity`.
 """
 
 from __future__ import annotations

@@ -32,15 +32,17 @@ WantedLogits = Literal["none", "last"]
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, never an error a user sees
-    """A pass was given up between two layers; the cache is as it was before it."""
+    """A pass was cancelled between two layers; the cache is as before it."""
 
 
 @dataclass(frozen=True)
 class PrunedDraft:
-    """Of a pass's tokens, those that enter the stream layers, and which of these get streams (indices)."""
+    """The tokens of a pass that enter the stream layers."""
 
     tokens: Sequence[int]
+    """Their rows in the batch, ascending."""
     streams: Sequence[int] = ()
+    """Those that get streams, as indices into `tokens`."""
 
 
 Prune = Callable[[Array], PrunedDraft]
@@ -49,23 +51,23 @@ Prune = Callable[[Array], PrunedDraft]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a pass over T tokens left: n of them went through all layers; S streams."""
+    """The results of a forward pass over T tokens, n of which went through all layers; S streams each."""
 
     tokens: Sequence[int]
-    """(n,) which of the T."""
+    """(n,) rows of the batch that weren't pruned."""
     hidden: Array
     """(n, D) for `Transformer.logits`."""
     branches: Array | None = None
-    """(n * S, D) what every token's streams begin with; the last token's alone where only that is wanted."""
+    """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
     streams: Mapping[int, Array] = field(default_factory=dict)
-    """Index into `tokens` -> (S, D) for `Transformer.logits`: what its streams became in this pass."""
+    """Index into `tokens` -> (S, D) final states of its streams, for `Transformer.logits`."""
 
 
 class Transformer:
-    """A loaded model: shapes, an engine and the weights that engine loaded, with streams if it has them.
+    """A loaded model: its shapes, a backend, the weights that the backend loaded, and streams if it has them.
 
-    To run it with others, as training does, make another from `weights` with parts replaced. It runs on the
-    thread that made it: a pass goes through caches that belong to that thread.
+    To run with other weights, as training does, make another one from `weights` with parts replaced. A model
+    runs on the thread that made it, as passes use caches that belong to that thread.
     """
 
     def __init__(
@@ -171,10 +173,10 @@ class Transformer:
     def stream_states(
         self, branches: Array, kv: KVCache, cancelled: Callable[[], bool] | None = None
     ) -> Array:
-        """Streams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
+        """Run the last token's streams: from initial states `branches` (S, D) to final ones, (S, D).
 
-        The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
-        but for places that it reserves. Raises Cancelled, and what the cache's allocator raises.
+        Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
+        room. Raises Cancelled, and what the cache's allocator raises.
         """
         check_thread(self._thread)
         assert self.streams is not None
@@ -189,7 +191,7 @@ class Transformer:
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
-        """What the pruning adapter expects the model to say, (n, V), of what enters stream layers (n, D)."""
+        """The pruning adapter's estimate of logits, (n, V), from what enters the stream layers, (n, D)."""
         assert self.streams is not None
         assert self.streams.pruning is not None
         low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
@@ -212,7 +214,7 @@ class Transformer:
         x: Array | None,
         prune: Prune | None,
     ) -> ForwardOutput:
-        """All layers over T tokens. Extends kv by those that go on to the end."""
+        """Run all layers over T tokens. Extends kv by those that weren't pruned."""
         check_thread(self._thread)
         config, ids, tree, branches = self.config, self._checked(batch.tokens), batch.tree, None
         kv.reserve(kv.length + len(ids))
@@ -262,7 +264,7 @@ class Transformer:
         return feed_forward(backend, config, weights, x, batch, adapters, rows.adapted)
 
     def _rows(self, kv: KVCache, batch: ForwardBatch) -> Rows:
-        """Where the rows of a batch come: behind what kv holds."""
+        """Positions of a batch's rows, which follow the tokens in kv."""
         position, tree, tokens = kv.length, batch.tree, len(batch.tokens)
         if tree is not None and tree.is_chain:
             tree = None
@@ -274,7 +276,7 @@ class Transformer:
         return Rows(kv, position, tree, cos, sin, adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
-        """What the streams of `tokens` begin with: (n * S, D)."""
+        """Initial states of the streams of `tokens`: (n * S, D)."""
         assert self.streams is not None
         own = self.backend.rows(x, tokens)
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
@@ -308,7 +310,7 @@ class Transformer:
 
     def check_finite(self, logits: Float32) -> None:
         """logits: (n, V). Raises BundleError if they aren't finite."""
-        # Times zero, what isn't finite is no number; to ask it of each takes many times as long.
+        # Zero times a value that isn't finite is NaN. Checking each value takes many times as long.
         if any(logits.dot(self._zeros)):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
@@ -316,7 +318,7 @@ class Transformer:
             )
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """tokens as (T,) int32. An id out of range would be read as some other record."""
+        """tokens as (T,) int32. Raises UsageError for an id out of range, which would read another record."""
         if not len(tokens):
             raise UsageError("a forward pass needs at least one token")
         lowest, highest = min(tokens), max(tokens)

@@ -1,7 +1,7 @@
-"""Selected neurons, from the cache or from flash, in batches that are in memory when they are handed out.
+"""The sparse `NeuronSource`: selected neurons from the cache or from flash, in batches that are in memory.
 
-While one batch is multiplied, the next one's records are read. A record that can't be read gives its slots
-back: nothing is ever multiplied that hasn't arrived whole.
+While one batch is multiplied, the next one's records are read. If a record can't be read, its batch's slots
+are freed: a neuron is never multiplied before its record has arrived whole.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
-"""The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
+"""First part of a neuron's record that is read. Where gates select, gate rows are in memory already."""
 BATCHES = 2
-WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
-"""What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
+"""Batches whose reads are under way at once."""
+WARM_UP_SECONDS = 0.04
+"""Reading time that cache warm-up may take per pass, in seconds."""
+WARM_UP_READ_BYTES = 64 << 10
+"""Bytes of a typical warm-up read, a run of records."""
 READ_WEIGHT = 0.1
-"""Of the newest measurement in the running mean of what a read takes."""
+"""EMA weight of the newest read time."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +50,36 @@ class _Batch:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
-
-    keep: let neurons stay in memory after the pass that read them (in dense mode, too). fill_ahead: read the
-    likeliest into slots that are spare. prefetch: begin to read the next layer's before they are known.
-    bundled: read what is wanted of a neuron at once, and near neighbours with it; else every checked part by
-    itself (but not what is prefetched or filled ahead), which are rows in files that are checked row by row.
-    """
+    """How selected neurons are kept and read. It affects how long passes take, never what they compute."""
 
     policy: PolicyName = DEFAULT_POLICY
+    """The cache's eviction policy."""
     keep: bool = True
+    """Let neurons stay in memory after the pass that read them, in dense mode too."""
     fill_ahead: bool = True
+    """Warm the cache up: read the likeliest neurons into spare slots."""
     prefetch: bool = True
+    """Begin to read the next layer's neurons before its selection is known."""
     bundled: bool = True
+    """Read all parts of a neuron in one read, with near neighbours. Otherwise each checked part is a read of
+    its own, except in prefetch and warm-up; in files that are checked row by row, a part is a row."""
 
 
 DEFAULT_FETCH = FetchOptions()
 
 
 class NeuronFetcher(NeuronSource):
-    """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
+    """Feeds the layers of a model from `cache` and, for what it lacks, from flash.
 
-    part_bytes: of the checked parts of a record. prefetched: neurons of the next layer that are
-    prefetched, at most. costs: of reads with the threads that `reader` has.
+    Args:
+        layers: of the model, in order; each gets this object as its `neurons`.
+        reader: over the bundle's files.
+        cache: this object's own from now on; `close` closes it.
+        part_bytes: sizes of the checked parts of a record.
+        batch: most neurons in a batch.
+        prefetched: most neurons of the next layer that are prefetched.
+        costs: of reads with as many threads as `reader` has.
+        options: how neurons are kept and read.
     """
 
     def __init__(
@@ -95,7 +105,7 @@ class NeuronFetcher(NeuronSource):
         self._reads = deque(
             RecordReads(reader, groups, gap_bytes if options.bundled else 0) for _ in range(BATCHES)
         )
-        warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
+        warm_bytes = int(costs.bytes_per_second(WARM_UP_READ_BYTES, reader.threads) * WARM_UP_SECONDS)
         self._warm_up = CacheWarmUp(layers, reader, cache, wanted, warm_bytes)
         self._prefetcher = Prefetcher(
             layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=prefetched
@@ -103,11 +113,11 @@ class NeuronFetcher(NeuronSource):
         self._fill_ahead = options.keep and options.fill_ahead
         self._prefetched_hits = 0
         self._draft_scores: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, draft tokens, F) scores of the last pass's draft tokens, by their place in its draft."""
+        """(layers, draft tokens, F) scores of the last pass's draft tokens, in the order of its batch."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
-        """What one missing neuron has lately taken those who waited for it."""
+        """EMA of the waiting time per missing neuron, in seconds."""
         self._prefetches = options.prefetch
         for layer in layers:
             layer.neurons = self
@@ -119,7 +129,7 @@ class NeuronFetcher(NeuronSource):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that neurons hold for sure: slots come when they are needed. Safe from any thread."""
+        """Bytes of memory that are certainly in use: slots are made when needed. Safe from any thread."""
         return self._cache.nbytes
 
     @property
@@ -138,28 +148,28 @@ class NeuronFetcher(NeuronSource):
 
     @property
     def prefetching(self) -> PrefetchQuality:
-        """What prefetching was worth."""
+        """Hits, waste and time of prefetching so far."""
         return self._prefetcher.quality
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to so many segments in all: those above go back at once, those below come when needed."""
+        """Keep to sum(quota) segments: surplus ones are freed now, missing ones are made when needed."""
         self._prefetcher.drop()
         self._warm_up.stop()
         self._cache.resize(sum(quota))
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """The cache learns of the draft tokens that the text has."""
+        """Tell the cache about the accepted draft tokens."""
         accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
         if accepted and not self._cache.holds_all:
             for layer in range(len(self._layers)):
                 self._cache.observe(layer, self._draft_scores[layer, accepted].astype(np.float32))
 
     def fill(self) -> bool:
-        """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
+        """While the model is idle: warm the cache up a little further. False if nothing is left to do."""
         return self._fill_ahead and self._warm_up.fill()
 
     def close(self) -> None:
-        """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
+        """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""
         self._prefetcher.close()
         self._warm_up.close()
         for reads in self._reads:
@@ -169,7 +179,7 @@ class NeuronFetcher(NeuronSource):
             layer.neurons = ClosedNeurons()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Read what drafting lacked, in the first layer first, and manage the cache, once per pass."""
+        """Begin to read what drafting lacked of the first layer, and manage the cache, once per pass."""
         self._prefetcher.begin_expected()
         if batch.draft_rows > self._draft_scores.shape[1]:
             shape = len(self._layers), batch.draft_rows, self._layers[0].source.num_neurons
@@ -194,7 +204,7 @@ class NeuronFetcher(NeuronSource):
         return None if self._prefetcher.awaits(layer) else ResidentLayer(*cache.places(layer), cache.count)
 
     def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
-        """As documented there; while one batch is multiplied, the next one's records are read."""
+        """Batches in ascending order; while one is multiplied, the next one's records are read."""
         cache, num_exact_rows = self._cache, batch.num_exact_rows
         if batch.resident_only:
             if not cache.holds_layer(layer):
@@ -242,7 +252,7 @@ class NeuronFetcher(NeuronSource):
             self._managed += self._lap()
 
     def _whole(self, layer: int, ids: Int32) -> Batches:
-        """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
+        """One batch with all selected neurons of a layer that is in memory: there is nothing to read."""
         self._prefetcher.arrived()
         placement = self._cache.acquire(layer, ids)
         self._managed += self._lap()
@@ -257,20 +267,20 @@ class NeuronFetcher(NeuronSource):
         return self._since - before
 
     def _manage_cache(self, tokens: int) -> None:
-        """Before a pass over `tokens` tokens: divide the slots among layers, and go on filling spare ones."""
+        """Before a pass over `tokens` tokens: divide the slots among layers, continue cache warm-up."""
         self._prefetcher.next_pass()
-        # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
-        alone = tokens > PREFETCH_TOKENS
-        if alone:
+        # A long chunk needs nearly every neuron: warm-up reads beside it would be read twice.
+        is_long = tokens > PREFETCH_TOKENS
+        if is_long:
             self._warm_up.stop()
         else:
             self._warm_up.collect()
         self._cache.divide(tokens, keep=self._warm_up.under_way)
-        if self._fill_ahead and not alone:
+        if self._fill_ahead and not is_long:
             self._warm_up.begin()
 
     def _observe(self, layer: int, scores: Float32, batch: ForwardBatch) -> None:
-        """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
+        """Tell the cache about the text's tokens now, and keep draft tokens' scores until `accept`."""
         text_rows = batch.text_rows
         self._cache.observe(layer, scores[:text_rows])
         if batch.draft_rows:
@@ -288,7 +298,7 @@ class NeuronFetcher(NeuronSource):
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
     def _prefetched_arrived(self, ids: Int32, prefetched: Int32) -> bool:
-        """Wait for what was prefetched of `ids`. False if it can't be read: it is absent again."""
+        """Wait for the prefetched neurons. False if a read failed: they are absent again."""
         if not len(prefetched):
             return self._prefetcher.arrived()
         self._managed += self._lap()
@@ -327,7 +337,7 @@ class NeuronFetcher(NeuronSource):
             self._cache.evict(layer, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
-        """Pieces of at most `batch` ids; a block of 64 neurons is never cut, as it is summed as one."""
+        """Pieces of at most `batch` ids. A block of 64 neurons is summed as one, so it is never split."""
         start = 0
         while start < len(ids):
             stop = min(start + self._batch, len(ids))
