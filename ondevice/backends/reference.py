@@ -24,15 +24,18 @@ from ondevice.backends.base import (
     Float32,
     HeadNorms,
     Int32,
+    KVLayout,
     KVStore,
     LinearSource,
     Norm,
     Selector,
 )
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
+from ondevice.kernels import _native
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -57,9 +60,31 @@ class ReferenceFeedForward:
 
 
 class ReferenceBackend:
-    """`Backend` in numpy. Arrays are float32 numpy arrays."""
+    """`BudgetedBackend` in numpy, which holds all weights. Arrays are float32 numpy arrays."""
 
     name = "reference"
+    target = "numpy"
+    feed_forwards: tuple[FeedForwardLayer, ...] = ()
+    synchronisations = 0
+    synchronised_seconds = 0.0
+
+    def allocate_block(self, layout: KVLayout) -> Bytes:
+        return _native.allocate(layout.block_bytes)
+
+    def new_arrays(self, layout: KVLayout) -> None:
+        """Keys and values are in blocks."""
+
+    def hold_embedding(self, resident: bool) -> None:
+        """Rows of the table always come from flash."""
+
+    def keep_to(self, budget_bytes: int) -> None:
+        """Weights are all in memory, whatever the budget."""
+
+    def trim(self) -> None:
+        """Numpy gives back what no array holds."""
+
+    def close(self) -> None:
+        """Weights go with their last reference."""
 
     def load_vector(self, values: Float32) -> Float32:
         return np.array(values, dtype=np.float32)

@@ -367,7 +367,7 @@ def _record_rows(
 
 
 def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
-    """The row at `offset` bytes of each record (n, stride), as rows row0 .. row0 + n: views of the records."""
+    """The row at `offset` bytes of each record (n, stride), as rows row0 .. row0 + n: views of records."""
     scales_at = offset + row.codes_bytes
     biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
     scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]

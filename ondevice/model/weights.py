@@ -33,7 +33,7 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A low-rank adapter, added to a product for rows of streams: up @ act(down @ x). down (R, K), up (N, R)."""
+    """An adapter, added to a product for rows of streams: up @ act(down @ x). down (R, K), up (N, R)."""
 
     down: Linear
     up: Linear

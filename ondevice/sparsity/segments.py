@@ -26,6 +26,7 @@ from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
 from ondevice.bundle.layout import DATA_OFFSET
 from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
+from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.stats import PassTimes
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,15 @@ class SegmentPool(NeuronSource):
     def times(self) -> PassTimes:
         """Waiting alone: segments are filled while passes compute."""
         return PassTimes(waited=self._waited)
+
+    @property
+    def prefetching(self) -> PrefetchQuality:
+        """Every neuron is multiplied, so none is prefetched in vain."""
+        return PrefetchQuality()
+
+    def fill(self) -> bool:
+        """Passes fill the segments."""
+        return False
 
     def resize(self, quota: Sequence[int]) -> None:
         """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones."""
