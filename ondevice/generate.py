@@ -15,11 +15,12 @@ from functools import partial
 from typing import Literal
 
 from ondevice.backends.base import Array, Float32
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, ForwardOutput, Prune, PrunedDraft, Transformer
+from ondevice.model.transformer import Cancelled, ForwardOutput, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
@@ -49,10 +50,8 @@ class Generator:
     """A model with what turns its logits into text.
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
-    `before_pass` is told how many tokens are about to go through the model together, and how many of them
-    are draft tokens; `pruned`, in a pass with some, which of its tokens still go on; `accepted`, after it,
-    which of those the text has. `labels` is a GenerationStats whose words (backend, sparsity, ...) every
-    result repeats.
+    `before_pass` may change how much memory the model has. `labels` is a GenerationStats whose words
+    (backend, sparsity, ...) every result repeats.
     """
 
     transformer: Transformer
@@ -61,9 +60,7 @@ class Generator:
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
-    before_pass: Callable[[int, int], None] = lambda tokens, draft_tokens: None
-    pruned: Callable[[Sequence[int]], None] = lambda nodes: None
-    accepted: Callable[[Sequence[int]], None] = lambda nodes: None
+    before_pass: Callable[[ForwardBatch], None] = lambda batch: None
     drafting: Drafting | None = None
     labels: GenerationStats = field(default_factory=GenerationStats)
 
@@ -100,9 +97,9 @@ class Generator:
         """
         check_context(kv.length + len(tokens), self.max_context)
         for start in range(0, len(tokens), self.prefill_chunk):
-            chunk = tokens[start : start + self.prefill_chunk]
-            self.before_pass(len(chunk), 0)
-            yield from self.transformer.every_logits(chunk, kv, rows, cancelled)
+            batch = ForwardBatch(tokens[start : start + self.prefill_chunk])
+            self.before_pass(batch)
+            yield from self.transformer.every_logits(batch, kv, rows, cancelled)
 
     def _run(
         self,
@@ -161,16 +158,16 @@ class Generator:
         kv then holds the text but for its newest token, or, whatever is raised, what it held before.
         """
         started, start, root = time.perf_counter(), kv.length, written.history[-1]
-        drafting, prune = self.drafting, None
+        drafting = self.drafting
         if drafting is None:
-            draft = plain(root)
+            draft, prune = plain(root), None
         else:
             draft = drafting.propose(root, kv, self.max_context - start, written.room, cancelled)
-            if drafting.prune is not None:
-                prune = partial(self._prune, len(draft), drafting.prune)
-        self.before_pass(len(draft), len(draft) - 1)
+            prune = drafting.prune
         tree = draft.tree if len(draft) > 1 else None
-        found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, prune=prune)
+        batch = ForwardBatch(draft.tokens, tree, draft_rows=len(draft) - 1)
+        self.before_pass(batch)
+        found = self.transformer.run(batch, kv, cancelled, prune=prune)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
         path: list[int] = []
@@ -183,17 +180,10 @@ class Generator:
         finally:
             kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
         if len(draft) > 1:
-            self.accepted(path)
+            self.transformer.accept(batch, [found.tokens[node] for node in path])
         if drafting is not None:
             seconds = time.perf_counter() - started
             drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
-
-    def _prune(self, nodes: int, prune: Prune, entering: Array) -> PrunedDraft:
-        """Prune the draft of a pass under way, which has that number of nodes."""
-        chosen = prune(entering)
-        if len(chosen.tokens) < nodes:
-            self.pruned(chosen.tokens)
-        return chosen
 
     def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
         """The text's next token, written, or None where it ends here."""
@@ -215,11 +205,13 @@ class Generator:
         kv.truncate(kept)
         last_chunk = kept + (len(prompt) - 1 - kept) // self.prefill_chunk * self.prefill_chunk
         for start in range(kept, last_chunk, self.prefill_chunk):
-            self.before_pass(self.prefill_chunk, 0)
-            self.transformer.forward(prompt[start : start + self.prefill_chunk], kv, "none", cancelled)
+            batch = ForwardBatch(prompt[start : start + self.prefill_chunk], last_only=True)
+            self.before_pass(batch)
+            self.transformer.run(batch, kv, cancelled)
             meter.passes += 1
-        self.before_pass(len(prompt) - last_chunk, 0)
-        found = self.transformer.run(prompt[last_chunk:], kv, cancelled, last=True)
+        batch = ForwardBatch(prompt[last_chunk:], last_only=True)
+        self.before_pass(batch)
+        found = self.transformer.run(batch, kv, cancelled)
         meter.passes += 1
         meter.prefilled(len(prompt) - kept)
         return found

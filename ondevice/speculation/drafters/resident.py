@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ondevice.backends.base import Float32
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
@@ -50,7 +51,8 @@ class ResidentDrafter(Drafter):
         max_chain = min(max_nodes - 1, MAX_CHAIN, kv.room - start)
         try:
             while len(self._chain) < max_chain and chance >= MIN_CHANCE:
-                output = self._transformer.run([last], kv, cancelled, resident=True)
+                batch = ForwardBatch([last], resident_only=True)
+                output = self._transformer.run(batch, kv, cancelled)
                 logits = self._transformer.checked_logits(output.hidden)[0]
                 history = [*self._text, *self._chain]
                 self._proposals.append(self._ranking.rank(logits, len(history), history))
