@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ondevice.backends.base import Backend, Block, KVArrays, KVLayout
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 
 
 class BudgetedBackend(Backend, Protocol):
@@ -21,7 +21,7 @@ class BudgetedBackend(Backend, Protocol):
         ...
 
     @property
-    def feed_forwards(self) -> Sequence[FedLayer]:
+    def feed_forwards(self) -> Sequence[FeedForwardLayer]:
         """The layers whose neurons get memory by the plan; none where a backend holds every neuron itself."""
         ...
 

@@ -30,7 +30,8 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
@@ -63,7 +64,7 @@ class ReferenceBackend:
 
     name = "reference"
     target = "numpy"
-    feed_forwards: tuple[FedLayer, ...] = ()
+    feed_forwards: tuple[FeedForwardLayer, ...] = ()
     synchronisations = 0
     synchronised_seconds = 0.0
 
@@ -113,6 +114,12 @@ class ReferenceBackend:
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """Everything is in memory."""
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
@@ -202,9 +209,9 @@ class ReferenceBackend:
         x: Float32,
         weight: ReferenceFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        num_exact_rows: int | None = None,
     ) -> Float32:
         x = x if norm is None else self.rms_norm(x, *norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

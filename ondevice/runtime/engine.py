@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import FETCH_DEPTH, SlotShape, draft_nodes, logits_rows
@@ -35,7 +36,7 @@ from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMe
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, make_drafter
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -116,8 +117,6 @@ class Engine:
             prefill_chunk=runtime.prefill_chunk,
             counters=self.counters,
             before_pass=self._before_pass,
-            pruned=self._neurons.prune,
-            accepted=self._neurons.accept,
             labels=GenerationStats(
                 backend=self._backend.name,
                 sparsity=runtime.sparsity,
@@ -240,7 +239,7 @@ class Engine:
             second,
         )
         drafter = make_drafter(name, target)
-        least_seconds = LEAST_PASS_SECONDS if name == "auto" else 0.0
+        least_seconds = MIN_PASS_SECONDS if name == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least_seconds)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
@@ -278,12 +277,11 @@ class Engine:
         grown = max(0, kv.layout.blocks(min(tokens, self.plan.max_context)) - len(kv.blocks))
         self._quota.grow(self.kv.nbytes + grown * kv.layout.block_bytes)
 
-    def _before_pass(self, tokens: int, draft_tokens: int) -> None:
+    def _before_pass(self, batch: ForwardBatch) -> None:
         # A draft is made with what is in memory, and its pass is to find that there.
-        if not draft_tokens:
+        if not batch.draft_rows:
             self._between_passes()
-        self._neurons.hold_back(draft_tokens)
-        self._quota.before_pass(tokens, self.kv.nbytes)
+        self._quota.before_pass(len(batch.tokens), self.kv.nbytes)
 
     def _held_bytes(self) -> int:
         """Bytes that are surely in memory; 0 until loading ends. Safe from any thread."""

@@ -59,18 +59,6 @@ class NeuronMemory(Protocol):
         """Keep to a quota of segments, as the plan's shape divides it."""
         ...
 
-    def hold_back(self, draft_tokens: int) -> None:
-        """The last `draft_tokens` tokens of the next passes don't count as text until `accept`."""
-        ...
-
-    def prune(self, tokens: Sequence[int]) -> None:
-        """Only `tokens` of the pass under way go through the layers that follow."""
-        ...
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """`tokens` of the last pass are text."""
-        ...
-
     def fill(self) -> bool:
         """Read a little ahead while the model is idle. False: there is nothing more to read."""
         ...
@@ -89,15 +77,6 @@ class NoNeuronMemory:
 
     def resize(self, quota: Sequence[int]) -> None:
         """There are no segments."""
-
-    def hold_back(self, draft_tokens: int) -> None:
-        """No neuron is cached."""
-
-    def prune(self, tokens: Sequence[int]) -> None:
-        """No neuron is cached."""
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """No neuron is cached."""
 
     def fill(self) -> bool:
         return False

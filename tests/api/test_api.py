@@ -17,6 +17,7 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget import sizes
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
@@ -273,7 +274,7 @@ def test_an_engine_runs_on_its_owners_thread_only(model: Model) -> None:
     kv = engine.kv.new_cache()
     uses: list[Callable[[], Any]] = [
         lambda: engine._generator.transformer.forward(tokens, kv),
-        lambda: engine._generator.transformer.run(tokens, kv, last=True),
+        lambda: engine._generator.transformer.run(ForwardBatch(tokens, last_only=True), kv),
         lambda: next(engine.generate(None, tokens, SamplingConfig(), lambda: False)),
         lambda: next(engine.logits(tokens, lambda: False)),
         lambda: engine.fork(0, 1),

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import segment_shape, stream_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
@@ -68,7 +69,7 @@ def every_logits(
     model: Transformer, tokens: list[int], kv: KVCache, cancelled: Callable[[], bool] | None = None
 ) -> np.ndarray:
     """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
-    return np.concatenate(list(model.every_logits(tokens, kv, 3, cancelled)))
+    return np.concatenate(list(model.every_logits(ForwardBatch(tokens), kv, 3, cancelled)))
 
 
 def random_tokens(config: ModelConfig, count: int, seed: int = 7) -> list[int]:
@@ -148,11 +149,11 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
 def always_draft(patch: pytest.MonkeyPatch, sizes: Iterable[int]) -> None:
     """Drafts in every pass, as large as `sizes` say one after another, whatever they are worth."""
     next_size = cycle(sizes).__next__
-    patch.setattr(ondevice.runtime.engine, "LEAST_PASS_SECONDS", 0.0)
+    patch.setattr(ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0)
     patch.setattr(TreePolicy, "begin", lambda policy: next_size())
-    patch.setattr(TreePolicy, "pause", lambda policy: False)
-    for question in ("worth", "promising"):
+    patch.setattr(TreePolicy, "throttle", lambda policy: False)
+    for question in ("is_worth_adding", "is_worth_asking"):
         patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
-    # Nor do drafters stop to learn.
-    patch.setattr(TreePolicy, "resting", False)
-    patch.setattr(TreePolicy, "quiet", False)
+    # Nor do drafters stop learning.
+    patch.setattr(TreePolicy, "is_backing_off", False)
+    patch.setattr(TreePolicy, "is_throttling", False)
