@@ -210,7 +210,7 @@ class MemoryGroup:
 
     @property
     def unused_cache_bytes(self) -> int:
-        """Page cache that can go without harm. Program text, inactive too until memory is short, isn't in it."""
+        """Page cache that no program has mapped: program text, too, is inactive until memory is short."""
         return max(0, self.inactive_cache_bytes - self.mapped_cache_bytes)
 
 

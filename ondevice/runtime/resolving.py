@@ -21,21 +21,23 @@ from ondevice.budget.limits import (
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import context_tokens, stream_bytes
-from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import STREAMS_SIDECAR
-from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
-from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
-from ondevice.kernels import _native
 from ondevice.runtime.backend_choice import is_row_invariant, memory_model, settled_backend
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime
+from ondevice.runtime.opening import (
+    damage_warnings,
+    open_tokenizer,
+    settled_speculation,
+    tokenizer_bytes,
+    without_damaged_sidecars,
+)
 from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
-from ondevice.tokenizer import Tokenizer, import_library, load_tokenizer, loading_bytes
+from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 log = logging.getLogger(__name__)
@@ -128,7 +130,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     tokenizer raises.
     """
     check_choices(runtime)
-    bundle = _without_damage(bundle, runtime)
+    bundle = without_damaged_sidecars(bundle, runtime)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
     check_runtime(bundle.config, runtime, *added)
     if bundle.incomplete is not None:
@@ -136,10 +138,10 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     runtime = replace(
         runtime,
         backend=settled_backend(runtime.backend),
-        speculation=_speculation(runtime),
+        speculation=settled_speculation(runtime),
         threads=runtime.threads or usable_cores(),
     )
-    warnings = _warnings(bundle, runtime)
+    warnings = damage_warnings(bundle, runtime)
     # What is imported anyway is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
@@ -358,62 +360,6 @@ def mode_change(resolved: ResolvedModel) -> ModeChange | None:
         if (below.sparsity, below.speculation) != modes:
             return ModeChange(limit, below.sparsity, below.speculation)
     return None
-
-
-def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
-    """The bundle without sidecars that the options use and whose tensors, which this reads, are damaged."""
-    speculation = _speculation(runtime)
-    for sidecar, used in (
-        (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
-        (THRESHOLDS_SIDECAR, runtime.sparsity == "threshold"),
-        (STREAMS_SIDECAR, runs_streams(speculation, bundle.streams)),
-    ):
-        if used:
-            bundle = without_damage(bundle, sidecar, _native.crc32c)
-    return bundle
-
-
-def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
-    """Damaged sidecars that the options don't rule out."""
-    may_use = {
-        "predictors": runtime.sparsity == "auto",
-        "thresholds": runtime.sparsity == "auto",
-        "hotness": runtime.sparsity != "dense",
-        "streams": runtime.speculation == "auto",
-    }
-    return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
-
-
-def _speculation(runtime: RuntimeConfig) -> Speculation:
-    """The speculation that `auto` means: a second model if one is named, none where drafts change texts."""
-    if runtime.speculation != "auto":
-        return runtime.speculation
-    if settled_backend(runtime.backend) != "cpu":
-        return "off"
-    return "model" if runtime.draft_model else "auto"
-
-
-def tokenizer_bytes(bundle: Bundle) -> int:
-    """Most memory that `open_tokenizer` takes at its peak. Raises BundleError for a file that is gone."""
-    info = bundle.manifest.tokenizer
-    if info.kind is None or info.file is None:
-        return 0
-    return loading_bytes(info.kind, bundle.small_parts(info.file))
-
-
-def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
-    info = bundle.manifest.tokenizer
-    if info.kind is None or info.file is None:
-        return None
-    data = bundle.read_small(info.file)
-    tokenizer = load_tokenizer(
-        info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
-    )
-    del data
-    # Freed memory of the parser would count as the process's own.
-    trim_heap()
-    return tokenizer
 
 
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:

@@ -29,7 +29,7 @@ from ondevice.errors import (
 )
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
-from ondevice.runtime.resolving import open_tokenizer
+from ondevice.runtime.opening import open_tokenizer
 from ondevice.speculation.draft_context import DraftContext
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
