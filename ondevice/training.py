@@ -16,13 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.api import Name, load, open_model, text_tokenizer
+from ondevice.api import Name, load, open_model
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.host import text_tokenizer
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, output_path
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import Tally, windows
@@ -35,7 +37,6 @@ MEASURED_TOKENS = 2048
 TRAINED_SHARE = 0.9
 """Of the progress: the rest is measuring."""
 
-OnProgress = Callable[[float, str], None]
 Text = str | Iterable[str]
 """Whole or in parts, as it is read; of these no more than is used."""
 Pieces = Sequence[Sequence[int]]
@@ -53,7 +54,7 @@ def train_predictors(
     order: bool = False,
     backend: BackendName = "auto",
     dram_budget: str | int = "auto",
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Predictors:
     """Train predictors of which neurons fire on `text`, and add them, and how often each fires, to the model.
 
@@ -119,7 +120,7 @@ def train_thresholds(
     tokens: int | None = None,
     measured_tokens: int = MEASURED_TOKENS,
     dram_budget: str | int = "auto",
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Thresholds:
     """Calibrate on `text` how large a gate must be for its neuron to count, and add that to the model.
 
@@ -163,7 +164,7 @@ def train_streams(
     pieces: Pieces | None = None,
     output: Name | None = None,
     replace: bool = False,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
     **options: Any,
 ) -> MultiStreams:
@@ -219,7 +220,7 @@ def convert_and_train(
     quant: str = QuantConfig().name,
     *,
     on_progress: Callable[[ConversionProgress], None] | None = None,
-    on_training: OnProgress = lambda fraction, what: None,
+    on_training: OnProgress = ignore_progress,
     resume: bool = False,
     force: bool = False,
     offline: bool = False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from ondevice.backends.base import Bytes
 from ondevice.budget.sizes import STREAM_SLOT_BYTES, STREAM_SLOTS
 from ondevice.bundle.layout import RESIDENT, neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.callbacks import OnProgress, ignore_progress, never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
 from ondevice.errors import UsageError
 from ondevice.flash.extent_stream import Extent, ExtentStream
@@ -57,7 +58,6 @@ BEFORE = {
 """The row that each is compared with: `all` adds bundling and the default policy to `windowing`."""
 
 IoMode = Literal["auto", "direct", "buffered"]
-OnProgress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def ablation(
     prompt_tokens: int,
     max_tokens: int,
     warm_up_tokens: int,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Ablation:
     """Run every row over one made-up prompt, with the ends of text ruled out.
 
@@ -308,8 +308,8 @@ def _measured(
     )
     tokens: list[int] = []
     marks: list[tuple[float, Counters]] = []
-    with closing(Engine(resolved, _never, fetch)) as engine:
-        for event in engine.generate(None, prompt, sampling, _never):
+    with closing(Engine(resolved, never_cancelled, fetch)) as engine:
+        for event in engine.generate(None, prompt, sampling, never_cancelled):
             if event.token is not None:
                 tokens.append(event.token)
                 if len(tokens) in (warm_up_tokens, warm_up_tokens + max_tokens):
@@ -336,10 +336,6 @@ def _measured(
         prefetch_wasted_bytes=(after.prefetch_wasted_bytes - before.prefetch_wasted_bytes) / max_tokens,
         tokens=tuple(tokens),
     )
-
-
-def _never() -> bool:
-    return False
 
 
 def _read_through(reader: FlashReader, files: Sequence[CheckedFile], times: int = 1) -> Iterator[Bytes]:

@@ -323,7 +323,6 @@ def sparsity_modes(
         SparsityMode("exact", relu, exact),
         SparsityMode("predicted", predictors is not None, predicted),
         SparsityMode("threshold", thresholds is not None, threshold),
-        SparsityMode("experts", False, "it has no expert router"),
     )
 
 

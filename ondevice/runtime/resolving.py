@@ -32,7 +32,6 @@ from ondevice.kernels import _native
 from ondevice.runtime.backend_choice import is_row_invariant, operand_bytes, settled_backend
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime
-from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
 from ondevice.tokenizer import Tokenizer, import_library, load_tokenizer, loading_bytes
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
@@ -105,7 +104,6 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     that this model or machine can't have, BundleError for one whose files are damaged, and what reading the
     tokenizer raises.
     """
-    check_choices(runtime)
     bundle = _without_damage(bundle, runtime)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
     check_runtime(bundle.config, runtime, *added)
