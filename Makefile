@@ -35,13 +35,11 @@ STAMPS := $(VENV)/stamps
 comma := ,
 
 NATIVE_SOURCES := $(wildcard ondevice/kernels/*.cc ondevice/kernels/*.h ondevice/kernels/CMakeLists.txt \
+	ondevice/kernels/targets/*.cc ondevice/kernels/targets/*.h \
 	ondevice/flash/*.cc ondevice/flash/*.h)
 NATIVE_TESTS := $(wildcard tests/native/*.cc tests/native/*.h)
-MODEL_FOLDER := weights/small-relu
-RECIPE_BUILD := build/recipe
 
-.PHONY: help build chat app app-screenshot test test-slow check check-python check-types check-native format bench \
-	prove-mlx clean train evaluate-model model-tables
+.PHONY: help build chat test test-slow check check-python check-types check-native format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,51 +95,6 @@ build: $(STAMPS)/installed
 chat: $(STAMPS)/installed
 	@$(VENV)/bin/ondevice chat $(CHAT_ARGS)
 
-# --- the example app -----------------------------------------------------------------------------------
-
-APP := examples/macos_app
-SCREENSHOT ?= $(APP)/screenshot.png
-
-# The backend of this platform: Cocoa, or GTK, which needs what $(APP)/README.md lists.
-$(STAMPS)/app: $(STAMPS)/installed
-	@$(PIP) "toga~=0.5.0"
-	@touch $@
-
-app: $(STAMPS)/app
-	@PYTHONPATH=$(APP)/src $(PY) -m ondevice_chat
-
-app-screenshot: $(STAMPS)/app
-	@PYTHONPATH=$(APP)/src $(PY) $(APP)/screenshot.py "$(SCREENSHOT)"
-
-# --- the model that ships -------------------------------------------------------------------------------
-
-RECIPE := cd $(MODEL_FOLDER) && $(abspath $(PY)) -m recipe
-
-# The one that ships, so that figures compare; recipe.tokenizer trains another.
-$(RECIPE_BUILD)/tokenizer.model: $(MODEL_FOLDER)/tokenizer.model | $(STAMPS)/train
-	@mkdir -p $(RECIPE_BUILD) && cp $< $@
-
-$(RECIPE_BUILD)/streams.json: $(RECIPE_BUILD)/tokenizer.model
-	@$(RECIPE).pack --data $(abspath $(SHARED)/data)
-
-train: $(RECIPE_BUILD)/streams.json
-	@$(RECIPE).train $(TRAIN_ARGS)
-	@$(RECIPE).export
-	@$(VENV)/bin/ondevice convert $(RECIPE_BUILD)/export/small-relu --output $(RECIPE_BUILD)/bundles/small-relu-q8 \
-		--quant q8 --force </dev/null >&2
-	@$(RECIPE).predictors --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
-	@$(RECIPE).streams --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8) --steps 2000 --stride 2 \
-		--write $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
-	@$(RECIPE).recorded_tokens --model $(abspath $(RECIPE_BUILD)/bundles/small-relu-q8)
-	@echo "the bundle is $(RECIPE_BUILD)/bundles/small-relu-q8; to ship it: cp $(RECIPE_BUILD)/bundles/small-relu-q8/* $(MODEL_FOLDER)/" >&2
-
-evaluate-model: $(RECIPE_BUILD)/streams.json
-	@$(RECIPE).evaluate $(EVALUATE_ARGS)
-
-model-tables: $(RECIPE_BUILD)/streams.json
-	@$(RECIPE).sparsity
-	@$(RECIPE).samples --data $(abspath $(SHARED)/data)
-
 # --- tests and checks -----------------------------------------------------------------------------------
 
 test: $(STAMPS)/test
@@ -172,36 +125,8 @@ format: $(STAMPS)/check
 	@$(PY) -m ruff format .
 	@$(VENV)/bin/clang-format -i $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
 
-include tests/native/native.mk
-include tests/fuzz/fuzz.mk
-
-# --- comparisons ----------------------------------------------------------------------------------------
-
-bench: $(STAMPS)/bench
-	@mkdir -p $(BENCH_DIR)
-	@status=0; for script in compare.versus_llama_cpp compare.flash_versus_llama_cpp compare.flash_versus_fio \
-		ceiling.ceiling ceiling.ceiling_matrix ceiling.long_ceiling compare.convert_versus_cp; do \
-		echo "== $$script"; \
-		$(PY) -m tests.benchmarks.$$script --workdir $(BENCH_DIR) $(BENCH_ARGS) || status=1; \
-	done; exit $$status
-
-# The newest mlx-lm is the rival; the tests don't need it. Where there is a GPU of NVIDIA's, MLX gets to it.
-$(STAMPS)/mlx-lm: $(STAMPS)/test
-	@$(PIP) mlx-lm $$(if nvidia-smi >/dev/null 2>&1; then echo "mlx[cuda]"; fi)
-	@touch $@
-
-# On MLX's GPU where there is one: half-precision operands, what its kernels promise, and a 7B shape in its memory.
-prove-mlx: $(STAMPS)/mlx-lm
-	@mkdir -p $(BENCH_DIR)
-	@gpu=$$($(PY) -c "import mlx.core as mx; print('1' if mx.default_device() == mx.gpu else '')"); status=0; \
-	if [ "$$gpu" ]; then echo "== MLX on its GPU"; else echo "== MLX on its CPU device: no GPU is proven"; fi; \
-	echo "== doctor"; $(VENV)/bin/ondevice doctor || status=1; \
-	echo "== tests"; ONDEVICE_TEST_MLX_GPU=$$gpu $(PY) -m pytest -q -m "not slow" $(TEST_ARGS) tests || status=1; \
-	echo "== mlx_invariance"; $(PY) -m tests.benchmarks.explain.mlx_invariance || status=1; \
-	echo "== flash_into_mlx"; $(PY) -m tests.benchmarks.explain.flash_into_mlx || status=1; \
-	echo "== versus_mlx_lm"; $(PY) -m tests.benchmarks.compare.versus_mlx_lm --workdir $(BENCH_DIR) \
-		--shape $$(if [ "$$gpu" ]; then echo llama-7b; else echo small; fi) $(BENCH_ARGS) || status=1; \
-	exit $$status
+include tests/native/native.mk tests/fuzz/fuzz.mk tests/benchmarks/bench.mk
+include weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

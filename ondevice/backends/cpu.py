@@ -230,10 +230,10 @@ class CpuBackend(EmbeddingHolder):
             whole.multiplied(count)
             return out
         scores, gates = self._scored(x, selector, norm)
-        native.begin(self.engine, x, scale, eps)
+        forward = _native.FeedForwardPass(self.engine, native, x, act, scale, eps)
         for ids, parts in weight.selected(scores, num_exact_rows):
-            native.add_gathered(self.engine, ids, parts, selector.predicted, gates, act)
-        native.finish(self.engine, out, added)
+            forward.add_selected(ids, parts, selector.predicted, gates)
+        forward.finish(out, added)
         return out
 
     def dense_feed_forward(
@@ -253,16 +253,16 @@ class CpuBackend(EmbeddingHolder):
         if pieces == ():
             native.forward(self.engine, x, weight.segments, act, out, scale, eps, added)
             return out
-        native.begin(self.engine, x, scale, eps)
+        forward = _native.FeedForwardPass(self.engine, native, x, act, scale, eps)
         if weight.segments:
-            native.add(self.engine, weight.segments, len(x), act)
+            forward.add(weight.segments)
         for piece in pieces:
             if isinstance(piece, np.ndarray):
                 staging = self._stage(native)
                 native.pack(self.engine, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
-            native.add(self.engine, [piece], len(x), act)
-        native.finish(self.engine, out, added)
+            forward.add([piece])
+        forward.finish(out, added)
         return out
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:

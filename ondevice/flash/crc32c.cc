@@ -30,7 +30,8 @@ namespace ondevice {
 namespace {
 
 constexpr uint32_t kPolynomial = 0x82F63B78;  // reflected
-// Below this a split costs more (two GF(2) multiplications, about 0.4 us) than it saves.
+// Units shorter than this aren't split: two GF(2) multiplications, about 0.4 us, would cost more than it
+// saves.
 constexpr size_t kSplitBytes = 16384;
 
 uint64_t load_u64(const uint8_t* p) {
@@ -39,7 +40,7 @@ uint64_t load_u64(const uint8_t* p) {
   return word;
 }
 
-// tables[k][b]: the CRC of byte b followed by k zero bytes; eight of them take eight bytes at a time.
+// tables[k][b]: the CRC of byte b followed by k zero bytes. With eight tables a step takes eight bytes.
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 constexpr Tables make_tables() {

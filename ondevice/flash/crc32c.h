@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli, RFC 3720 appendix B.4) of the units that bundle files are checked in.
+// CRC-32C (Castagnoli, RFC 3720 appendix B.4) of the units that the bytes of a bundle are checked in.
 #pragma once
 
 #include <stddef.h>
@@ -14,7 +14,7 @@ enum class Crc32cTarget { kAuto, kTable, kHardware };
 bool has_crc32c_instruction();
 
 // CRCs of consecutive units. Unit i of the data has length units[(phase + i) % units.size()]; the last one
-// may be short. Writes count_crc_units() values. kHardware without the instruction is the caller's error.
+// may be short. Writes count_crc_units() values. kHardware must not be asked for without the instruction.
 // Equal units are computed three at a time: the instruction has a latency of 3 cycles and a throughput of 1.
 void crc32c_units(const uint8_t* data, size_t nbytes, const std::vector<uint64_t>& units, size_t phase,
                   uint32_t* out, Crc32cTarget target = Crc32cTarget::kAuto);

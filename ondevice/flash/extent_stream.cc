@@ -23,7 +23,7 @@ ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vecto
   if (slots < 2) throw std::invalid_argument("a stream needs at least 2 slots, not " + std::to_string(slots));
   schedule_ = planned(extents);
   if (memory.data == nullptr) {
-    auto own = std::make_shared<Buffer>(slot_bytes_ * slots);
+    auto own = std::make_shared<MappedBuffer>(slot_bytes_ * slots);
     memory = {std::shared_ptr<uint8_t>(own, own->data()), own->size()};
   }
   if (memory.nbytes != slot_bytes_ * slots)
@@ -164,7 +164,7 @@ void ExtentStream::close() {
     arrived_->notify_all();
   }
   reader_->pool().remove(this);
-  std::shared_ptr<uint8_t> memory;  // let go of without the lock: its owner may be Python's
+  std::shared_ptr<uint8_t> memory;  // freed after the lock is: freeing may need the GIL
   std::lock_guard<std::mutex> lock(reader_->pool().mutex());
   memory = std::move(memory_);
 }

@@ -1,4 +1,4 @@
-// Dense streaming: a schedule of extents read ahead, in order, into a ring of slots.
+// Offloaded dense weights: a schedule of extents, read ahead in order into a ring of slots.
 #pragma once
 
 #include <condition_variable>
@@ -22,23 +22,23 @@ struct Extent {
 
 struct StreamStats {
   ReadStats reads;
-  double wait_seconds = 0;  // the consumer's, in next()
+  double wait_seconds = 0;  // spent waiting in next()
 };
 
-// Slots that somebody else allocated; empty: the stream has its own.
+// Memory for slots that the caller allocated. If empty, the stream allocates its own.
 struct SlotMemory {
-  std::shared_ptr<uint8_t> data;  // and what keeps it alive
+  std::shared_ptr<uint8_t> data;  // keeps the memory alive
   size_t nbytes = 0;
 };
 
 // The reader's threads run ahead of the consumer through the schedule, as far as slots are free. Extents are
-// cut into pieces so that the threads share one extent; checksums are compared by the threads. One consumer
-// at a time; close() may come from any thread.
+// cut into pieces, so that several threads read one extent. The threads also compare the checksums. One
+// consumer at a time; close() may be called from any thread.
 class ExtentStream : public PieceSource {
  public:
-  // A slot holds the largest extent's whole checked units, to page boundaries. Throws std::invalid_argument
-  // for fewer than 2 slots, slots that are too small, memory of another size or not at a page, or an empty
-  // schedule; std::out_of_range for an extent outside its file.
+  // A slot must hold the largest extent, widened to whole checked units and to page boundaries. Throws
+  // std::invalid_argument for fewer than 2 slots, slots that are too small, memory of another size or not
+  // page-aligned, or an empty schedule, and std::out_of_range for an extent outside its file.
   ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
                size_t slots, bool cyclic, SlotMemory memory = {});
   ~ExtentStream() override {
@@ -52,18 +52,18 @@ class ExtentStream : public PieceSource {
   };
 
   // The next extent's bytes, valid until its release() or rewind(). Throws FlashError for an extent that
-  // failed (which is then behind us and needs no release), std::out_of_range past the end of a schedule that
-  // isn't cyclic, std::invalid_argument if all slots but one are held or the stream is closed.
+  // failed, which is then skipped and needs no release, std::out_of_range past the end of a schedule that
+  // isn't cyclic, and std::invalid_argument if all slots but one are held or the stream is closed.
   View next();
-  // Gives back the oldest extent held. Throws std::invalid_argument if none is.
+  // Releases the oldest extent held. Throws std::invalid_argument if none is held.
   void release();
-  // Starts the schedule again; everything held is given back. Free where a cyclic schedule stands at its
+  // Restarts the schedule and releases every extent held. Costs nothing where a cyclic schedule is at its
   // start.
   void rewind();
-  // Goes on with another schedule, from its start, in the same memory. Throws like the constructor, and then
-  // leaves everything as it was.
+  // Replaces the schedule, in the same memory, and starts with the new one's first extent. Throws what the
+  // constructor throws, and then changes nothing.
   void reschedule(const std::vector<Extent>& extents);
-  // Stops reading ahead and waits for the pieces in flight. Bytes handed out live on while a View does.
+  // Stops reading ahead and waits for the pieces in flight. A View keeps its bytes alive after that.
   void close();
 
   // Slot memory.
@@ -77,13 +77,13 @@ class ExtentStream : public PieceSource {
  private:
   struct Planned {
     const FlashFile* file;
-    int64_t offset, nbytes, base;  // base: the page that the slot begins with
+    int64_t offset, nbytes, base;  // base: file offset of the slot's first page
     std::vector<Range> pieces;
   };
   struct Slot {
     size_t pending = 0;  // pieces that haven't arrived
     std::string error;
-    bool skip = false;  // failed and delivered, waiting for the older ones to be released
+    bool skip = false;  // failed, and next() has said so; released once all older extents are
   };
 
   std::vector<Planned> planned(const std::vector<Extent>& extents) const;

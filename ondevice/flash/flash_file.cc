@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../kernels/buffer.h"
+#include "../kernels/mapped_buffer.h"
 #include "crc32c.h"
 
 namespace ondevice {
@@ -28,7 +28,7 @@ constexpr size_t kMaxUnitKinds = 64;
 constexpr int kMaxShortReads = 64;
 
 int open_file(const std::string& path, bool direct) {
-  int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // a pipe in a file's place must not block us
+  int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;  // opening a pipe must not block
 #if defined(O_DIRECT)
   if (direct) flags |= O_DIRECT;
 #endif
@@ -52,15 +52,15 @@ ssize_t read_once(int fd, uint8_t* out, int64_t nbytes, int64_t offset) {
   return got;
 }
 
-// What direct reads of the file may be aligned to, where the system says so and a read shows that it is so;
-// whole pages do everywhere.
+// What direct reads of the file may be aligned to. Less than a page only if the system says so and a trial
+// read succeeds.
 int64_t direct_block([[maybe_unused]] int fd) {
 #if defined(STATX_DIOALIGN)
   struct statx status;
   if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
     const int64_t block = std::max(status.stx_dio_offset_align, status.stx_dio_mem_align);
     if (block <= 0 || kPage % block != 0) return kPage;
-    Buffer page(kPage);
+    MappedBuffer page(kPage);
     if (read_once(fd, page.data() + (kPage - block), block, kPage - block) >= 0) return block;
   }
 #endif
@@ -119,7 +119,7 @@ FlashFile::FlashFile(FileSpec spec, bool direct) : spec_(std::move(spec)), direc
     block_ = direct_block(file_.fd);
   }
 #if defined(POSIX_FADV_RANDOM)
-  // Reading ahead is ours; the kernel's would fill the page cache past what was asked for.
+  // We read ahead ourselves; the kernel would fill the page cache with more than was asked for.
   if (!direct_) posix_fadvise(file_.fd, 0, 0, POSIX_FADV_RANDOM);
 #endif
 }
@@ -157,7 +157,7 @@ void FlashFile::fail_short(int64_t offset, int64_t end) const {
 // Some file systems accept O_DIRECT when opening and refuse it when reading.
 void FlashFile::probe_direct() const {
   if (spec_.nbytes == 0) return;
-  Buffer page(kPage);
+  MappedBuffer page(kPage);
   if (read_once(file_.fd, page.data(), kPage, 0) < 0 && (errno == EINVAL || errno == EOPNOTSUPP))
     refuse_direct();
 }
@@ -203,7 +203,7 @@ int64_t FlashFile::read(Range range, uint8_t* out, int64_t alignment) const {
     total += got;
     int64_t reached = position + got;
     if (reached >= range.end) break;
-    // A direct read can only go on from such a boundary.
+    // A direct read can only continue from an aligned offset.
     int64_t next = direct_ ? align_down(reached, alignment) : reached;
     stalls = next > position ? 0 : stalls + 1;
     if (stalls > kMaxShortReads) fail_short(position, range.end);
@@ -223,7 +223,7 @@ void FlashFile::check(Range range, const uint8_t* bytes) const {
 void FlashFile::check_finite(Range range, const uint8_t* bytes) const {
   if (spec_.halves.empty()) return;
   const int64_t period = spec_.halves_period;
-  // Where the ranges are counted from, again and again; a single round where they don't repeat.
+  // Each repetition of the ranges, or a single one where they don't repeat.
   int64_t base = 0;
   if (period > 0) base = spec_.crc_start + align_down(range.begin - spec_.crc_start, period);
   do {
@@ -245,7 +245,8 @@ void FlashFile::check_crcs(Range range, const uint8_t* bytes) const {
   constexpr int64_t kBatch = 3 * kMaxUnitKinds;
   uint32_t crcs[kBatch];
   const int64_t kinds = static_cast<int64_t>(spec_.units.size());
-  const int64_t periods = kBatch / kinds / 3 * 3;  // whole groups of three, as crc32c_units likes them
+  const int64_t periods =
+      kBatch / kinds / 3 * 3;  // whole groups of three, since crc32c_units computes three at a time
   for (int64_t begin = range.begin; begin < range.end;) {
     int64_t end = std::min(range.end, begin + periods * period_);
     int64_t position = begin - spec_.crc_start;

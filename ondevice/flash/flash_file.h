@@ -1,4 +1,4 @@
-// One file on flash: opened past the page cache where possible, read in whole pages or blocks, checked by
+// One file on flash: opened for direct reads where possible, read in whole pages or blocks, checked by
 // CRC-32C.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace ondevice {
 
-// Direct reads may begin, end and land on multiples of this, whatever the device's own block is.
+// Offsets, lengths and addresses of direct reads may be multiples of this, whatever the device's block size.
 constexpr int64_t kPage = 4096;
 
 inline int64_t align_down(int64_t n, int64_t alignment) { return n / alignment * alignment; }
@@ -25,12 +25,12 @@ struct FlashError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The system has no file descriptor left for the process: nothing is wrong with the file.
+// The process has no file descriptor left. Nothing is wrong with the file.
 struct NoDescriptor : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The file system doesn't read past its page cache (O_DIRECT refused).
+// The file system can't bypass its page cache: it refuses O_DIRECT.
 struct DirectRefused : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -40,15 +40,15 @@ struct Range {
   int64_t nbytes() const { return end - begin; }
 };
 
-// What a file must be: its size, and CRCs of the units that cover [crc_start, nbytes), lengths repeating; and
-// where float16 values lie, which must be finite: ascending, from crc_start on in every `halves_period`
-// bytes, or where that is 0 once, from the start of the file on.
+// What a file must contain. CRCs cover [crc_start, nbytes) unit by unit; the unit lengths repeat. `halves`
+// are ascending ranges of float16 values, which must be finite. They count from crc_start and repeat every
+// `halves_period` bytes; if that is 0, they count from the start of the file and don't repeat.
 struct FileSpec {
   std::string path;
   int64_t nbytes = 0;
   int64_t crc_start = 0;  // a multiple of kPage
   std::vector<uint64_t> units;
-  std::shared_ptr<const uint32_t> crcs;  // as many as count_crc_units() says
+  std::shared_ptr<const uint32_t> crcs;  // count_crc_units() of them
   size_t crc_count = 0;
   std::vector<Range> halves;
   int64_t halves_period = 0;
@@ -71,8 +71,8 @@ class FlashFile {
   // can't be opened or its size isn't the expected one.
   FlashFile(FileSpec spec, bool direct);
 
-  // The smallest range of whole checked units around `nbytes` at `offset`.
-  // Throws std::out_of_range unless there are any and they lie within the checked bytes of the file.
+  // The smallest range of whole checked units around `nbytes` at `offset`. Throws std::out_of_range if nbytes
+  // isn't positive or the bytes aren't all among the checked ones.
   Range expand(int64_t offset, int64_t nbytes) const;
 
   // Cuts a range of whole units into pieces of about `target` bytes. Cuts fall where a unit ends on a page
@@ -83,17 +83,18 @@ class FlashFile {
   // (aligned likewise) and returns the bytes read. Throws FlashError.
   int64_t read(Range range, uint8_t* out, int64_t alignment) const;
 
-  // Compares whole units with their CRCs, and looks whether the float16 values in them are finite; `bytes` is
-  // the byte at range.begin. Throws FlashError.
+  // Compares whole units with their CRCs, and checks that the float16 values in them are finite. `bytes` is
+  // the address of the byte at range.begin. Throws FlashError.
   void check(Range range, const uint8_t* bytes) const;
 
-  // Gives the descriptor back; nobody may be reading, or read after it. Idempotent.
+  // Closes the descriptor. No read may be under way or follow. Idempotent.
   void close() { file_.close(); }
 
   const FileSpec& spec() const { return spec_; }
   int64_t period() const { return period_; }
   int fd() const { return file_.fd; }
-  // Direct reads may begin, end and land on multiples of this here: a small record needs no whole pages.
+  // What direct reads of this file are aligned to. Where it is less than a page, small records need no whole
+  // pages.
   int64_t block() const { return block_; }
 
  private:
@@ -110,7 +111,7 @@ class FlashFile {
   FileHandle file_;
   int64_t block_ = kPage;
   int64_t period_ = 0;           // the sum of the unit lengths
-  int64_t grid_ = 0;             // a multiple of period_ and of kPage: where cuts may fall
+  int64_t grid_ = 0;             // a multiple of period_ and of kPage: pieces are cut at its multiples
   std::vector<int64_t> starts_;  // of each unit within the period
 };
 

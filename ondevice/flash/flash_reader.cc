@@ -8,12 +8,12 @@
 namespace ondevice {
 namespace {
 
-// Pieces read into their final place, one system call each; as large as ExtentStream's.
+// Size of pieces that are read straight into their final place, one system call each; as in ExtentStream.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
-// Pieces that go through a staging buffer, of which every read under way may hold one.
+// Size of pieces that go through a staging buffer. Every read under way may hold one buffer.
 constexpr int64_t kStagedBytes = int64_t{1} << 18;
 
-// A list of pieces that the calling thread and the pool's work through together.
+// A list of pieces that the calling thread and the pool's threads read together.
 class Batch : public PieceSource {
  public:
   explicit Batch(std::vector<WantedPiece> pieces) : pieces_(std::move(pieces)) {}
@@ -37,9 +37,9 @@ class Batch : public PieceSource {
     failed_ = piece.tag;
   }
 
-  // Whether all pieces were handed out, unless one failed.
+  // Whether every piece was handed out; if one failed, the rest are not.
   bool over() const { return next_ == pieces_.size() || !error_.empty(); }
-  // Of the earliest piece that failed.
+  // The error of the first piece, in list order, that failed.
   const std::string& error() const { return error_; }
 
  private:
@@ -69,7 +69,7 @@ FlashReader::FlashReader(std::vector<FileSpec> specs, IoMode io, size_t depth, b
 
 void FlashReader::close() {
   pool_->stop();
-  std::lock_guard<std::mutex> lock(pool_->mutex());  // two may close it at once
+  std::lock_guard<std::mutex> lock(pool_->mutex());  // two threads may close it at once
   for (auto& file : files_) file->close();
 }
 
@@ -104,11 +104,11 @@ void FlashReader::read(size_t file_index, int64_t offset, int64_t nbytes, uint8_
   run(std::move(pieces));
 }
 
-Buffer FlashReader::read_new(size_t file_index, int64_t offset, int64_t nbytes, uint8_t** first) {
+MappedBuffer FlashReader::read_new(size_t file_index, int64_t offset, int64_t nbytes, uint8_t** first) {
   const FlashFile& source = file(file_index);
   Range all = source.expand(offset, nbytes);
   int64_t base = page_down(all.begin);
-  Buffer buffer(static_cast<size_t>(page_up(all.end) - base));
+  MappedBuffer buffer(static_cast<size_t>(page_up(all.end) - base));
   std::vector<WantedPiece> pieces;
   for (Range range : source.cut(all, kPieceBytes))
     pieces.push_back({{&source, range, kPage, buffer.data() + (page_down(range.begin) - base)}, {}, nullptr});

@@ -13,7 +13,7 @@
 namespace ondevice {
 namespace {
 
-// Reads that the ring has ended and that are checked and copied together, while others take their places.
+// Reads of the ring that are checked and copied together, while others are under way.
 constexpr size_t kEnded = 16;
 
 double seconds(clockid_t clock) {
@@ -26,7 +26,7 @@ std::string no_staging(const Piece& piece) {
   return piece.file->spec().path + ": no memory for a staging buffer";
 }
 
-// Signals are the host's: they go to its own threads.
+// Signals belong to the host program: its own threads receive them.
 void block_signals() {
   sigset_t all;
   sigfillset(&all);
@@ -54,7 +54,7 @@ ReadStats ReadMeter::snapshot() const {
 
 ReadPool::ReadPool(size_t depth, std::unique_ptr<ReadRing> ring)
     : has_ring_(ring != nullptr), ring_(std::move(ring)), process_(getpid()) {
-  // A buffer for every read and for who waits: giving one back must not need memory.
+  // Room for the buffers of all reads and of a waiting thread: returning one must not allocate.
   staging_.reserve(depth + kEnded + 1);
   try {
     if (ring_) {
@@ -111,7 +111,7 @@ void ReadPool::work() {
       work_.wait(lock);
       continue;
     }
-    // One waking thread wakes the next, so that a single new piece doesn't wake them all.
+    // Each thread that wakes up wakes the next, so that a single new piece doesn't wake them all.
     notify();
     finish(source, piece, lock);
   }
@@ -124,7 +124,8 @@ void ReadPool::work_ring() {
   std::vector<size_t> ended;
   ended.reserve(kEnded);
   for (;;) {
-    // What has ended makes room for others before it is checked and copied: the device is never kept waiting.
+    // New reads are queued before those that have ended are checked and copied, so that the device never
+    // idles.
     fill_ring();
     if (in_ring_ == 0 && ended.empty()) {
       if (stopped_) return;
@@ -138,7 +139,7 @@ void ReadPool::work_ring() {
     lock.lock();
     for (size_t index : ended) {
       RingRead& read = ring_reads_[index];
-      // The thread's time since the last ones ended is theirs, in equal parts.
+      // The thread's time since the previous reads ended is divided among these in equal parts.
       const double cpu_seconds = (cpu_now - cpu_before) / static_cast<double>(ended.size());
       meter_.end(read.bytes, cpu_seconds);
       read.source->meter.end(read.bytes, cpu_seconds);
@@ -225,7 +226,7 @@ void ReadPool::finish(PieceSource* source, const Piece& piece, std::unique_lock<
 }
 
 std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* bytes) {
-  Buffer staging;
+  MappedBuffer staging;
   std::string error;
   try {
     if (!piece.out) {
@@ -249,17 +250,17 @@ std::string ReadPool::read(PieceSource* source, const Piece& piece, uint64_t* by
   return error;
 }
 
-Buffer ReadPool::take_staging(size_t nbytes) {
-  nbytes = static_cast<size_t>(page_up(static_cast<int64_t>(nbytes)));  // as a mapping takes
-  Buffer pages;
+MappedBuffer ReadPool::take_staging(size_t nbytes) {
+  nbytes = static_cast<size_t>(page_up(static_cast<int64_t>(nbytes)));  // a mapping is whole pages
+  MappedBuffer pages;
   if (!staging_.empty()) {
     pages = std::move(staging_.back());
     staging_.pop_back();
   }
   if (pages.size() < nbytes) {
     staging_bytes_ -= pages.size();
-    pages = Buffer();
-    pages = Buffer(nbytes);
+    pages = MappedBuffer();
+    pages = MappedBuffer(nbytes);
     staging_bytes_ += nbytes;
   }
   return pages;
@@ -273,7 +274,7 @@ void ReadPool::stop() {
     std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = true;
     for (PieceSource* source : ahead_) source->pool_stopped();
-    threads.swap(threads_);  // two may stop it at once
+    threads.swap(threads_);  // two threads may stop it at once
   }
   work_.notify_all();
   drained_.notify_all();
@@ -300,7 +301,7 @@ size_t ReadPool::staging_bytes() {
 
 void ReadPool::trim() {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const Buffer& buffer : staging_) staging_bytes_ -= buffer.size();
+  for (const MappedBuffer& buffer : staging_) staging_bytes_ -= buffer.size();
   staging_.clear();
 }
 

@@ -57,7 +57,7 @@ bool ReadRing::map(unsigned depth) {
   end_tail_ = at<unsigned>(rings_, params.cq_off.tail);
   end_mask_ = *at<unsigned>(rings_, params.cq_off.ring_mask);
   ends_ = at<void>(rings_, params.cq_off.cqes);
-  // A sandbox may allow rings to be made and refuse their use.
+  // A sandbox may allow a ring to be created and refuse its use.
   return syscall(__NR_io_uring_enter, fd_, 0, 0, 0, nullptr, 0) >= 0;
 }
 
@@ -90,7 +90,7 @@ void ReadRing::wait(unsigned count) {
   argument.ts = reinterpret_cast<uint64_t>(&most);
   const long begun = syscall(__NR_io_uring_enter, fd_, queued_, count,
                              IORING_ENTER_GETEVENTS | IORING_ENTER_EXT_ARG, &argument, sizeof(argument));
-  // What it doesn't take now stays queued for the next call.
+  // Reads that the kernel doesn't take now stay queued for the next call.
   if (begun > 0)
     queued_ -= static_cast<unsigned>(begun);
   else if (begun < 0 && errno != ETIME && errno != EINTR)

@@ -1,4 +1,4 @@
-// Reads handed to Linux's io_uring: many at once by one thread, a system call for several of them.
+// Reads through Linux's io_uring: one thread keeps many under way, with one system call for several of them.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +9,10 @@
 
 namespace ondevice {
 
-// Belongs to one thread at a time.
+// Used by one thread at a time.
 class ReadRing {
  public:
-  // For up to `depth` reads under way. Null where the system hasn't io_uring, or forbids it.
+  // For up to `depth` reads under way. Null if the system lacks io_uring or forbids it.
   static std::unique_ptr<ReadRing> make(unsigned depth);
   ~ReadRing();
   ReadRing(const ReadRing&) = delete;
@@ -20,9 +20,9 @@ class ReadRing {
 
   // Queues a read, to be begun by wait(). At most `depth` may be queued and under way.
   void read(int fd, void* out, unsigned nbytes, int64_t offset, uint64_t tag);
-  // Begins what is queued, and waits until `count` reads have ended (0: not at all) or a millisecond is over.
+  // Begins what is queued. Then waits until `count` reads have ended, but at most a millisecond.
   void wait(unsigned count);
-  // (tag, bytes read or a negative errno) of at most `most` that have ended since the last call.
+  // (tag, bytes read or a negative errno) of at most `most` reads that have ended since the last call.
   const std::vector<std::pair<uint64_t, int>>& ended(size_t most);
 
  private:

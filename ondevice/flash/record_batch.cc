@@ -9,10 +9,10 @@
 namespace ondevice {
 namespace {
 
-// One read, at most: each that is under way may hold a staging buffer of this size.
+// Largest read. Each read under way may hold a staging buffer of this size.
 constexpr int64_t kRunBytes = int64_t{1} << 16;
 
-// Whether the device can write just what is wanted to where it is wanted.
+// Whether the device can write the wanted bytes straight to their target.
 bool fits(const Piece& piece, const uint8_t* target) {
   const bool whole = piece.begin() == piece.range.begin && piece.nbytes() == piece.range.nbytes();
   return whole && reinterpret_cast<uintptr_t>(target) % static_cast<uintptr_t>(piece.alignment) == 0;
@@ -47,7 +47,7 @@ void RecordBatch::start(size_t file_index, size_t first_part, size_t parts, cons
     runs_.clear();
     wanted_.reserve(count);
     runs_.reserve(count);
-    // Nothing can fail from here on.
+    // Nothing below can fail.
     under_way_ = true;
     file_ = &file;
     wanted_bytes_ = std::accumulate(first_unit, first_unit + static_cast<std::ptrdiff_t>(parts), int64_t{0});
@@ -127,7 +127,7 @@ void RecordBatch::close() {
     closed_ = true;
   }
   reader_->pool().wake_waiting();
-  // Where two close it at once, both wait: either may take the targets away.
+  // If two threads close it at once, both wait: each may free the targets afterwards.
   reader_->pool().remove(this);
 }
 

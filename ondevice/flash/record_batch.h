@@ -1,4 +1,4 @@
-// Records on demand: the wanted parts of each go to where its reader wants them, while others compute.
+// Records on demand: chosen parts of records are read to given addresses while the caller computes.
 #pragma once
 
 #include <cstddef>
@@ -12,49 +12,50 @@
 
 namespace ondevice {
 
-// One set of records under way at a time; start() and finish() belong to one thread, close() to any.
+// One set of records under way at a time. start() and finish() are called by one thread, close() by any.
 class RecordBatch : public PieceSource {
  public:
-  // urgent: somebody waits; else its reads go after those of urgent ones.
+  // urgent: its reads go before those of batches and streams that aren't.
   RecordBatch(std::shared_ptr<FlashReader> reader, bool urgent);
   ~RecordBatch() override {
     if (!reader_->pool().inherited()) close();
   }
 
   // Begins to read `parts` parts, from `first_part` on, of the records ids[0] < ids[1] < ... of a file, each
-  // to its target: straight there where both lie on blocks of the device. Records with at most `gap_bytes`
-  // between what is wanted are one read, which is copied. The targets must stay until finish() or close().
-  // Throws std::invalid_argument if the batch before isn't finished, std::out_of_range for a part or a record
-  // that the file hasn't.
+  // to its target. A read goes straight to the target if both are aligned to the device's blocks. Records
+  // with at most `gap_bytes` between their wanted parts are merged into one read, whose bytes are copied. The
+  // targets must stay valid until finish() or close(). Throws std::invalid_argument if the previous batch
+  // isn't finished, and std::out_of_range for a part or a record that the file doesn't have.
   void start(size_t file, size_t first_part, size_t parts, const int32_t* ids, size_t count,
              const uint64_t* targets, int64_t gap_bytes);
-  // Whether finish() would wait for nothing.
+  // Whether finish() would return without waiting.
   bool done();
-  // Gives up what hasn't begun, without waiting. Returns how many of the ids, from the first on, are read.
+  // Cancels the reads that haven't begun, without waiting. Returns the number of leading ids that are still
+  // read.
   size_t halt();
-  // Reads along until everything has arrived. Throws FlashError, of the record with the lowest id that
-  // failed: targets then hold anything. Whatever it throws, no target is written to any more.
+  // Helps to read until everything has arrived. Throws the FlashError of the failed record with the lowest
+  // id; the targets' contents are then undefined. Even when it throws, no target is written to afterwards.
   void finish();
-  // Gives up what hasn't begun and waits for what has.
+  // Cancels the reads that haven't begun and waits for the others.
   void close();
 
   ReadStats stats();
 
   bool take(Piece* piece) override;
-  // What lies between the parts wanted may be damaged: nobody asked for it.
+  // Bytes between the wanted parts aren't checked: damage there doesn't matter.
   void check(const Piece& piece, const uint8_t* units) override;
   void deliver(const Piece& piece, const uint8_t* units) override;
   void complete(const Piece& piece, const std::string& error) override;
 
  private:
-  // Whether no more reads will begin; the pool's mutex is held.
+  // Whether every read has begun or is cancelled. The pool's mutex is held.
   bool over() const;
 
   struct Run {
     size_t first, count;  // of wanted_
   };
   struct Wanted {
-    int64_t offset;  // of the first part, in the file
+    int64_t offset;  // of the first part in the file
     uint8_t* target;
   };
 

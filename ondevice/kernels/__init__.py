@@ -1,1 +1,1 @@
-"""The native extension: one C++ source per kernel, compiled per target, picked at run time."""
+"""The native extension: in targets/ one C++ source per kernel, compiled per instruction set."""

@@ -1,4 +1,8 @@
-"""Types of the native extension. Arrays are C-contiguous numpy arrays unless said otherwise."""
+"""Types of the native extension. Arrays are C-contiguous numpy arrays unless said otherwise.
+
+Shapes: T tokens, R rows, G groups of 64 columns, F neurons of a layer. An `activation` is its index in
+`ondevice.config.ACTIVATIONS`. Impossible arguments raise ValueError.
+"""
 
 from collections.abc import Sequence
 
@@ -7,26 +11,38 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
+Int32 = NDArray[np.int32]
 Uint16 = NDArray[np.uint16]
+Addresses = NDArray[np.uint64]
+Tree = tuple[Int32, Int32]
+"""Parents and depths (T,) of a draft tree's tokens."""
 
-def allocate(nbytes: int) -> Bytes: ...
-def available_targets() -> list[str]: ...
+def available_targets() -> list[str]:
+    """Instruction sets that this machine can run, the preferred one first."""
+
+def allocate(nbytes: int) -> Bytes:
+    """Zeros in a mapping of their own, which is unmapped when the array is freed. Raises MemoryError."""
 
 class Engine:
+    """What runs kernels: threads, the kernels of one instruction set, and their scratch memory."""
+
     def __init__(self, threads: int, target: str = "auto") -> None: ...
     @property
     def target(self) -> str: ...
-    def trim(self) -> None: ...
+    def trim(self) -> None:
+        """Free the scratch memory; later calls allocate what they need."""
+
+# Matrices
 
 class Matrix:
+    """A weight matrix (rows, cols) in the form that the kernels multiply."""
+
     def __init__(self, rows: int, cols: int, bits: int) -> None: ...
     @property
-    def nbytes(self) -> int: ...
-    @property
     def rows(self) -> int: ...
-    @property
-    def cols(self) -> int: ...
-    def load_rows(self, engine: Engine, row0: int, codes: Bytes, scales: Uint16, biases: Uint16) -> None: ...
+    def load_rows(self, engine: Engine, row0: int, codes: Bytes, scales: Uint16, biases: Uint16) -> None:
+        """Rows from `row0` on, as a bundle stores them: codes (R, bytes), scales and biases (R, G)."""
+
     def forward(
         self,
         engine: Engine,
@@ -36,17 +52,42 @@ class Matrix:
         norm: Float32 | None = None,
         eps: float = 0.0,
         added: Float32 | None = None,
-    ) -> None: ...
+    ) -> None:
+        """out (T, rows) = norm(x) W^T + bias + added, for x (T, cols); added may be out."""
+
+def quantize_rows(
+    engine: Engine,
+    x: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16],
+    bits: int,
+    codes: Bytes,
+    scales: Uint16,
+    biases: Uint16,
+) -> bool:
+    """x (R, cols) of any strides, uint16 meaning bfloat16, into codes, scales and biases.
+
+    False if a value isn't finite, or wouldn't be finite as float16.
+    """
+
+def dequantize_rows(engine: Engine, bits: int, rows: Bytes, cols: int, out: Float32) -> None:
+    """rows (R, nbytes), each [codes | scales | biases], into out (R, padded cols)."""
+
+# Feed-forward layers
 
 class Segment:
+    """Memory for some of a layer's neurons."""
+
     def __init__(self, nbytes: int) -> None: ...
-    @property
-    def nbytes(self) -> int: ...
 
 class FeedForward:
+    """A layer's shape: hidden size, bits, and a neuron record's bytes and the offsets of its rows."""
+
     def __init__(self, hidden: int, bits: int, stride: int, gate: int, up: int, down: int) -> None: ...
-    def segment_bytes(self, blocks: int) -> int: ...
-    def pack(self, engine: Engine, segment: Segment, blocks: int, block0: int, records: Bytes) -> None: ...
+    def segment_bytes(self, blocks: int) -> int:
+        """Bytes of a segment of `blocks` blocks of 64 neurons."""
+
+    def pack(self, engine: Engine, segment: Segment, blocks: int, block0: int, records: Bytes) -> None:
+        """Neuron records (n, stride) into a segment of `blocks` blocks, from block `block0` on."""
+
     def forward(
         self,
         engine: Engine,
@@ -57,62 +98,68 @@ class FeedForward:
         norm: Float32 | None = None,
         eps: float = 0.0,
         added: Float32 | None = None,
-    ) -> None: ...
+    ) -> None:
+        """out (T, hidden) = the layer's output for norm(x) + added; the segments hold every neuron."""
+
     def forward_selected(
         self,
         engine: Engine,
         x: Float32,
         scorer: Matrix,
         bias: Float32 | None,
-        narrow: Matrix | None,
-        slots: NDArray[np.int32],
-        addresses: NDArray[np.uint64],
+        low_rank: Matrix | None,
+        slots: Int32,
+        addresses: Addresses,
         whole: bool,
         activation: int,
         out: Float32,
         norm: Float32 | None = None,
         eps: float = 0.0,
         added: Float32 | None = None,
-    ) -> int: ...
-    def begin(self, engine: Engine, x: Float32, norm: Float32 | None = None, eps: float = 0.0) -> None: ...
-    def add(self, engine: Engine, segments: Sequence[Segment], tokens: int, activation: int) -> None: ...
-    def add_gathered(
+    ) -> int:
+        """`forward` over the neurons that score above zero for any token; returns their number.
+
+        scorer: the gates, or a predictor's last matrix behind its `low_rank` first one; bias (F,).
+        slots: (F,), each neuron's slot; addresses: each slot's; `whole` as in FeedForwardPass.add_selected.
+        """
+
+class FeedForwardPass:
+    """One forward pass through a layer, neurons added piece by piece in ascending order.
+
+    Its sums are in the engine's scratch memory: it ends when the engine multiplies anything else, and
+    raises ValueError from then on. Either segments are added to a pass or selected neurons, never both.
+    """
+
+    def __init__(
         self,
         engine: Engine,
-        ids: NDArray[np.int32],
-        parts: NDArray[np.uint64],
-        whole: bool,
-        scores: Float32,
+        layer: FeedForward,
+        x: Float32,
         activation: int,
+        norm: Float32 | None = None,
+        eps: float = 0.0,
     ) -> None: ...
-    def finish(self, engine: Engine, out: Float32, added: Float32 | None = None) -> None: ...
+    def add(self, segments: Sequence[Segment]) -> None: ...
+    def add_selected(self, ids: Int32, parts: Addresses, whole: bool, scores: Float32) -> None:
+        """Neurons that any token selects: those with scores (T, F) above zero.
 
-def select(scores: Float32, ids: NDArray[np.int32]) -> int: ...
-def largest(x: Float32, ids: NDArray[np.int32], values: Float32) -> float:
-    """The len(ids) largest of x (n,), ties to the lower index; returns the sum of exp(x - largest)."""
+        ids, parts: (n,), ascending ids, and where each neuron's up row and down row lie; or its whole
+        record, if `whole`. Gates are computed from whole records, otherwise `scores` are the gates. A block
+        of 64 stored ids must not be split between calls.
+        """
 
-def rms_norm(engine: Engine, x: Float32, weight: Float32, eps: float, out: Float32) -> None: ...
-def head_norm(engine: Engine, x: Float32, weight: Float32, eps: float) -> None: ...
-def rope(engine: Engine, x: Float32, cos: Float32, sin: Float32) -> None: ...
-def kv_write(
-    engine: Engine, blocks: NDArray[np.uint64], layer: int, bits: int, position: int, k: Float32, v: Float32
-) -> None: ...
-def attention(
-    engine: Engine,
-    q: Float32,
-    blocks: NDArray[np.uint64],
-    layer: int,
-    bits: int,
-    kv_heads: int,
-    position: int,
-    window: int,
-    tree: tuple[NDArray[np.int32], NDArray[np.int32]] | None,
-    out: Float32,
-) -> None: ...
+    def finish(self, out: Float32, added: Float32 | None = None) -> None:
+        """out (T, hidden) = the sums + added; added may be out."""
+
+def select(scores: Float32, ids: Int32) -> int:
+    """Ascending ids of the columns of scores (T, F) above zero in any row, into ids; returns their number."""
+
+# Attention
+
 def attend(
     engine: Engine,
     qkv: Float32,
-    blocks: NDArray[np.uint64],
+    blocks: Addresses,
     layer: int,
     bits: int,
     heads: int,
@@ -122,36 +169,52 @@ def attend(
     cos: Float32,
     sin: Float32,
     norms: tuple[Float32, Float32, float] | None,
-    tree: tuple[NDArray[np.int32], NDArray[np.int32]] | None,
+    tree: Tree | None,
     out: Float32,
-) -> None: ...
+) -> None:
+    """Norm and rotate queries and keys in place, store keys and values, attend.
+
+    qkv: (T, (heads + 2 * kv_heads) * head_dim), each row a token's queries, keys and values.
+    blocks: addresses of the KV blocks; position: the first token's; window: 0 means all positions.
+    cos, sin: (T, head_dim / 2); norms: weights of query heads and key heads, epsilon.
+    out: (T, heads * head_dim).
+    """
+
 def kv_move(
     engine: Engine,
-    blocks: NDArray[np.uint64],
+    blocks: Addresses,
     layers: int,
     kv_heads: int,
     head_dim: int,
     bits: int,
     source: int,
     target: int,
-) -> None: ...
-def copy_out(addresses: NDArray[np.uint64], offset: int, out: NDArray[np.uint8]) -> None: ...
-def activate(engine: Engine, activation: int, gate: Float32, up: Float32, out: Float32) -> None: ...
-def quantize_rows(
-    engine: Engine,
-    x: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16],
-    bits: int,
-    codes: Bytes,
-    scales: Uint16,
-    biases: Uint16,
-) -> bool: ...
-def dequantize_rows(engine: Engine, bits: int, rows: Bytes, cols: int, out: Float32) -> None: ...
+) -> None:
+    """Copy every layer's key and value at position `source` to position `target`."""
 
-# ondevice/flash
+# Vectors
+
+def rms_norm(engine: Engine, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
+    """out (T, n) = the RMS norm of each row of x (T, n), times weight (n,)."""
+
+def activate(engine: Engine, activation: int, gate: Float32, up: Float32, out: Float32) -> None:
+    """out (n,) = activation(gate) * up."""
+
+def largest(x: Float32, ids: Int32, values: Float32) -> float:
+    """The len(ids) largest of x (n,), ties to the lower index; returns the sum of exp(x - largest)."""
+
+def copy_out(addresses: Addresses, offset: int, out: Bytes) -> None:
+    """out (n, nbytes) = the bytes from `offset` on behind each address."""
+
+# Reading from flash; ondevice/flash wraps these
 
 Extents = Sequence[tuple[int, int, int]]
+"""Files' indices, offsets and lengths."""
+ReadStats = tuple[int, float, float, int]
+"""Bytes read, seconds under way, CPU seconds, reads."""
 
-def crc32c(data: Bytes, units: Sequence[int], target: str = "auto") -> NDArray[np.uint32]: ...
+def crc32c(data: Bytes, units: Sequence[int]) -> NDArray[np.uint32]:
+    """The CRC-32C of each piece of data; piece lengths are those of `units`, over and over."""
 
 class FileSpec:
     def __init__(
@@ -171,7 +234,7 @@ class FlashReader:
     def read(self, file: int, offset: int, out: Bytes) -> None: ...
     def read_records(self, file: int, ids: NDArray[np.int64], out: Bytes) -> None: ...
     def close(self) -> None: ...
-    def stats(self) -> tuple[int, float, float, int]: ...
+    def stats(self) -> ReadStats: ...
     @property
     def staging_bytes(self) -> int: ...
     def trim(self) -> None: ...
@@ -189,15 +252,15 @@ class RecordBatch:
         file: int,
         first_part: int,
         parts: int,
-        ids: NDArray[np.int32],
-        targets: NDArray[np.uint64],
+        ids: Int32,
+        targets: Addresses,
         gap_bytes: int,
     ) -> None: ...
     def done(self) -> bool: ...
     def halt(self) -> int: ...
     def finish(self) -> None: ...
     def close(self) -> None: ...
-    def stats(self) -> tuple[int, float, float, int]: ...
+    def stats(self) -> ReadStats: ...
 
 class ExtentStream:
     def __init__(
@@ -214,6 +277,39 @@ class ExtentStream:
     def rewind(self) -> None: ...
     def reschedule(self, extents: Extents) -> None: ...
     def close(self) -> None: ...
-    def stats(self) -> tuple[tuple[int, float, float, int], float]: ...
+    def stats(self) -> tuple[ReadStats, float]: ...
     @property
     def nbytes(self) -> int: ...
+
+class _Testing:
+    """Single steps of fused ops, and chosen code paths."""
+
+    def head_norm(self, engine: Engine, x: Float32, weight: Float32, eps: float) -> None: ...
+    def rope(self, engine: Engine, x: Float32, cos: Float32, sin: Float32) -> None: ...
+    def kv_write(
+        self,
+        engine: Engine,
+        blocks: Addresses,
+        layer: int,
+        bits: int,
+        position: int,
+        k: Float32,
+        v: Float32,
+    ) -> None: ...
+    def attention(
+        self,
+        engine: Engine,
+        q: Float32,
+        blocks: Addresses,
+        layer: int,
+        bits: int,
+        kv_heads: int,
+        position: int,
+        window: int,
+        tree: Tree | None,
+        out: Float32,
+    ) -> None: ...
+    def crc32c_on(self, data: Bytes, units: Sequence[int], target: str) -> NDArray[np.uint32]: ...
+
+testing: _Testing
+"""A submodule for tests only."""

@@ -1,14 +1,16 @@
-// Pieces of the Python module `ondevice.kernels._native`; each checks what its kernels take for granted.
+// Parts of the Python module `ondevice.kernels._native`. They check the arguments; kernels trust them.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
-#include "layers.h"
+#include "engine.h"
 
 namespace ondevice {
 
@@ -21,7 +23,19 @@ inline void require(bool condition, const char* message) {
   if (!condition) throw std::invalid_argument(message);
 }
 
+inline void check_bits(int bits) { require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16"); }
+
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;  // (T, cols), contiguous columns
 using Weight = std::optional<CArray<const float, 1>>;
+using Added = std::optional<CArray<const float, 2>>;  // has the shape of what it is added to
+
+// The number of rows of x, whose width must be `cols`.
+inline int64_t rows_of(const Rows& x, int64_t cols) {
+  require(static_cast<int64_t>(x.shape(1)) == cols && (x.stride(1) == 1 || cols == 1),
+          "x is (T, cols) floats");
+  require(x.shape(0) > 0, "x has no rows");
+  return static_cast<int64_t>(x.shape(0));
+}
 
 // A norm over rows of `cols` floats, or none.
 inline Norm norm_of(const Weight& weight, float eps, int64_t cols) {
@@ -30,7 +44,24 @@ inline Norm norm_of(const Weight& weight, float eps, int64_t cols) {
   return {weight->data(), eps};
 }
 
-void bind_layers(nb::module_& m);
-void bind_flash(nb::module_& m);
+inline const float* added_to(const CArray<float, 2>& out, const Added& added) {
+  if (!added) return nullptr;
+  require(added->shape(0) == out.shape(0) && added->shape(1) == out.shape(1), "added has the shape of out");
+  return added->data();
+}
+
+using Blocks = CArray<const uint64_t, 1>;                                    // addresses of KV blocks
+using Tree = std::pair<CArray<const int32_t, 1>, CArray<const int32_t, 1>>;  // parents and depths, (T,) both
+
+// One layer's keys and values, checked to hold positions below `end`.
+KvView kv_view(const Blocks& blocks, int64_t layer, int64_t kv_heads, int64_t head_dim, int bits,
+               int64_t end);
+TreeView tree_view(const Tree& tree, int64_t tokens);
+
+void bind_attention(nb::module_& m);
+void bind_feed_forward(nb::module_& m);
+void bind_matrix(nb::module_& m);
+void bind_testing(nb::module_& m);
+void bind_flash(nb::module_& m, nb::module_& testing);
 
 }  // namespace ondevice

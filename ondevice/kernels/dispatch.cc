@@ -69,11 +69,4 @@ const KernelTable* find_target(const std::string& name, std::string* resolved) {
   return nullptr;
 }
 
-int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows) {
-  const int64_t head_dim = args.kv.head_dim, width = (head_dim + 15) / 16 * 16;
-  const int64_t span = (end + kKvBlock - 1) / kKvBlock * kKvBlock;
-  const int64_t path = args.tree.parents ? kKvBlock * width : 0;
-  return query_rows * (head_dim + span + width + 1) + kKvBlock * width + path + 64;
-}
-
 }  // namespace ondevice

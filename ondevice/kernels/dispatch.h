@@ -1,17 +1,17 @@
-// Which targets this build holds and this machine runs.
+// The targets that this build contains and this machine can run.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "kernels.h"
+#include "kernel_table.h"
 
 namespace ondevice {
 
 // Names of the runnable targets, the preferred one first; "scalar" is always last.
 std::vector<std::string> available_targets();
 
-// The table of a target, or of the preferred one for "auto". Null if it can't run here.
+// The table of a target, or of the preferred one for "auto". Null if this machine can't run it.
 const KernelTable* find_target(const std::string& name, std::string* resolved);
 
 }  // namespace ondevice

@@ -1,139 +1,135 @@
+#include "feed_forward.h"
+
+#include <cstring>
+
+#include "feed_forward_pass.h"
 #include "interleave.h"
-#include "simd.h"
-#include "target_kernels.h"
 
 namespace ondevice {
-namespace ONDEVICE_NS {
 namespace {
 
-// A neuron's down column is quantised along the model dimension, so its scale varies inside a sum over
-// neurons. It moves to the activation: c = h * scale, quantised to int8 per block of 64 stored neurons
-// (zeros included); then a block's sum is an exact integer dot product, and blocks are added in ascending
-// order by fused multiply-adds. Codes count from their middle, 8 or 128, lest the rounding of c shift all
-// outputs of a group alike; the biases move with it. Their share, sum of h * (bias + middle * scale), is the
-// same for all 64 outputs of a group: it is kept in 16 lanes by neuron % 16 and added last.
-//
-// Layout of (group, block): four tiles of 16 outputs x 64 neurons, then 64 scales, then 64 biases.
-constexpr int64_t kTilesPerGroup = kGroup / kTile;
+constexpr int64_t kTilesPerBlock = kGroup / kTile;
 
-template <int BITS>
-constexpr int64_t down_block_bytes() {
-  return kGroup * kGroup * BITS / 8 + 4 * kGroup;
-}
-
-// c of one block, quantised, for TT tokens.
-template <int TT>
-struct ScaledBlock {
-  int8_t codes[TT][kGroup];
-  float scale[TT];
-  int32_t sum[TT];
-};
-
-template <int BITS, int TT, bool NIBBLE_ORDER>
-void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bias_sum,
-                 ScaledBlock<TT>* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
-  F s[4], offset[4];
-  for (int i = 0; i < 4; ++i) {
-    s[i] = load_half(scales + 16 * i);
-    offset[i] = fma(s[i], set1(kMiddle), load_half(scales + kGroup + 16 * i));
-  }
-  for (int t = 0; t < TT; ++t) {
-    F c[4];
-    F magnitude = zero();
-    for (int i = 0; i < 4; ++i) {
-      const F v = load(h + t * h_stride + 16 * i);
-      bias_sum[t] = fma(v, offset[i], bias_sum[t]);
-      c[i] = mul(v, s[i]);
-      magnitude = max_magnitude(magnitude, c[i]);
+// One (group, block) of the down projection: outputs 64 g .. 64 g + 63 of 64 neurons, see
+// targets/down_projection.cc. `rows`: the down rows of 64 neurons.
+void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_bytes, int64_t groups,
+               uint8_t* out) {
+  const int64_t tile_bytes = kTile * kGroup * bits / 8;
+  for (int64_t n = 0; n < kGroup; n += 32 / bits, out += 64)
+    for (int64_t tile = 0; tile < kTilesPerBlock; ++tile) {
+      const uint8_t* const* r = rows + n;
+      const int64_t at = (g * kGroup + tile * kTile) * bits / 8;
+      if (bits == 8)
+        interleave_bytes(load_vector<Bytes16>(r[0] + at), load_vector<Bytes16>(r[1] + at),
+                         load_vector<Bytes16>(r[2] + at), load_vector<Bytes16>(r[3] + at),
+                         out + tile * tile_bytes);
+      else
+        interleave_bytes(join_nibbles(r[0] + at, r[1] + at), join_nibbles(r[2] + at, r[3] + at),
+                         join_nibbles(r[4] + at, r[5] + at), join_nibbles(r[6] + at, r[7] + at),
+                         out + tile * tile_bytes);
     }
-    quantize_group(c, largest_magnitude(magnitude), NIBBLE_ORDER, out->codes[t], out->scale + t,
-                   out->sum + t);
+  out += (kTilesPerBlock - 1) * tile_bytes;
+  for (int64_t n = 0; n < kGroup; ++n) {
+    std::memcpy(out + 2 * n, rows[n] + codes_bytes + 2 * g, 2);
+    std::memcpy(out + 2 * (kGroup + n), rows[n] + codes_bytes + 2 * (groups + g), 2);
   }
-}
-
-// One block's part of 16 outputs. Centring is exact: both terms are integers below 2^24.
-template <int BITS>
-void add_centred(F sums, int32_t code_sum, float scale, float* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
-  const F centred = sub(sums, set1(kMiddle * static_cast<float>(code_sum)));
-  store(out, fma(set1(scale), centred, load(out)));
-}
-
-template <int BITS, int TT>
-void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, float* y,
-                 int64_t y_stride, float* lanes, int64_t lanes_stride) {
-  constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
-  // Quantising is a chain of dependent steps: with few tokens, several blocks go through it side by side.
-  constexpr int64_t kAhead = TT >= 4 ? 1 : 2;
-  F bias_sum[TT];
-  for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);
-  for (int64_t first = 0; first < blocks; first += kAhead) {
-    const int64_t count = blocks - first < kAhead ? blocks - first : kAhead;
-    const uint8_t* block = group + first * down_block_bytes<BITS>();
-    ScaledBlock<TT> scaled[kAhead];
-    for (int64_t b = 0; b < count; ++b)
-      scale_block<BITS, TT, BITS == 4>(
-          reinterpret_cast<const uint16_t*>(block + b * down_block_bytes<BITS>() +
-                                            kTilesPerGroup * kTileBytes),
-          h + (first + b) * kGroup, h_stride, bias_sum, scaled + b);
-    for (int64_t b = 0; b < count; ++b, block += down_block_bytes<BITS>()) {
-      const int8_t* x[TT];
-      for (int t = 0; t < TT; ++t) x[t] = scaled[b].codes[t];
-      for (int64_t tile = 0; tile < kTilesPerGroup; ++tile) {
-        F sums[TT];
-        dot_block<BITS, TT>(block + tile * kTileBytes, x, scaled[b].sum, sums);
-        for (int t = 0; t < TT; ++t)
-          add_centred<BITS>(sums[t], scaled[b].sum[t], scaled[b].scale[t], y + t * y_stride + tile * kTile);
-      }
-    }
-  }
-  for (int t = 0; t < TT; ++t) store(lanes + t * lanes_stride, bias_sum[t]);
-}
-
-template <int BITS>
-void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, int64_t tokens,
-              float* y, int64_t y_stride, float* lanes, int64_t lanes_stride) {
-  int64_t t = 0;
-  for (; t + kTokenTile <= tokens; t += kTokenTile)
-    down_tokens<BITS, kTokenTile>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
-                                  lanes + t * lanes_stride, lanes_stride);
-  for (; t + 2 <= tokens; t += 2)
-    down_tokens<BITS, 2>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
-                         lanes + t * lanes_stride, lanes_stride);
-  for (; t < tokens; ++t)
-    down_tokens<BITS, 1>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
-                         lanes + t * lanes_stride, lanes_stride);
 }
 
 }  // namespace
 
-void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
-                    int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride) {
-  if (bits == 4)
-    down_all<4>(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
-  else
-    down_all<8>(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
-}
+FeedForward::FeedForward(int64_t hidden, int bits, RecordShape record)
+    : hidden_(hidden),
+      groups_(groups_of(hidden)),
+      bits_(bits),
+      record_(record),
+      row_bytes_(groups_ * kGroup * bits / 8 + (bits == 16 ? 0 : groups_ * 4)) {}
 
-void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
-               int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end) {
-  for (int64_t j = begin; j < end; j += 16)
-    for (int64_t t = 0; t < tokens; ++t) {
-      F acc = load(y + t * y_stride + j);
-      const float* a = h + t * h_stride;
-      for (int64_t n = 0; n < neurons; ++n) acc = fma(set1(a[n]), load_half(rows + n * stride + j), acc);
-      store(y + t * y_stride + j, acc);
-    }
-}
-
-void add_bias_lanes(const float* y, const float* lanes, const float* added, float* out, int64_t n) {
-  for (int64_t j = 0; j < n; j += 16) {
-    F sum = add(load(y + j), set1(reduce_add(load(lanes + j / kGroup * 16))));
-    if (added) sum = add(load_partial(added + j, n - j), sum);
-    store_partial(out + j, sum, n - j);
+// A segment holds the gate tile and the up tile of each 16 neurons, so that both are read as one stream, and
+// then all down rows.
+void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records,
+                       int64_t count) const {
+  const int64_t blocks = (count + kGroup - 1) / kGroup, row0 = block0 * kGroup;
+  const int64_t padding = blocks * kGroup - count, tile_bytes = kTile * row_bytes_;
+  uint8_t* tiles = segment.data();
+  uint8_t* down = tiles + 2 * segment.blocks() * kGroup * row_bytes_;
+  if (padding) {
+    const int64_t first = (row0 + count) / kTile, end = (block0 + blocks) * kTilesPerBlock;
+    std::memset(tiles + 2 * first * tile_bytes, 0, static_cast<size_t>(2 * (end - first) * tile_bytes));
   }
+  if (bits_ == 16) {
+    for (int64_t n = 0; n < count; ++n) {
+      const uint8_t* record = records + n * record_.stride;
+      uint8_t* gate = tiles + (row0 + n) / kTile * 2 * tile_bytes + (row0 + n) % kTile * row_bytes_;
+      std::memcpy(gate, record + record_.gate, static_cast<size_t>(row_bytes_));
+      std::memcpy(gate + tile_bytes, record + record_.up, static_cast<size_t>(row_bytes_));
+      std::memcpy(down + (row0 + n) * row_bytes_, record + record_.down, static_cast<size_t>(row_bytes_));
+    }
+    std::memset(down + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
+    return;
+  }
+  const int64_t codes = groups_ * kGroup * bits_ / 8;
+  for (int64_t part = 0; part < 2; ++part) {
+    const uint8_t* base = records + (part ? record_.up : record_.gate);
+    interleave_rows(
+        engine.pool(), bits_, groups_, row0, count,
+        {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride, record_.stride},
+        tiles + part * tile_bytes, 2 * tile_bytes);
+  }
+  uint8_t* zeros = reinterpret_cast<uint8_t*>(engine.scratch(row_bytes_ / 4));
+  std::memset(zeros, 0, static_cast<size_t>(row_bytes_));
+  engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t block = i / groups_, g = i % groups_;
+      const uint8_t* rows_of_block[kGroup];
+      for (int64_t n = 0; n < kGroup; ++n) {
+        const int64_t neuron = block * kGroup + n;
+        rows_of_block[n] = neuron < count ? records + neuron * record_.stride + record_.down : zeros;
+      }
+      pack_down(bits_, rows_of_block, g, codes, groups_,
+                down + (g * segment.blocks() + block0 + block) * down_block_bytes());
+    }
+  });
 }
 
-}  // namespace ONDEVICE_NS
+void FeedForward::forward(Engine& engine, const std::vector<const Segment*>& segments, const float* x,
+                          int64_t x_stride, int64_t tokens, Activation activation, float* out,
+                          const Norm& norm, const float* added) const {
+  FeedForwardPass pass(engine, *this, engine.prepare(x, x_stride, tokens, hidden_, bits_, norm), activation);
+  pass.add(segments);
+  pass.finish(out, added);
+}
+
+int64_t FeedForward::forward_selected(Engine& engine, const Scorer& scorer, const ResidentRecords& resident,
+                                      const float* x, int64_t x_stride, int64_t tokens, Activation activation,
+                                      float* out, const Norm& norm, const float* added) const {
+  FeedForwardScratch& scratch = engine.feed_forward_scratch();
+  const Matrix& first = scorer.low_rank ? *scorer.low_rank : scorer.matrix;
+  const int64_t neurons = scorer.matrix.rows();
+  scratch.scores.grow(static_cast<size_t>(tokens * neurons) * sizeof(float));
+  float* scores = scratch.scores.as<float>();
+  InputRows rows = engine.prepare(x, x_stride, tokens, hidden_, first.bits(), norm);
+  if (scorer.low_rank) {
+    const int64_t rank = scorer.low_rank->rows();
+    scratch.low_rank.grow(static_cast<size_t>(tokens * rank) * sizeof(float));
+    float* low_rank = scratch.low_rank.as<float>();
+    scorer.low_rank->multiply(engine, rows, nullptr, low_rank);
+    scorer.matrix.forward(engine, low_rank, rank, tokens, scorer.bias, scores);
+  } else {
+    scorer.matrix.multiply(engine, rows, scorer.bias, scores);
+  }
+  // Gates of the layer's own bits need the same form of x, which is still there.
+  if (scorer.low_rank || first.bits() != bits_)
+    rows = engine.prepare(x, x_stride, tokens, hidden_, bits_, norm);
+  FeedForwardPass pass(engine, *this, rows, activation);
+  std::vector<int32_t>& ids = scratch.selected_ids;
+  std::vector<const uint8_t*>& parts = scratch.selected_parts;
+  ids.resize(static_cast<size_t>(neurons));
+  parts.resize(static_cast<size_t>(neurons));
+  const int64_t count = select(scores, tokens, neurons, ids.data());
+  for (int64_t k = 0; k < count; ++k) parts[k] = resident.slot_parts[resident.slots[ids[k]]];
+  pass.add_selected({ids.data(), parts.data(), count, resident.whole, scores, neurons});
+  pass.finish(out, added);
+  return count;
+}
+
 }  // namespace ondevice

@@ -1,6 +1,5 @@
-// Small transpositions that turn stored rows into the kernels' interleaved form.
-// GCC and Clang vector types: the same source for every instruction set, and pure data movement. Static,
-// since each target compiles its own.
+// Small transpositions that turn stored rows into the kernels' interleaved form: data movement only, written
+// once in the vector types of GCC and Clang. The functions are static because each target compiles its own.
 #pragma once
 
 #include <cstdint>
@@ -80,7 +79,7 @@ static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, 
 #undef ONDEVICE_ZIP_PAIRS_HIGH
 }
 
-// The same to memory. Each 16 bytes are a store of their own: wider loads wait for narrow stores.
+// The same into memory, by 16-byte stores: a load must wait if it spans several narrower stores.
 static inline void interleave_bytes(Bytes16 a, Bytes16 b, Bytes16 c, Bytes16 d, uint8_t* out) {
   Bytes16 quads[4];
   interleave_bytes(a, b, c, d, quads);

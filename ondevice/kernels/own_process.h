@@ -1,5 +1,6 @@
-// What has threads ends in the process that made it only: a child of fork() has none of them to wait for, and
-// what they held as it was made stays held.
+// A pointer to an object with threads, which is destroyed only in the process that created it. A child of
+// fork() has none of the threads, so it can't wait for them, and locks that they held at the fork stay
+// locked.
 #pragma once
 
 #include <unistd.h>

@@ -10,8 +10,9 @@
 namespace ondevice {
 namespace {
 
-// Bridges the Python between two kernels: waking a sleeping thread costs more, above all under a hypervisor.
-// At first the core is kept, then it is offered to whoever wants it (a reader of flash), and then given up.
+// How long a worker waits before it sleeps. It bridges the Python code between two kernels: waking a sleeping
+// thread costs more, above all under a hypervisor. It spins at first, then yields its core to other threads,
+// such as those that read flash, and then sleeps.
 constexpr auto kSpin = std::chrono::microseconds(60), kYield = std::chrono::microseconds(500);
 
 constexpr uint64_t kOpen = uint64_t{1} << 31;
@@ -49,8 +50,8 @@ void ThreadPool::stop() {
   workers_.clear();
 }
 
-// What a piece throws is kept for run(): a worker has nobody to throw to, and the caller must not leave while
-// a worker is inside.
+// An exception is kept for run() to throw: nothing would catch it in a worker, and the caller must not return
+// while a worker is inside.
 void ThreadPool::take_pieces(int thread) {
   try {
     for (;;) {
@@ -71,7 +72,7 @@ void ThreadPool::run(int64_t count, int64_t grain, Call call, const void* contex
   count_ = count;
   grain_ = grain;
   next_.store(0, std::memory_order_relaxed);
-  // 32 bits of generation wrap; no worker sleeps through a whole turn of them without entering one.
+  // The 32-bit generation wraps. No worker sleeps through 2^32 runs without entering one.
   gate_.store(((gate_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | kOpen);
   if (sleeping_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -87,7 +88,7 @@ void ThreadPool::run(int64_t count, int64_t grain, Call call, const void* contex
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-// Joins the run under way, unless it is over or the worker has been in it.
+// Joins the run under way, unless it is over or the worker has already been in it.
 bool ThreadPool::enter(uint64_t* seen) {
   uint64_t gate = gate_.load(std::memory_order_acquire);
   while (open_to(gate, *seen))

@@ -13,7 +13,7 @@ namespace ondevice {
 
 class ThreadPool {
  public:
-  // threads >= 1, the caller's included. Throws std::system_error if the system has no more threads.
+  // threads >= 1 includes the calling thread. Throws std::system_error if the system refuses a thread.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -22,7 +22,7 @@ class ThreadPool {
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
 
   // Calls body(begin, end, thread) over pieces of [0, count) of at most `grain`; returns when all are done.
-  // Throws the first thing that a body threw, once no thread is in one; pieces may then be left out.
+  // If a body throws, rethrows the first exception once no thread is in a body; some pieces may not have run.
   // One caller at a time.
   template <class Body>
   void parallel_for(int64_t count, int64_t grain, const Body& body) {
@@ -53,8 +53,8 @@ class ThreadPool {
   const void* context_ = nullptr;
   int64_t count_ = 0, grain_ = 1;
   alignas(64) std::atomic<int64_t> next_{0};
-  // generation << 32 | kOpen | workers inside. A run is over when it is closed and empty: a worker that the
-  // system hasn't given a core yet is not waited for, and finds the gate closed when it comes.
+  // generation << 32 | kOpen | workers inside. A run is over when its gate is closed and no worker is inside.
+  // A worker that the system hasn't scheduled yet isn't waited for: it finds the gate closed.
   alignas(64) std::atomic<uint64_t> gate_{0};
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};

@@ -148,4 +148,4 @@ def test_the_kernel_refuses_what_is_no_tree() -> None:
     for parents, depths in (([0, 0], [0, 1]), ([-1, 0], [0, 0]), ([-1], [0])):
         tree = (np.array(parents, np.int32), np.array(depths, np.int32))
         with pytest.raises(ValueError, match=r"parents|parent|depths|past"):
-            _native.attention(engine, q, blocks, 0, 16, 1, 0, 0, tree, out)
+            _native.testing.attention(engine, q, blocks, 0, 16, 1, 0, 0, tree, out)

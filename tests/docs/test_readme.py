@@ -58,7 +58,9 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def make_targets() -> set[str]:
-    text = (ROOT / "Makefile").read_text() + (ROOT / "tests/native/native.mk").read_text()
+    text = (ROOT / "Makefile").read_text()
+    included = re.findall(r"^include (.+)", text, flags=re.MULTILINE)
+    text += "".join((ROOT / name).read_text() for line in included for name in line.split())
     return {
         name for names in re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE) for name in names.split()
     }

@@ -50,9 +50,9 @@ class Layer:
         segment = _native.Segment(layer.segment_bytes(blocks))
         layer.pack(engine, segment, blocks, 0, self.records)
         out = np.full(x.shape, np.nan, dtype=np.float32)
-        layer.begin(engine, x)
-        layer.add(engine, [segment], len(x), activation)
-        layer.finish(engine, out)
+        forward = _native.FeedForwardPass(engine, layer, x, activation)
+        forward.add([segment])
+        forward.finish(out)
         return out
 
     def gates(self, engine: _native.Engine, x: Float32) -> Float32:
@@ -72,10 +72,9 @@ class Layer:
         copies = [self.records[i].copy() for i in ids]
         parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
         out = np.full(x.shape, np.nan, dtype=np.float32)
-        layer = self.native
-        layer.begin(engine, x)
-        layer.add_gathered(engine, ids, parts, True, scores, activation)
-        layer.finish(engine, out)
+        forward = _native.FeedForwardPass(engine, self.native, x, activation)
+        forward.add_selected(ids, parts, True, scores)
+        forward.finish(out)
         return out
 
     def gathered(
@@ -93,12 +92,11 @@ class Layer:
         copies = [self.records[i, part:].copy() for i in ids]
         parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
         out = np.full(x.shape, np.nan, dtype=np.float32)
-        layer = self.native
-        layer.begin(engine, x)
+        forward = _native.FeedForwardPass(engine, self.native, x, activation)
         for first in range(0, self.source.num_neurons, 64 * blocks):
             batch = (ids >= first) & (ids < first + 64 * blocks)
-            layer.add_gathered(engine, ids[batch], parts[batch], False, gates, activation)
-        layer.finish(engine, out)
+            forward.add_selected(ids[batch], parts[batch], False, gates)
+        forward.finish(out)
         return out
 
 
@@ -140,14 +138,14 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
 
 
 def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
-    """Scores (T, F): who counts for whom."""
+    """Scores (T, F) by which each token selects its own neurons."""
     scores = normal(tokens, neurons, seed=4)
     if pattern == "sparse":
         scores -= 1.5
     elif pattern == "dense":
         scores = np.abs(scores) + 0.1
     elif pattern == "runs":
-        # Blocks that fire whole for some tokens and not at all for others, and a token that selects nobody.
+        # Blocks that fire whole for some tokens and not at all for others, and a token that selects none.
         scores = np.abs(scores)
         scores[::2, : neurons // 2] *= -1
         scores[-1] = -1
@@ -175,7 +173,7 @@ def test_tokens_together_have_the_bits_of_each_alone(
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_more_than_working_memory_holds_at_once(bits: Bits) -> None:
+def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
     """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
     layer, act = Layer.of(64, 1000, bits), ACTIVATIONS.index("relu")
     x, engine = normal(600, 64, seed=3), _native.Engine(2, "auto")
@@ -202,12 +200,11 @@ def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> No
 def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
     layer, engine = Layer.of(100, 70, bits), _native.Engine(1, "auto")
     x, out = normal(2, 100), np.full((2, 100), np.nan, dtype=np.float32)
-    native = layer.native
-    native.begin(engine, x)
+    forward = _native.FeedForwardPass(engine, layer.native, x, ACTIVATIONS.index("relu"))
     none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint64)
     scores = np.zeros((2, 70), dtype=np.float32)
-    native.add_gathered(engine, *none, False, scores, ACTIVATIONS.index("relu"))
-    native.finish(engine, out)
+    forward.add_selected(*none, False, scores)
+    forward.finish(out)
     assert not out.any()
 
 
@@ -215,8 +212,26 @@ def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
 def test_ids_that_do_not_ascend_within_the_layer_are_refused(ids: list[int]) -> None:
     layer, engine = Layer.of(64, 70, 8), _native.Engine(1, "auto")
     parts = np.full(2, layer.records.ctypes.data, dtype=np.uint64)
-    layer.native.begin(engine, normal(1, 64))
+    forward = _native.FeedForwardPass(engine, layer.native, normal(1, 64), ACTIVATIONS.index("relu"))
     with pytest.raises(ValueError, match="ascend"):
-        layer.native.add_gathered(
-            engine, np.array(ids, dtype=np.int32), parts, False, np.ones((1, 70), dtype=np.float32), 3
-        )
+        forward.add_selected(np.array(ids, dtype=np.int32), parts, False, np.ones((1, 70), dtype=np.float32))
+
+
+def test_a_pass_ends_where_its_scratch_memory_is_used_again() -> None:
+    layer, engine = Layer.of(64, 70, 8), _native.Engine(1, "auto")
+    x, out = normal(2, 64), np.empty((2, 64), dtype=np.float32)
+
+    def begun() -> _native.FeedForwardPass:
+        return _native.FeedForwardPass(engine, layer.native, x, ACTIVATIONS.index("relu"))
+
+    for use in (engine.trim, lambda: layer.gates(engine, x), begun):
+        forward = begun()
+        use()
+        with pytest.raises(ValueError, match="another op"):
+            forward.add([])
+        with pytest.raises(ValueError, match="another op"):
+            forward.finish(out)
+    forward = begun()
+    forward.finish(out)
+    with pytest.raises(ValueError, match="is finished"):
+        forward.finish(out)

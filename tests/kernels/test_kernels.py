@@ -126,7 +126,7 @@ def hidden_activations(engine: _native.Engine, source: ArrayFeedForward, x: Floa
 
 
 def down_oracle(h: Float32, down: Float32, bits: Literal[4, 8]) -> NDArray[np.float64]:
-    """(T, D) from h (T, F) and down (F, D), as feed_forward.cc says: h * scale in int8, blocks of 64 neurons.
+    """(T, D) from h (T, F) and down (F, D), as in down_projection.cc: int8 h * scale, blocks of 64 neurons.
 
     The codes count from their middle; the biases' share isn't quantised.
     """
@@ -162,9 +162,9 @@ def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> 
         segment = _native.Segment(layer.segment_bytes(blocks))
         layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
         out = np.full((TOKENS, hidden), np.nan, dtype=np.float32)
-        layer.begin(engine, x)
-        layer.add(engine, [segment], TOKENS, ACTIVATIONS.index("silu"))
-        layer.finish(engine, out)
+        forward = _native.FeedForwardPass(engine, layer, x, ACTIVATIONS.index("silu"))
+        forward.add([segment])
+        forward.finish(out)
         return out
 
     out = on_every_target(run)
@@ -189,11 +189,13 @@ def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) 
     def run(engine: _native.Engine) -> Float32:
         memory = np.zeros((3, block_bytes), dtype=np.uint8)
         blocks = np.array([block.ctypes.data for block in memory], dtype=np.uint64)
-        _native.kv_write(engine, blocks, 0, bits, 0, k, v)
+        _native.testing.kv_write(engine, blocks, 0, bits, 0, k, v)
         out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
         for first, last in ((0, 1), (1, 70), (70, 150)):
             part = slice(first, last)
-            _native.attention(engine, q[part], blocks, 0, bits, kv_heads, first, window, None, out[part])
+            _native.testing.attention(
+                engine, q[part], blocks, 0, bits, kv_heads, first, window, None, out[part]
+            )
         return out
 
     stored = []
@@ -267,8 +269,8 @@ def test_head_norm_and_rope_work_on_slices_of_a_wider_row(head_dim: int) -> None
         buffer = wide.copy()
         heads = buffer[:, 7:].reshape(5, 3, head_dim)
         assert np.shares_memory(heads, buffer)
-        _native.head_norm(engine, heads, weight, 1e-6)
-        _native.rope(engine, heads, cos, sin)
+        _native.testing.head_norm(engine, heads, weight, 1e-6)
+        _native.testing.rope(engine, heads, cos, sin)
         assert buffer[:, :7].tobytes() == wide[:, :7].tobytes()
         return buffer
 
@@ -374,6 +376,6 @@ def test_arguments_are_checked_before_any_byte_is_touched() -> None:
         matrix.forward(engine, np.zeros((1, 64), np.float32), None, np.zeros((1, 15), np.float32))
     heads = np.zeros((1, 1, 8), dtype=np.float32)
     with pytest.raises(ValueError, match="past the last KV block"):
-        _native.kv_write(engine, np.zeros(0, dtype=np.uint64), 0, 8, 0, heads, heads)
+        _native.testing.kv_write(engine, np.zeros(0, dtype=np.uint64), 0, 8, 0, heads, heads)
     with pytest.raises(ValueError, match="can't run on this machine"):
         _native.Engine(1, "sse9")

@@ -65,13 +65,13 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
         layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
         out, silu = x.copy(), ACTIVATIONS.index("silu")
         if not wide:
-            layer.begin(engine, normed(x, norm))
-            layer.add(engine, [segment], tokens, silu)
-            layer.finish(engine, out)
+            forward = _native.FeedForwardPass(engine, layer, normed(x, norm), silu)
+            forward.add([segment])
+            forward.finish(out)
             return out
-        layer.begin(engine, x, norm, EPS)
-        layer.add(engine, [segment], tokens, silu)
-        layer.finish(engine, out, out)
+        forward = _native.FeedForwardPass(engine, layer, x, silu, norm, EPS)
+        forward.add([segment])
+        forward.finish(out, out)
         at_once = x.copy()
         layer.forward(engine, at_once, [segment], silu, at_once, norm, EPS, at_once)
         assert at_once.tobytes() == out.tobytes()
@@ -116,9 +116,9 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
         scores = np.empty((tokens, neurons), dtype=np.float32)
         scorer.forward(engine, given, bias, scores)
         ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
-        native.begin(engine, rows)
-        native.add_gathered(engine, ids, addresses[slots[ids]], whole, scores, relu)
-        native.finish(engine, out)
+        forward = _native.FeedForwardPass(engine, native, rows, relu)
+        forward.add_selected(ids, addresses[slots[ids]], whole, scores)
+        forward.finish(out)
         return out
 
     expected = run(SCALAR, False) + x
@@ -154,10 +154,10 @@ def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int
                 q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
                 for part, norm in zip((q, k), norms[:2] if norms else (None, None), strict=True):
                     if norm is not None:
-                        _native.head_norm(engine, part, norm, EPS)
-                    _native.rope(engine, part, *turn)
-                _native.kv_write(engine, blocks, 0, bits, first, k, v)
-                _native.attention(engine, q, blocks, 0, bits, kv_heads, first, window, nodes, out)
+                        _native.testing.head_norm(engine, part, norm, EPS)
+                    _native.testing.rope(engine, part, *turn)
+                _native.testing.kv_write(engine, blocks, 0, bits, first, k, v)
+                _native.testing.attention(engine, q, blocks, 0, bits, kv_heads, first, window, nodes, out)
             results += [out.tobytes(), given.tobytes()]
         return np.frombuffer(b"".join([*results, memory.tobytes()]), dtype=np.uint8)
 
@@ -174,9 +174,9 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="shape of out"):
         matrix.forward(engine, x, None, out, None, EPS, x)
     with pytest.raises(ValueError, match="as long as what it norms"):
-        layer.begin(engine, x, wrong, EPS)
+        _native.FeedForwardPass(engine, layer, x, 3, wrong, EPS)
     with pytest.raises(ValueError, match="shape of out"):
-        layer.finish(engine, x, out)
+        _native.FeedForwardPass(engine, layer, x, 3).finish(x, out)
     slots, places = np.zeros(16, np.int32), np.zeros(2, np.uint64)
     for wrong_slots, narrow, message in (
         (slots + 2, None, "a neuron has no slot"),

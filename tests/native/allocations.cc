@@ -14,7 +14,8 @@
 
 #include "../../ondevice/flash/flash_reader.h"
 #include "../../ondevice/flash/record_batch.h"
-#include "kernels/layers.h"
+#include "kernels/feed_forward_pass.h"
+#include "kernels/quantize_rows.h"
 #include "made_up_file.h"
 
 namespace {
@@ -76,13 +77,14 @@ void run(Engine& engine, int bits) {
   const ondevice::FeedForward layer(kCols, bits, {3 * row, 0, row, 2 * row});
   const std::vector<uint8_t> records(static_cast<size_t>(kRows * 3 * row), 0);
   ondevice::Segment segment(layer.segment_bytes(2));
-  layer.shape(segment, 2);
+  segment.lay_out(2);
   twice("pack", bits, [&] { layer.pack(engine, segment, 0, records.data(), kRows); });
   const std::vector<const ondevice::Segment*> segments{&segment};
   twice("feed_forward", bits, [&] {
-    layer.begin(engine, x.data(), kCols, kTokens);
-    layer.add(engine, segments, kTokens, ondevice::Activation::kSilu);
-    layer.finish(engine, kTokens, y.data());
+    ondevice::FeedForwardPass pass(engine, layer, engine.prepare(x.data(), kCols, kTokens, kCols, bits),
+                                   ondevice::Activation::kSilu);
+    pass.add(segments);
+    pass.finish(y.data());
   });
   const std::vector<float> gates(kTokens * kRows, 1.0f);
   std::vector<int32_t> ids;
@@ -91,12 +93,13 @@ void run(Engine& engine, int bits) {
     ids.push_back(n);
     parts.push_back(records.data() + (3 * n + 1) * row);
   }
-  const ondevice::Gathered neurons{ids.data(), parts.data(), static_cast<int64_t>(ids.size()),
-                                   false,      gates.data(), kRows};
-  twice("gathered feed_forward", bits, [&] {
-    layer.begin(engine, x.data(), kCols, kTokens);
-    layer.add_gathered(engine, neurons, kTokens, ondevice::Activation::kRelu);
-    layer.finish(engine, kTokens, y.data());
+  const ondevice::SelectedNeurons neurons{ids.data(), parts.data(), static_cast<int64_t>(ids.size()),
+                                          false,      gates.data(), kRows};
+  twice("feed_forward of selected neurons", bits, [&] {
+    ondevice::FeedForwardPass pass(engine, layer, engine.prepare(x.data(), kCols, kTokens, kCols, bits),
+                                   ondevice::Activation::kRelu);
+    pass.add_selected(neurons);
+    pass.finish(y.data());
   });
   std::vector<int32_t> slots;
   std::vector<const uint8_t*> places;
@@ -113,7 +116,7 @@ void run(Engine& engine, int bits) {
 void attention(Engine& engine, int bits) {
   constexpr int64_t kHeads = 4, kDim = 20, kTokens = 5;
   const int64_t head_bytes = 2 * ondevice::kKvBlock * (kDim * bits / 8 + (bits == 8 ? 4 : 0));
-  ondevice::Buffer memory(static_cast<size_t>(kHeads * head_bytes));
+  ondevice::MappedBuffer memory(static_cast<size_t>(kHeads * head_bytes));
   uint8_t* blocks[] = {memory.data()};
   const std::vector<float> q(kTokens * kHeads * kDim, 0.5f);
   std::vector<float> y(q.size());
@@ -139,7 +142,7 @@ void records(const ondevice::FileSpec& spec, const char* name, ondevice::IoMode 
   auto reader =
       std::make_shared<ondevice::FlashReader>(std::vector<ondevice::FileSpec>{spec}, io, kDepth, ring);
   ondevice::RecordBatch batch(reader, true);
-  ondevice::Buffer slots(kWanted * kSlot);
+  ondevice::MappedBuffer slots(kWanted * kSlot);
   std::vector<int32_t> ids;
   std::vector<uint64_t> targets;
   for (size_t i = 0; i < kWanted; ++i) {

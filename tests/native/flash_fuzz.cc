@@ -151,7 +151,7 @@ void read_range(FlashReader& reader, const File& file, Random& random, bool shru
   if (read == Result::kDone) expect_bytes(file, offset, nbytes, out.data());
   if (inside && !file.changed && !shrunk) expect(read == Result::kDone, "sound bytes weren't read");
   uint8_t* first = nullptr;
-  Buffer buffer;
+  MappedBuffer buffer;
   if (outcome([&] { buffer = reader.read_new(0, offset, nbytes, &first); }) == Result::kDone)
     expect_bytes(file, offset, nbytes, first);
 }

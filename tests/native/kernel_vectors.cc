@@ -17,7 +17,8 @@
 
 #include "flash/crc32c.h"
 #include "kernels/dispatch.h"
-#include "kernels/layers.h"
+#include "kernels/feed_forward_pass.h"
+#include "kernels/quantize_rows.h"
 #include "made_up_inputs.h"
 
 namespace {
@@ -80,28 +81,22 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
 ondevice::Matrix gate_matrix(Engine& engine, int bits, int64_t hidden, const Records& records) {
   const int64_t stride = records.shape.stride;
   const int64_t neurons = static_cast<int64_t>(records.bytes.size()) / stride;
-  const int64_t groups = (hidden + kGroup - 1) / kGroup, codes = groups * kGroup * bits / 8;
+  const int64_t groups = groups_of(hidden), codes = groups * kGroup * bits / 8;
   const uint8_t* rows = records.bytes.data();
   ondevice::Matrix gate(neurons, hidden, bits);
   gate.load_rows(engine, 0, neurons, {rows, rows + codes, rows + codes + 2 * groups, stride, stride, stride});
   return gate;
 }
 
-// The neurons with a gate above zero for any token, from their records where they lie.
-void add_gathered(Engine& engine, const ondevice::FeedForward& layer, const Records& records,
-                  const Floats& gates, int64_t tokens, Activation act) {
-  const int64_t neurons = static_cast<int64_t>(gates.size()) / tokens;
-  std::vector<int32_t> ids;
+// The neurons with a gate above zero for any token, from their records.
+void add_selected(ondevice::FeedForwardPass& pass, const Records& records, const Floats& gates) {
+  const int64_t tokens = pass.tokens(), neurons = static_cast<int64_t>(gates.size()) / tokens;
+  std::vector<int32_t> ids(static_cast<size_t>(neurons));
+  const int64_t count = ondevice::select(gates.data(), tokens, neurons, ids.data());
   std::vector<const uint8_t*> parts;
-  for (int64_t n = 0; n < neurons; ++n) {
-    bool fires = false;
-    for (int64_t t = 0; t < tokens; ++t) fires = fires || gates[static_cast<size_t>(t * neurons + n)] > 0;
-    if (!fires) continue;
-    ids.push_back(static_cast<int32_t>(n));
-    parts.push_back(records.bytes.data() + n * records.shape.stride + records.shape.up);
-  }
-  const int64_t count = static_cast<int64_t>(ids.size());
-  layer.add_gathered(engine, {ids.data(), parts.data(), count, false, gates.data(), neurons}, tokens, act);
+  for (int64_t k = 0; k < count; ++k)
+    parts.push_back(records.bytes.data() + ids[k] * records.shape.stride + records.shape.up);
+  pass.add_selected({ids.data(), parts.data(), count, false, gates.data(), neurons});
 }
 
 Floats forward_selected(Engine& engine, const ondevice::FeedForward& layer, const Records& records,
@@ -119,8 +114,8 @@ Floats forward_selected(Engine& engine, const ondevice::FeedForward& layer, cons
   return y;
 }
 
-// The same neurons in one segment, or split: in segments of one block, and where gates may be zero those that
-// fire alone. Equal bytes are kept under equal names.
+// The same neurons in one segment, or split: in segments of one block, and for activations that make zeros,
+// only the neurons that fire. Equal bytes are kept under equal names.
 void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
   const Records records = make_records(engine, bits, hidden, neurons);
   const ondevice::FeedForward layer(hidden, bits, records.shape);
@@ -128,7 +123,7 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
   std::vector<ondevice::Segment> segments;
   for (int64_t block = 0; block < blocks; block += step) {
     segments.emplace_back(layer.segment_bytes(step));
-    layer.shape(segments.back(), step);
+    segments.back().lay_out(step);
     const int64_t first = block * kGroup;
     const int64_t count = neurons - first < step * kGroup ? neurons - first : step * kGroup;
     layer.pack(engine, segments.back(), 0, records.bytes.data() + first * records.shape.stride, count);
@@ -143,18 +138,19 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
       Floats y(static_cast<size_t>(tokens * hidden)), gates(static_cast<size_t>(tokens * neurons));
       gate.forward(engine, x.data(), hidden, tokens, nullptr, gates.data());
       const Activation activation = static_cast<Activation>(act);
-      const bool gathered = split && (activation == Activation::kRelu || activation == Activation::kRelu2);
-      layer.begin(engine, x.data(), hidden, tokens);
-      if (gathered)
-        add_gathered(engine, layer, records, gates, tokens, activation);
+      const bool selected = split && (activation == Activation::kRelu || activation == Activation::kRelu2);
+      ondevice::FeedForwardPass pass(engine, layer, engine.prepare(x.data(), hidden, tokens, hidden, bits),
+                                     activation);
+      if (selected)
+        add_selected(pass, records, gates);
       else
-        layer.add(engine, order, tokens, activation);
-      layer.finish(engine, tokens, y.data());
+        pass.add(order);
+      pass.finish(y.data());
       const std::string name = "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) +
                                "x" + std::to_string(neurons) + " act=" + std::to_string(act) +
                                " tokens=" + std::to_string(tokens);
       keep(out, name, y);
-      if (gathered) {
+      if (selected) {
         y = forward_selected(engine, layer, records, gate, x, norm, tokens, activation);
       } else {
         y.assign(x.begin(), x.begin() + tokens * hidden);
@@ -170,7 +166,7 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
   Random random(static_cast<uint64_t>(bits * dim + window));
   const int64_t head_bytes = 2 * kKvBlock * (dim * bits / 8 + (bits == 8 ? 4 : 0));
   constexpr int64_t kBlocks = (kLength + kKvBlock - 1) / kKvBlock;
-  std::vector<ondevice::Buffer> memory;
+  std::vector<ondevice::MappedBuffer> memory;
   std::vector<uint8_t*> blocks;
   for (int64_t b = 0; b < kBlocks; ++b) {
     memory.emplace_back(static_cast<size_t>(kv_heads * head_bytes));
@@ -213,7 +209,7 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
     position += tokens;
   }
   Bytes cache;
-  for (const ondevice::Buffer& block : memory)
+  for (const ondevice::MappedBuffer& block : memory)
     cache.insert(cache.end(), block.data(), block.data() + block.size());
   keep(out, name + " cache", cache);
 }

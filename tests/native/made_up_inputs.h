@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/layers.h"
+#include "kernels/engine.h"
+#include "kernels/feed_forward.h"
 
 namespace {
 
 using ondevice::Engine;
+using ondevice::groups_of;
 using ondevice::kGroup;
 
 using Bytes = std::vector<uint8_t>;
@@ -40,8 +42,6 @@ class Random {
  private:
   uint64_t state_;
 };
-
-int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
 
 // One row as it lies on disk: codes, scales, biases.
 struct Row {

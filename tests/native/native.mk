@@ -41,8 +41,8 @@ test-tsan: $(STAMPS)/native
 # They run beside a copy of the package that has the instrumented extension; -S keeps the editable install's
 # import hook out. Left out: what preloads a library of its own.
 SANITIZED := build/sanitize
-SANITIZED_TESTS := tests/kernels/test_kernels.py tests/kernels/test_gathered.py tests/backends/test_cpu.py \
-	$(filter-out %_faults.py %_cost_model.py,$(wildcard tests/flash/test_*.py))
+SANITIZED_TESTS := tests/kernels/test_kernels.py tests/kernels/test_wide_kernels.py tests/kernels/test_gathered.py \
+	tests/backends/test_cpu.py $(filter-out %_faults.py %_cost_model.py,$(wildcard tests/flash/test_*.py))
 test-sanitize: $(STAMPS)/test
 	@mkdir -p build/native
 	@$(call NATIVE_BUILD,build/native/asan,-DONDEVICE_SANITIZE=address$(comma)undefined -DONDEVICE_PYTHON=ON \

@@ -2,8 +2,8 @@
 //
 //   c++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/native/stream_stress.cc ondevice/flash/crc32c.cc
 //       ondevice/flash/flash_file.cc ondevice/flash/read_pool.cc ondevice/flash/flash_reader.cc
-//       ondevice/flash/extent_stream.cc ondevice/kernels/buffer.cc -o stream_stress && ./stream_stress FOLDER
-//       [rounds]
+//       ondevice/flash/extent_stream.cc ondevice/kernels/mapped_buffer.cc -o stream_stress && ./stream_stress
+//       FOLDER [rounds]
 //
 // Exits 1 with a message at the first wrong byte, missing error or wrong refusal.
 #include <string.h>

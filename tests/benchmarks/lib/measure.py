@@ -95,6 +95,7 @@ def run_engine(
     spec: Mapping[str, object],
     limit_bytes: int | None = None,
     timeout_seconds: float = 900.0,
+    interpreter: str = sys.executable,
 ) -> Result:
     """One cold run of `script`, a module beside this one, with `spec` as JSON; returns the JSON it printed.
 
@@ -104,7 +105,7 @@ def run_engine(
     drop_caches()
     with memory_cgroup(limit_bytes) as group:
         spec = {**spec, "failcnt_file": str(group.path / "memory.failcnt")}
-        command = group.command([sys.executable, "-m", f"tests.benchmarks.lib.{script}", json.dumps(spec)])
+        command = group.command([interpreter, "-m", f"tests.benchmarks.lib.{script}", json.dumps(spec)])
         started = time.monotonic()
         process = subprocess.Popen(
             command,

@@ -34,7 +34,7 @@ F activation(Activation act, F x) {
       const F cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
       return sigmoid_weighted(x, mul(set1(1.59576912160573071f), cubic));
     }
-    // max gives its second operand where one is NaN: x, so that NaN stays.
+    // max returns its second operand if either is NaN. That is x, so NaN stays NaN.
     case Activation::kRelu:
       return max(zero(), x);
     default: {

@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include "interleave.h"
+#include "../interleave.h"
 
 namespace ondevice {
 namespace avx512 {
@@ -32,7 +32,7 @@ static inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 static inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 static inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
-// The larger magnitude, of non-negative a and any b, as integers: infinity and NaN are the largest of all.
+// The larger of |b| and a non-negative a, compared as integers: infinity and NaN are larger than any number.
 static inline F max_magnitude(F a, F b) {
   return {_mm512_castsi512_ps(
       _mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(_mm512_abs_ps(b.v))))};
@@ -87,7 +87,8 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
 }
 static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
 
-// 64 bytes of each of four rows: a byte of each side by side, of the first four bytes of every 16, and so on.
+// 64 bytes of each of four rows -> quads with a byte of each row. out[0] has the first four bytes of every
+// 16, out[1] the next four, and so on.
 #define ONDEVICE_WIDE_ROWS
 constexpr int kRowPieces = 4;
 static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&out)[kRowPieces]) {
@@ -100,7 +101,7 @@ static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&o
   out[2].v = _mm512_unpacklo_epi16(ab_high, cd_high);
   out[3].v = _mm512_unpackhi_epi16(ab_high, cd_high);
 }
-// Bytes of interleave_rows, or what products with them summed up to -> those of each 16 bytes of the rows.
+// Quads of interleave_rows, or sums of their products -> the order of the rows: p[i] has the i-th 16 bytes.
 template <class V>
 static inline void order_pieces(V (&p)[kRowPieces]) {
   const __m512i low01 = _mm512_shuffle_i32x4(p[0].v, p[1].v, 0x44);
@@ -112,7 +113,7 @@ static inline void order_pieces(V (&p)[kRowPieces]) {
   p[2].v = _mm512_shuffle_i32x4(high01, high23, 0x88);
   p[3].v = _mm512_shuffle_i32x4(high01, high23, 0xdd);
 }
-// Four values of at most 127 in each lane -> int8, the four side by side; returns their sums.
+// Four values of at most 127 in each lane -> four int8 side by side. Returns their sum in each lane.
 static inline F store_quads(int8_t* out, const F (&v)[4]) {
   const __m512i a = _mm512_cvtps_epi32(v[0].v), b = _mm512_cvtps_epi32(v[1].v);
   const __m512i c = _mm512_cvtps_epi32(v[2].v), d = _mm512_cvtps_epi32(v[3].v);
@@ -121,7 +122,7 @@ static inline F store_quads(int8_t* out, const F (&v)[4]) {
   _mm512_storeu_si512(out, _mm512_mask_blend_epi8(0x8888888888888888, bytes, _mm512_slli_epi32(d, 24)));
   return {_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_add_epi32(a, b), _mm512_add_epi32(c, d)))};
 }
-// Four activations for the lower eight lanes, and four for the upper.
+// Four activations for the lower eight lanes and four for the upper eight.
 struct Quads {
   __m512i v;
 };
@@ -132,22 +133,23 @@ static inline Quads two_quads(const int8_t* first, const int8_t* second) {
 static inline I dot_q4(I acc, B codes, Quads x) { return {_mm512_dpbusd_epi32(acc.v, codes.v, x.v)}; }
 static inline I dot_q8(I acc, B codes, Quads x) { return dot_q4(acc, codes, x); }
 
-// Where codes had to be re-centred to fit signed bytes, adds 128 times the activations' sum back.
+// Adds 128 times the activations' sum back on targets that re-centre codes to fit signed bytes; not this one.
 static inline I finish_q8(I acc, int32_t) { return acc; }
-// Lanes i and i + 8, then 4, 2, 1.
+// Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F a) {
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+// The bits of the largest of 16 non-negative lanes, compared as max_magnitude compares.
 static inline int32_t reduce_magnitude(F a) { return _mm512_reduce_max_epi32(_mm512_castps_si512(a.v)); }
-// Bit i: whether lane i isn't zero.
+// Bit i is set if lane i isn't zero.
 static inline uint32_t nonzero_lanes(F a) {
   return _cvtmask16_u32(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_NEQ_UQ));
 }
-// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
+// 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const __m512i low = _mm512_packs_epi32(_mm512_cvtps_epi32(a.v), _mm512_cvtps_epi32(b.v));
   const __m512i high = _mm512_packs_epi32(_mm512_cvtps_epi32(c.v), _mm512_cvtps_epi32(d.v));

@@ -1,4 +1,4 @@
-// Compiled once per target: hands this target's kernels to dispatch.cc.
+// This target's kernels, for dispatch.cc.
 #include "simd.h"
 #include "target_kernels.h"
 
@@ -13,7 +13,7 @@ const KernelTable kTable = {
     linear_half,
     activate,
     down_quantized,
-    down_gathered,
+    down_selected,
     unzip_outputs,
     down_half,
     add_bias_lanes,

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "interleave.h"
+#include "../interleave.h"
 
 namespace ondevice {
 namespace scalar {
@@ -73,7 +73,7 @@ static inline int32_t magnitude_bits(float x) {
   memcpy(&bits, &x, sizeof(bits));
   return bits & 0x7fffffff;
 }
-// The larger magnitude, of non-negative a and any b, as integers: infinity and NaN are the largest of all.
+// The larger of |b| and a non-negative a, compared as integers: infinity and NaN are larger than any number.
 static inline F max_magnitude(F a, F b) {
   F r;
   ONDEVICE_EACH(magnitude_bits(a.v[i]) > magnitude_bits(b.v[i]) ? a.v[i] : fabsf(b.v[i]));
@@ -181,25 +181,26 @@ static inline I dot_q4(I acc, B codes, const int8_t* quad) {
 }
 static inline I dot_q8(I acc, B codes, const int8_t* quad) { return dot_q4(acc, codes, quad); }
 static inline I finish_q8(I acc, int32_t) { return acc; }
-// Lanes i and i + 8, then 4, 2, 1.
+// Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F a) {
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) a.v[i] = a.v[i] + a.v[i + width];
   return a.v[0];
 }
-// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+// The bits of the largest of 16 non-negative lanes, compared as max_magnitude compares.
 static inline int32_t reduce_magnitude(F a) {
   int32_t largest = 0;
   for (float x : a.v) largest = magnitude_bits(x) > largest ? magnitude_bits(x) : largest;
   return largest;
 }
-// Bit i: whether lane i isn't zero.
+// Bit i is set if lane i isn't zero.
 static inline uint32_t nonzero_lanes(F a) {
   uint32_t bits = 0;
   for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(a.v[i] != 0.0f) << i;
   return bits;
 }
-// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
+// 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const F values[4] = {a, b, c, d};
   int32_t sum = 0;

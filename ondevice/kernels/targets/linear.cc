@@ -76,7 +76,7 @@ B bytes(Words16 words) {
   return b;
 }
 
-// 16 bytes at `at` of 16 rows -> what a tile has of them: 4 vectors, each with one word of every row.
+// 16 bytes at `at` of 16 rows -> 4 vectors, each with one word of every row, as in an interleaved tile.
 void gather_words(const uint8_t* const* rows, int64_t at, B out[4]) {
   Words16 quads[4];  // rows j, j + 4, j + 8, j + 12
   for (int j = 0; j < 4; ++j) {
@@ -102,7 +102,7 @@ void gather_words(const uint8_t* const* rows, int64_t at, B out[4]) {
 #undef ONDEVICE_PAIRS
 }
 
-// dot_block of 16 rows that lie apart; x and int_sums of every token `stride` groups apart.
+// dot_block of 16 scattered rows. Tokens are `stride` groups apart in x and int_sums.
 template <int BITS, int TT>
 void dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, const int32_t* int_sums,
                   int64_t stride, F* sums) {
@@ -115,7 +115,7 @@ void dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, const
       const int8_t* quad = x + piece * 8 / BITS + w * 32 / BITS;
       const B low = BITS == 4 ? low_nibbles(columns[w]) : columns[w], high = high_nibbles(columns[w]);
       for (int t = 0; t < TT; ++t) {
-        // Two chains per token where few tokens leave the multiplier idle.
+        // Two chains per token where one would leave the multiplier idle.
         I& chain = TT <= 2 && w % 2 ? b[t] : a[t];
         chain = BITS == 4 ? dot_q4(chain, low, quad + t * stride * kGroup)
                           : dot_q8(chain, low, quad + t * stride * kGroup);
@@ -133,11 +133,12 @@ void dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, const
 template <int BITS, int TT>
 void gathered_tokens(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
                      const QuantizedRows& x, int64_t t0, float* out, int64_t out_stride) {
-  constexpr int64_t kRowBytes = kGroup * BITS / 8, kFetched = kRowBytes + 4;  // of each group, with affines
+  constexpr int64_t kRowBytes = kGroup * BITS / 8,
+                    kFetched = kRowBytes + 4;  // bytes per group, kFetched with scale and bias
   F acc[TT];
   for (int t = 0; t < TT; ++t) acc[t] = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
-    // Rows lie anywhere: nothing but this fetches those of the next tile.
+    // Rows are scattered, so the hardware doesn't prefetch those of the next tile.
     if (next)
       for (int64_t line = (g * kFetched + 63) / 64; line < ((g + 1) * kFetched + 63) / 64; ++line)
         for (int64_t r = 0; r < kTile; ++r) prefetch(next[r] + line * 64);

@@ -1,9 +1,10 @@
-// The kernels of the target being compiled, and the pieces that two of them share. Include after simd.h.
+// Declares the kernels of the target being compiled, and defines what several of them share. Include after
+// simd.h.
 #pragma once
 
 #include <string.h>
 
-#include "kernels.h"
+#include "../kernel_table.h"
 #include "simd.h"
 
 namespace ondevice {
@@ -22,7 +23,7 @@ void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, i
 void activate(Activation act, const float* gate, const float* up, float* h, int64_t n);
 void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
-void down_gathered(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+void down_selected(int bits, const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
                    const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
                    float* bias_lanes, int64_t lanes_stride);
 void unzip_outputs(float* y, int64_t groups);
@@ -42,7 +43,7 @@ bool float_to_half(const float* in, uint16_t* out, int64_t n);
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
 float sum_of_exps(const float* x, int64_t n, float top);
 
-// The largest of lanes that max_magnitude gathered; NaN where one of them isn't finite.
+// The largest of 16 lanes from max_magnitude. NaN if one of them isn't finite.
 static inline float largest_magnitude(F lanes) {
   constexpr int32_t kInfinity = 0x7f800000, kNan = 0x7fc00000;
   const int32_t largest = reduce_magnitude(lanes), bits = largest < kInfinity ? largest : kNan;
@@ -51,13 +52,14 @@ static inline float largest_magnitude(F lanes) {
   return magnitude;
 }
 
-// 127 / magnitude, what int8 codes are rounded from; 0 where that could overflow (below 2^-120).
+// 127 / magnitude, which maps values to int8 codes. 0 for magnitudes below 2^-120, where it could overflow.
 static inline float int8_inverse(float magnitude) {
   return magnitude >= 0x1p-120f ? 127.0f / magnitude : 0.0f;
 }
 
-// 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum. If that is NaN,
-// the codes are 0 and the scale is NaN: no value is converted that has no integer, and every output is NaN.
+// 64 values whose largest magnitude is `magnitude` -> int8 codes, their scale and their sum. If the magnitude
+// is NaN, the codes are 0 and the scale is NaN: values that no integer can represent aren't converted, and
+// every output is NaN.
 static inline void quantize_group(const F v[4], float magnitude, bool nibble_order, int8_t* codes,
                                   float* scale, int32_t* sum) {
   *scale = magnitude / 127.0f;
@@ -71,8 +73,9 @@ static inline void quantize_group(const F v[4], float magnitude, bool nibble_ord
                      nibble_order);
 }
 
-// Sums of code products of one 16-row, 64-column block with TT tokens; exact, so in any order.
-// Split in two chains per token where few tokens leave the multiplier idle.
+// Sums of the code products of one 16-row, 64-column block with TT tokens. They are exact, so their order
+// doesn't matter: with few tokens, each has two chains of additions, because one would leave the multiplier
+// idle.
 template <int BITS, int TT>
 static inline void dot_block(const uint8_t* block, const int8_t* const* x, const int32_t* int_sums, F* sums) {
   I a[TT], b[TT];

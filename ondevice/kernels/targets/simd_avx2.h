@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include "interleave.h"
+#include "../interleave.h"
 
 namespace ondevice {
 namespace avx2 {
@@ -43,7 +43,7 @@ static inline __m256 max_magnitude(__m256 x, __m256 y) {
   const __m256i bits = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(0x7fffffff));
   return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(x), bits));
 }
-// The larger magnitude, of non-negative x and any y, as integers: infinity and NaN are the largest of all.
+// The larger of |y| and a non-negative x, compared as integers: infinity and NaN are larger than any number.
 static inline F max_magnitude(F x, F y) { return {max_magnitude(x.a, y.a), max_magnitude(x.b, y.b)}; }
 static inline F round_even(F x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
@@ -117,21 +117,21 @@ static inline I dot_q8(I acc, B codes, const int8_t* quad) {
   return {_mm256_add_epi32(acc.a, a), _mm256_add_epi32(acc.b, b)};
 }
 static inline I finish_q8(I acc, int32_t) { return acc; }
-// Lanes i and i + 8, then 4, 2, 1.
+// Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F x) {
   const __m256 eight = _mm256_add_ps(x.a, x.b);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
-// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+// The bits of the largest of 16 non-negative lanes, compared as max_magnitude compares.
 static inline int32_t reduce_magnitude(F x) {
   const __m256i eight = _mm256_max_epi32(_mm256_castps_si256(x.a), _mm256_castps_si256(x.b));
   const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
   const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
   return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-// Bit i: whether lane i isn't zero.
+// Bit i is set if lane i isn't zero.
 static inline uint32_t nonzero_lanes(F x) {
   const int a = _mm256_movemask_ps(_mm256_cmp_ps(x.a, _mm256_setzero_ps(), _CMP_NEQ_UQ));
   const int b = _mm256_movemask_ps(_mm256_cmp_ps(x.b, _mm256_setzero_ps(), _CMP_NEQ_UQ));
@@ -144,7 +144,8 @@ static inline int32_t sum_bytes(__m256i bytes) {
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
   return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
 }
-// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
+// 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble_order) {
   store_int8(codes, x);
   store_int8(codes + 16, y);

@@ -1,6 +1,6 @@
 #include <type_traits>
 
-#include "interleave.h"
+#include "../interleave.h"
 #include "simd.h"
 #include "target_kernels.h"
 
@@ -8,46 +8,47 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
-// The sums of feed_forward.cc, block by block, for neurons that fire alone and rows as they are stored.
+// The sums of down_projection.cc, block by block, over the neurons that fire, from rows as they are stored.
 
 typedef float Floats16 __attribute__((vector_size(64)));
 
-// How many tokens or pieces of a row are taken together.
+// A number of tokens, or of pieces of a row, that are computed together.
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-// c of one block's neurons that fire for 16 groups side by side: what ScaledBlock is for all neurons and one
-// group. A group is a lane, so nothing is reduced across lanes; neurons at zero would change nothing.
-struct GatheredScales {
-  int8_t codes[kGroup / 4][kTile][4];  // of four neurons, then of group; zeros up to the next four
+// c of one block's neurons that fire, for 16 groups side by side; ScaledBlock holds the same of all neurons
+// for one group. Each lane is a group, so nothing is reduced across lanes. Neurons at zero would change
+// nothing.
+struct SelectedScales {
+  int8_t codes[kGroup / 4][kTile][4];  // by four neurons, then by group; filled up to four with zeros
   float scale[kTile];
   float sum[kTile];
 };
 
 // Columns [first, first + count) of h: the neurons of one block of 64 stored ids.
-struct GatheredBlock {
+struct SelectedBlock {
   int64_t first, count;
 };
 
-GatheredBlock next_block(const GatheredRows& neurons, GatheredBlock block) {
+SelectedBlock next_block(const SelectedRows& neurons, SelectedBlock block) {
   const int64_t first = block.first + block.count;
   int64_t end = first;
   while (end < neurons.count && neurons.ids[end] / kGroup == neurons.ids[first] / kGroup) ++end;
   return {first, end - first};
 }
 
-// Bit k: whether the block's neuron k fires for one of TT tokens.
+// Bit k is set if the block's neuron k fires for at least one of TT tokens.
 template <int TT>
-uint64_t firing_in(const GatheredBlock& block, const float* h, int64_t h_stride) {
+uint64_t firing_in(const SelectedBlock& block, const float* h, int64_t h_stride) {
   uint64_t bits = 0;
   for (int64_t k = 0; k < block.count; k += kTile)
     for (int t = 0; t < TT; ++t)
       bits |= static_cast<uint64_t>(nonzero_lanes(load(h + t * h_stride + block.first + k))) << k;
-  // Behind the block lies another.
+  // The next block follows in the same vector.
   return block.count < kGroup ? bits & ((uint64_t{1} << block.count) - 1) : bits;
 }
 
-// Those of a block's neurons that fire for one of TT tokens, and their activations.
+// The neurons of a block that fire for at least one of TT tokens, and their activations.
 template <int TT>
 struct Firing {
   const uint8_t* rows[kGroup];
@@ -57,7 +58,7 @@ struct Firing {
 };
 
 template <int TT>
-void find_firing(const GatheredRows& neurons, const GatheredBlock& block, const float* h, int64_t h_stride,
+void find_firing(const SelectedRows& neurons, const SelectedBlock& block, const float* h, int64_t h_stride,
                  Firing<TT>* out) {
   int64_t n = 0;
   for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1, ++n) {
@@ -67,14 +68,14 @@ void find_firing(const GatheredRows& neurons, const GatheredBlock& block, const 
     for (int t = 0; t < TT; ++t) out->h[t][n] = h[t * h_stride + column];
   }
   out->count = n;
-  // Rows that fill up the last four meet activations of 0.
+  // The last four are filled up with rows whose activations are 0.
   for (; n % 4; ++n) out->rows[n] = out->rows[0];
 }
 
-// Rows lie anywhere: nothing but this fetches those of the next block, meanwhile.
+// Prefetches the next block's rows into the cache: they are scattered, so the hardware doesn't.
 template <int BITS, int TT>
-void fetch_firing(const GatheredRows& neurons, const GatheredBlock& block, int64_t g0, int64_t live,
-                  const float* h, int64_t h_stride) {
+void prefetch_firing(const SelectedRows& neurons, const SelectedBlock& block, int64_t g0, int64_t live,
+                     const float* h, int64_t h_stride) {
   constexpr int64_t kGroupBytes = kGroup * BITS / 8;
   for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1) {
     const uint8_t* row = neurons.parts[block.first + __builtin_ctzll(bits)] + neurons.down;
@@ -82,7 +83,7 @@ void fetch_firing(const GatheredRows& neurons, const GatheredBlock& block, int64
   }
 }
 
-// Scales and their inverses from the largest magnitudes of 16 lanes, as quantize_group has them of one.
+// Scales and their inverses from the largest magnitude of each lane, as quantize_group computes them for one.
 void lane_scales(F magnitude, float* scale, float* inverse) {
   float lanes[kTile];
   store(lanes, magnitude);
@@ -95,14 +96,14 @@ void lane_scales(F magnitude, float* scale, float* inverse) {
   memcpy(scale, &scales, sizeof(scales));
 }
 
-// Of neurons in 16 groups side by side: their scales, and what their activations are multiplied by in lanes.
-struct GatheredAffines {
+// Scales of neurons in 16 groups side by side, and bias + middle * scale, which is summed in the bias lanes.
+struct SelectedAffines {
   float scale[kGroup][kTile], offset[kGroup][kTile];
 };
 
-// One token's c -> codes. lanes: (16, 16), lane n % 16 of group number i at [n % 16][i].
-void scale_token(const GatheredAffines& affines, const float* h, const uint8_t* index, int64_t count,
-                 float* lanes, GatheredScales* out) {
+// One token's c -> codes. lanes: (16, 16), where [n % 16][i] is lane n % 16 of the i-th group.
+void scale_token(const SelectedAffines& affines, const float* h, const uint8_t* index, int64_t count,
+                 float* lanes, SelectedScales* out) {
   float c[kGroup][kTile];
   F magnitude = zero();
   for (int64_t k = 0; k < count; ++k) {
@@ -118,7 +119,7 @@ void scale_token(const GatheredAffines& affines, const float* h, const uint8_t* 
   lane_scales(magnitude, out->scale, inverse);
   const F scale = load(out->scale);
   if (nonzero_lanes(sub(scale, scale)))
-    // No value is converted that has no integer.
+    // Values that no integer can represent must not be converted.
     for (int64_t k = 0; k < count; ++k)
       for (int64_t i = 0; i < kTile; ++i)
         if (out->scale[i] != out->scale[i]) c[k][i] = 0.0f;
@@ -133,11 +134,11 @@ void scale_token(const GatheredAffines& affines, const float* h, const uint8_t* 
 }
 
 template <int BITS, int TT>
-void scale_gathered(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* lanes,
-                    int64_t lanes_stride, GatheredScales* out) {
+void scale_selected(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* lanes,
+                    int64_t lanes_stride, SelectedScales* out) {
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   const int64_t affine = groups * kGroup * BITS / 8 + 2 * g0;
-  GatheredAffines affines;
+  SelectedAffines affines;
   for (int64_t k = 0; k < firing.count; ++k) {
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(firing.rows[k] + affine);
     const F scale = load_half_partial(scales, live);
@@ -148,11 +149,11 @@ void scale_gathered(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_
     scale_token(affines, firing.h[t], firing.index, firing.count, lanes + t * lanes_stride, out + t);
 }
 
-// W pieces of 16 bytes of every row, from number `piece` on. At 4 bits a byte has two outputs, so `low` and
-// `high` are outputs of the same 16 bytes.
+// Adds the products of W pieces of 16 bytes of every row, from piece number `piece` on. At 4 bits a byte
+// holds the codes of two outputs: `low` and `high` are the outputs of the same 16 bytes.
 template <int BITS, int TT, int W>
 void add_pieces(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_t g0,
-                const GatheredScales* scaled, float* y, int64_t y_stride) {
+                const SelectedScales* scaled, float* y, int64_t y_stride) {
   constexpr int64_t kPieces = kGroup * BITS / 128, kOutputs = 128 / BITS;
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   const int64_t first = piece / kPieces - g0, last = (piece + W - 1) / kPieces - g0;
@@ -185,10 +186,10 @@ void add_pieces(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_
   }
 }
 
-// The same for tokens enough to make it worth putting the bytes in order first.
+// The same, but the bytes are put in order first: that pays with more tokens.
 template <int BITS, int TT, int W>
 void add_ordered(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_t g0,
-                 const GatheredScales* scaled, float* y, int64_t y_stride) {
+                 const SelectedScales* scaled, float* y, int64_t y_stride) {
   constexpr int64_t kPieces = kGroup * BITS / 128, kOutputs = 128 / BITS;
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   B ordered[W][kGroup / 4];
@@ -222,14 +223,14 @@ void add_ordered(const uint8_t* const* rows, int64_t quads, int64_t piece, int64
 
 // One block's part of up to 16 groups of outputs, for TT tokens.
 template <int BITS, int TT>
-void gathered_tokens(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* y,
+void selected_tokens(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* y,
                      int64_t y_stride, float* lanes, int64_t lanes_stride) {
   constexpr int64_t kPieces = kGroup * BITS / 128;  // of 16 bytes
   constexpr bool kOrdered = kRowPieces > 1 && TT > 2;
   if (firing.count == 0) return;
   const int64_t quads = (firing.count + 3) / 4, end = (g0 + live) * kPieces;
-  GatheredScales scaled[TT];
-  scale_gathered<BITS, TT>(firing, groups, g0, live, lanes, lanes_stride, scaled);
+  SelectedScales scaled[TT];
+  scale_selected<BITS, TT>(firing, groups, g0, live, lanes, lanes_stride, scaled);
   const auto add = [&](auto pieces, int64_t piece) {
     constexpr int W = pieces.value;
     if (kOrdered)
@@ -243,10 +244,10 @@ void gathered_tokens(const Firing<TT>& firing, int64_t groups, int64_t g0, int64
 }
 
 template <int BITS>
-void gathered_all(const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end, const float* h,
+void selected_all(const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end, const float* h,
                   int64_t h_stride, int64_t tokens, float* y, int64_t y_stride, float* lanes,
                   int64_t lanes_stride) {
-  GatheredBlock block = next_block(neurons, {0, 0}), next;
+  SelectedBlock block = next_block(neurons, {0, 0}), next;
   for (; block.count; block = next) {
     next = next_block(neurons, block);
     for (int64_t g0 = g_begin; g0 < g_end; g0 += kTile) {
@@ -255,8 +256,8 @@ void gathered_all(const GatheredRows& neurons, int64_t groups, int64_t g_begin, 
         constexpr int TT = together.value;
         Firing<TT> firing;
         find_firing<TT>(neurons, block, h + t * h_stride, h_stride, &firing);
-        fetch_firing<BITS, TT>(neurons, next, g0, live, h + t * h_stride, h_stride);
-        gathered_tokens<BITS, TT>(firing, groups, g0, live, y + t * y_stride, y_stride,
+        prefetch_firing<BITS, TT>(neurons, next, g0, live, h + t * h_stride, h_stride);
+        selected_tokens<BITS, TT>(firing, groups, g0, live, y + t * y_stride, y_stride,
                                   lanes + t * lanes_stride + g0 * kTile, lanes_stride);
       };
       int64_t t = 0;
@@ -270,14 +271,14 @@ void gathered_all(const GatheredRows& neurons, int64_t groups, int64_t g_begin, 
 
 }  // namespace
 
-void down_gathered(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+void down_selected(int bits, const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
                    const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
                    float* bias_lanes, int64_t lanes_stride) {
   if (bits == 4)
-    gathered_all<4>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
+    selected_all<4>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
                     lanes_stride);
   else
-    gathered_all<8>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
+    selected_all<8>(neurons, groups, g_begin, g_end, h, h_stride, tokens, y, y_stride, bias_lanes,
                     lanes_stride);
 }
 

@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "interleave.h"
+#include "../interleave.h"
 
 namespace ondevice {
 namespace neon {
@@ -71,7 +71,7 @@ static inline F abs(F a) {
   F r;
   ONDEVICE_EACH(vabsq_f32(a.v[i]));
 }
-// The larger magnitude, of non-negative a and any b, as integers: infinity and NaN are the largest of all.
+// The larger of |b| and a non-negative a, compared as integers: infinity and NaN are larger than any number.
 static inline F max_magnitude(F a, F b) {
   F r;
   ONDEVICE_EACH(vreinterpretq_f32_s32(
@@ -159,25 +159,26 @@ static inline I finish_q8(I acc, int32_t activation_sum) {
   I r;
   ONDEVICE_EACH(vaddq_s32(acc.v[i], vdupq_n_s32(128 * activation_sum)));
 }
-// Lanes i and i + 8, then 4, 2, 1.
+// Adds lanes i and i + 8, then i and i + 4, and so on.
 static inline float reduce_add(F a) {
   const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
   const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
-// Bits of the largest of 16 non-negative lanes, by the order of max_magnitude.
+// The bits of the largest of 16 non-negative lanes, compared as max_magnitude compares.
 static inline int32_t reduce_magnitude(F a) {
   const F low = max_magnitude(a, {{a.v[2], a.v[3], a.v[2], a.v[3]}});
   return vmaxvq_s32(vmaxq_s32(vreinterpretq_s32_f32(low.v[0]), vreinterpretq_s32_f32(low.v[1])));
 }
-// Bit i: whether lane i isn't zero.
+// Bit i is set if lane i isn't zero.
 static inline uint32_t nonzero_lanes(F a) {
   const uint32_t places[4] = {1, 2, 4, 8};
   uint32_t bits = 0;
   for (int i = 0; i < 4; ++i) bits |= vaddvq_u32(vbicq_u32(vld1q_u32(places), vceqzq_f32(a.v[i]))) << 4 * i;
   return bits;
 }
-// Rounds 64 values of at most 127 to int8; returns their sum. nibble_order: each 8 as 0 2 4 6 1 3 5 7.
+// Rounds 64 values of at most 127 to int8 and returns their sum. nibble_order: each 8 in the order 0 2 4 6 1
+// 3 5 7.
 static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble_order) {
   const F values[4] = {a, b, c, d};
   const uint8_t order[16] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};

@@ -1,7 +1,7 @@
-// The kernels of one target, as a table that is filled once per target and picked at run time.
+// The kernels of one instruction set ("target"), as a table. Each target defines one; the engine picks one.
 //
-// Every function works on a range of outputs, allocates nothing, validates nothing and has one order of
-// operations per output: tokens, threads and targets don't change a bit.
+// Every function computes a range of outputs, allocates nothing, validates nothing and has one order of
+// operations per output: the numbers of tokens and threads and the target don't change a bit.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,9 @@ namespace ondevice {
 constexpr int64_t kGroup = 64;    // columns that share one scale and bias
 constexpr int64_t kTile = 16;     // output rows that are stored interleaved
 constexpr int64_t kKvBlock = 64;  // positions of a KV block
+
+// Groups of a row of `cols` columns.
+constexpr int64_t groups_of(int64_t cols) { return (cols + kGroup - 1) / kGroup; }
 
 enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
 
@@ -23,7 +26,8 @@ struct QuantizedRows {
   int64_t groups;
 };
 
-// One layer's keys and values: kv_blocks[p / 64] + offset of (layer, kv head), see attention.cc.
+// One layer's keys and values: position p is in blocks[p / 64], at the offset of (layer, kv head); see
+// targets/kv_block.h.
 struct KvView {
   uint8_t* const* blocks;
   int64_t layer_offset;  // bytes from a block's start to this layer's first head
@@ -32,8 +36,9 @@ struct KvView {
   int bits;  // 8 or 16
 };
 
-// Query i's token follows token parents[i] < i, or what came before them all where that is -1; depths[i] is
-// how many tokens of the tree lie before it on its path, fewer than 64. Null: each follows the one before it.
+// A draft tree. Query i's token follows token parents[i] < i, or the text before the tree if that is -1.
+// depths[i], less than 64, is the number of tree tokens before it on its path. Null: each token follows the
+// one before it.
 struct TreeView {
   const int32_t *parents, *depths;
 };
@@ -43,81 +48,90 @@ struct AttentionArgs {
   int64_t q_stride, heads;
   KvView kv;
   int64_t position;  // of the first query
-  int64_t window;    // positions that a query sees, itself included; 0: all
+  int64_t window;    // positions that a query sees, its own included; 0 means all
   float* out;        // (T, heads * head_dim)
   TreeView tree;     // keys and values of token i are stored at position + i
 };
 
-// Bytes of one 16-row, 64-column block: codes, 16 scales, 16 biases.
+// Bytes of one 16-row, 64-column block of an interleaved tile: codes, 16 scales, 16 biases.
 constexpr int64_t tile_group_bytes(int bits) { return kTile * kGroup * bits / 8 + 4 * kTile; }
 
-// Neurons that may fire, ids ascending; each one's down row lies `down` bytes into its part.
-struct GatheredRows {
+// Selected neurons, ids ascending. A neuron's down row begins `down` bytes into its part.
+struct SelectedRows {
   const int32_t* ids;
   const uint8_t* const* parts;
   int64_t down, count;
 };
 
 struct KernelTable {
-  // x: cols floats -> one row of `out` at token t. nibble_order: the layout that 4-bit weights want.
+  // x: cols floats -> row t of `out`. nibble_order: in the order that 4-bit weights need.
   void (*quantize_activations)(const float* x, int64_t cols, bool nibble_order, const QuantizedRows& out,
                                int64_t t);
-  // out[t, 16 * tile + r] for tiles in [begin, end); only `rows` rows are stored. bias may be null, and so
-  // may `added`: what is added to the result, laid out as out, which it may be.
+  // out[t, 16 * tile + r] for tiles in [begin, end); rows from `rows` on are not stored. bias may be null. So
+  // may `added`, which is added to the result, has the layout of out, and may be out.
   void (*linear_quantized)(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                            const float* bias, const float* added, float* out, int64_t out_stride,
                            int64_t rows, int64_t begin, int64_t end);
-  // out[t, r] of 16 rows that lie apart, for a few tokens: as linear_quantized of a tile of them, whose
-  // scales and biases are `affine`. The 16 rows `next`, if not null, are fetched meanwhile.
+  // out[t, r] of 16 scattered rows, for a few tokens: what linear_quantized gives for a tile of these rows,
+  // whose scales and biases are `affine`. `next`, if not null: 16 rows to prefetch into the cache.
   void (*linear_gathered)(int bits, const uint8_t* const* rows, const uint8_t* const* next,
                           const uint16_t* affine, const QuantizedRows& x, int64_t tokens, float* out,
                           int64_t out_stride);
-  // Row-major float16 weights, padded_cols (a multiple of 16) each; x rows are padded with zeros likewise.
+  // Row-major float16 weights. Rows of weights and of x have padded_cols columns, a multiple of 16, padded
+  // with zeros.
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                       int64_t end);
-  // h = act(gate) * up, elementwise; padded to 16.
+  // h = act(gate) * up, elementwise.
   void (*activate)(Activation act, const float* gate, const float* up, float* h, int64_t n);
-  // Down projection of `blocks` blocks of 64 neurons into outputs of group g; see feed_forward.cc.
+  // Adds the down projection of `blocks` blocks of 64 neurons to the outputs of one group; see
+  // targets/down_projection.cc.
   void (*down_quantized)(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
                          int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride);
-  // The same of gathered neurons, in outputs of groups [g_begin, g_end); a column of h (T, h_stride) is zero
-  // where its neuron doesn't fire, and nobody looks at its row there. Of h, 64 floats behind the last column
-  // are read. The lanes are (T, groups / 16, 16, 16), of 16 groups side by side, g_begin is a multiple of 16,
-  // and at 4 bits y has the order of `unzip_outputs`.
-  void (*down_gathered)(int bits, const GatheredRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
+  // The same for selected neurons, from their records, and for groups [g_begin, g_end); g_begin is a multiple
+  // of 16. Where a neuron doesn't fire for a token, its h is zero and its row isn't read. h has 64 readable
+  // floats behind its last column. The lanes are (T, groups / 16, 16, 16), 16 groups side by side, and at 4
+  // bits y has the order that `unzip_outputs` undoes.
+  void (*down_selected)(int bits, const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end,
                         const float* h, int64_t h_stride, int64_t tokens, float* y, int64_t y_stride,
                         float* bias_lanes, int64_t lanes_stride);
-  // Where down_gathered left the 64 outputs of each group, even ones before odd ones in each 32, -> in order.
+  // Outputs of down_selected at 4 bits, in each 32 the even ones before the odd ones -> in order.
   void (*unzip_outputs)(float* y, int64_t groups);
-  // y[t, j] for j in [begin, end), multiples of 16: float16 rows, ascending neuron by fused multiply-adds.
+  // Adds h times float16 rows to y[t, j] for j in [begin, end), multiples of 16, by fused multiply-adds in
+  // ascending order of neurons.
   void (*down_half)(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
                     int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
-  // y[t, 64 g + j] + sum of the 16 lanes -> out; on top of `added`, which may be null or out.
+  // out = y + the sum of the group's 16 lanes + added, for one token; added may be null or out.
   void (*add_bias_lanes)(const float* y, const float* lanes, const float* added, float* out, int64_t n);
   void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
-  // Rotate-half rotary embedding of one head in place: cos and sin have head_dim / 2 values.
+  // Rotary embedding of one head in place, dimensions i and i + head_dim / 2 paired. cos and sin have
+  // head_dim / 2 values.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);
   void (*kv_write)(const KvView& kv, int64_t position, const float* k, const float* v);
-  // One layer's key and value at position `from`, as they are stored, -> position `to`.
+  // Copies one layer's key and value at position `from` to position `to`, as they are stored.
   void (*kv_move)(const KvView& kv, int64_t from, int64_t to);
-  // Queries [q_begin, q_end) of the query heads that read kv head `head`.
+  // Attention of queries [q_begin, q_end), for the query heads that read kv head `head`.
   void (*attention)(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
   // Row-major codes, scales, biases -> floats.
   void (*dequantize_row)(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
                          int64_t groups, float* out);
-  // Row of floats -> codes, scales, biases. False when a value isn't finite or a scale overflows float16.
+  // A row of floats -> codes, scales, biases. False if a value isn't finite or a scale overflows float16.
   bool (*quantize_row)(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales,
                        uint16_t* biases);
   void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);
   // Indices and values of the `count` largest of x (n), largest first, ties to the lower index.
   void (*largest)(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);
-  // The sum of exp(x - top), rounded as each target does it: for estimates.
+  // The sum of exp(x - top). For estimates only: its bits may differ between targets.
   float (*sum_of_exps)(const float* x, int64_t n, float top);
 };
 
-// Scratch floats that one attention task needs, for positions below `end` and query rows at once.
-int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows);
+// Floats of scratch memory that one call of `attention` needs, for positions below `end`.
+inline int64_t attention_scratch_floats(const AttentionArgs& args, int64_t end, int64_t query_rows) {
+  const int64_t head_dim = args.kv.head_dim, width = (head_dim + 15) / 16 * 16;
+  const int64_t span = (end + kKvBlock - 1) / kKvBlock * kKvBlock;
+  const int64_t path = args.tree.parents ? kKvBlock * width : 0;
+  return query_rows * (head_dim + span + width + 1) + kKvBlock * width + path + 64;
+}
 
 }  // namespace ondevice

@@ -24,7 +24,7 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-// 16 bytes of each of four rows as they lie: a byte of each of the four side by side.
+// 16 bytes of each of four rows -> 16 quads with a byte of each row.
 static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&out)[1]) {
   Bytes16 quads[4];
   interleave_bytes(load_vector<Bytes16>(rows[0] + at), load_vector<Bytes16>(rows[1] + at),
@@ -35,12 +35,12 @@ static inline void order_pieces(I (&)[1]) {}
 static inline void order_pieces(B (&)[1]) {}
 
 #if !defined(ONDEVICE_WIDE_ROWS)
-// Pieces of 16 bytes that are taken of each row at once.
+// Pieces of 16 bytes of a row that are computed at once.
 constexpr int kRowPieces = 1;
 typedef const int8_t* Quads;
 static inline Quads two_quads(const int8_t* first, const int8_t*) { return first; }
 
-// Four values of at most 127 in each lane -> int8, the four side by side; returns their sums.
+// Four values of at most 127 in each lane -> four int8 side by side. Returns their sum in each lane.
 static inline F store_quads(int8_t* out, const F (&v)[4]) {
   Bytes16 rows[4], quads[4];
   F sum = zero();
@@ -58,7 +58,7 @@ static inline F store_quads(int8_t* out, const F (&v)[4]) {
 #endif
 
 #if !defined(ONDEVICE_MASKS)
-// First n (0 to 15) elements, in moves of fixed sizes: a call for each would cost more than they do.
+// Copies the first n (0 to 15) elements by moves of fixed sizes, which cost less than a call of memcpy.
 template <class T>
 static inline void copy_first(T* to, const T* from, int64_t n) {
 #define ONDEVICE_COPY(count)                 \
@@ -100,9 +100,9 @@ static inline void store_partial(float* p, F a, int64_t n) {
 }
 #endif
 
-// e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range, and NaN stays NaN: min
-// and max give their second operand where one is NaN. Cody-Waite reduction, degree-6 polynomial in Horner
-// form with fused multiply-adds.
+// e^x, relative error below 2e-7 on [-87, 88]; arguments are clamped to that range. NaN stays NaN, because
+// min and max return their second operand if either is NaN. Cody-Waite reduction, degree-6 polynomial in
+// Horner form with fused multiply-adds.
 static inline F exp_lanes(F x) {
   x = min(set1(88.0f), max(set1(-87.0f), x));
   const F n = round_even(mul(x, set1(1.44269504088896341f)));

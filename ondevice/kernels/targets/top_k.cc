@@ -4,7 +4,7 @@
 namespace ondevice {
 namespace ONDEVICE_NS {
 
-// Largest first; of equals, the lower index. What has been found is kept in order, in `best` (count).
+// An insertion sort: what has been found so far is kept in order in `best` (count).
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best) {
   int64_t found = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -16,6 +16,7 @@ void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best
   }
 }
 
+// The softmax denominator behind the probabilities of the largest.
 float sum_of_exps(const float* x, int64_t n, float top) {
   F sum = zero();
   int64_t i = 0;

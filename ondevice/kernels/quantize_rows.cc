@@ -1,8 +1,7 @@
-// Quantising a checkpoint's rows where they lie, transposed or not.
+#include "quantize_rows.h"
+
 #include <atomic>
 #include <cstring>
-
-#include "layers.h"
 
 namespace ondevice {
 namespace {
@@ -23,7 +22,7 @@ void widen(const KernelTable& kernels, SourceType type, const uint8_t* data, int
   }
 }
 
-// Up to 16 rows of floats; a transposed source is read 16 neighbours at a time.
+// Up to 16 rows as floats. In a transposed source the rows' values are neighbours, and are read together.
 void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, int64_t count, int64_t cols,
             float* out) {
   const int64_t bytes = source.type == SourceType::kFloat ? 4 : 2;
@@ -46,7 +45,7 @@ void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, i
 
 bool quantize_rows(Engine& engine, const SourceRows& source, int64_t rows, int64_t cols, int bits,
                    uint8_t* codes, uint16_t* scales, uint16_t* biases) {
-  const int64_t groups = (cols + kGroup - 1) / kGroup, codes_bytes = groups * kGroup * bits / 8;
+  const int64_t groups = groups_of(cols), codes_bytes = groups * kGroup * bits / 8;
   std::atomic<bool> finite{true};
   const KernelTable& kernels = engine.kernels();
   float* scratch = engine.scratch(kRows * cols);

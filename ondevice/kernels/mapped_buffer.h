@@ -1,4 +1,4 @@
-// Anonymous memory straight from the operating system: what is released goes back at once.
+// Anonymous memory mapped from the operating system, which gets it back as soon as it is freed.
 #pragma once
 
 #include <cstddef>
@@ -6,16 +6,16 @@
 
 namespace ondevice {
 
-class Buffer {
+class MappedBuffer {
  public:
-  Buffer() = default;
+  MappedBuffer() = default;
   // Zeroed, 4096-aligned (2 MiB-aligned and huge-page advised from 4 MiB up). Throws std::bad_alloc.
-  explicit Buffer(size_t bytes);
-  ~Buffer();
-  Buffer(Buffer&& other) noexcept;
-  Buffer& operator=(Buffer&& other) noexcept;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
+  explicit MappedBuffer(size_t bytes);
+  ~MappedBuffer();
+  MappedBuffer(MappedBuffer&& other) noexcept;
+  MappedBuffer& operator=(MappedBuffer&& other) noexcept;
+  MappedBuffer(const MappedBuffer&) = delete;
+  MappedBuffer& operator=(const MappedBuffer&) = delete;
 
   uint8_t* data() const { return data_; }
   size_t size() const { return size_; }
@@ -23,8 +23,8 @@ class Buffer {
   // At least `bytes`, contents lost when it grows.
   void grow(size_t bytes) {
     if (bytes <= size_) return;
-    *this = Buffer();  // Before the new one exists: the plan counts one of them.
-    *this = Buffer(bytes);
+    *this = MappedBuffer();  // Freed first: the memory plan counts one buffer, not two.
+    *this = MappedBuffer(bytes);
   }
   template <class T>
   T* as() const {

@@ -1,0 +1,90 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+
+#include "bindings.h"
+
+namespace ondevice {
+
+KvView kv_view(const Blocks& blocks, int64_t layer, int64_t kv_heads, int64_t head_dim, int bits,
+               int64_t end) {
+  require(bits == 8 || bits == 16, "kv bits must be 8 or 16");
+  require(layer >= 0 && kv_heads > 0 && head_dim > 0, "layer, kv_heads and head_dim must be positive");
+  require(end <= static_cast<int64_t>(blocks.shape(0)) * kKvBlock, "position is past the last KV block");
+  const int64_t head_bytes = 2 * kKvBlock * (head_dim * bits / 8 + (bits == 8 ? 4 : 0));
+  return {reinterpret_cast<uint8_t* const*>(blocks.data()),
+          layer * kv_heads * head_bytes,
+          head_bytes,
+          kv_heads,
+          head_dim,
+          bits};
+}
+
+TreeView tree_view(const Tree& tree, int64_t tokens) {
+  const auto& [parents, depths] = tree;
+  require(static_cast<int64_t>(parents.shape(0)) == tokens && static_cast<int64_t>(depths.shape(0)) == tokens,
+          "parents and depths are (T,)");
+  for (int32_t i = 0; i < tokens; ++i) {
+    const int32_t parent = parents.data()[i];
+    require(parent >= -1 && parent < i, "a parent comes before its children");
+    require(depths.data()[i] == (parent < 0 ? 0 : depths.data()[parent] + 1), "depths don't follow parents");
+    require(depths.data()[i] < kKvBlock, "a path is at most a block long");
+  }
+  return {parents.data(), depths.data()};
+}
+
+namespace {
+
+// Norm weights of query heads and of key heads (head_dim,) both, and their epsilon.
+using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float>;
+
+void attend(Engine& engine, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
+            int64_t heads, int64_t kv_heads, int64_t position, int64_t window,
+            const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
+            const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
+            const CArray<float, 2>& out) {
+  const int64_t tokens = qkv.shape(0), width = qkv.shape(1), parts = heads + 2 * kv_heads;
+  require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
+  require(width % (2 * parts) == 0, "qkv is (T, (heads + 2 * kv_heads) * head_dim)");
+  const int64_t dim = width / parts;
+  require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
+          "out is (T, heads * head_dim)");
+  for (const auto* table : {&cos, &sin})
+    require(
+        static_cast<int64_t>(table->shape(0)) == tokens && static_cast<int64_t>(table->shape(1)) * 2 == dim,
+        "cos and sin are (T, head_dim / 2)");
+  require(position >= 0 && window >= 0, "position and window must not be negative");
+  HeadTransform transform{{}, {}, cos.data(), sin.data()};
+  if (norms) {
+    const auto& [q, k, eps] = *norms;
+    require(static_cast<int64_t>(q.shape(0)) == dim && static_cast<int64_t>(k.shape(0)) == dim,
+            "norms of heads are (head_dim,)");
+    transform.q_norm = {q.data(), eps};
+    transform.k_norm = {k.data(), eps};
+  }
+  const AttentionArgs args{
+      qkv.data(), width,  heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+      position,   window, out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+  nb::gil_scoped_release release;
+  engine.attend(qkv.data(), transform, args, tokens);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  m.def("attend", &attend, nb::arg("engine"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
+        nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
+        nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(), nb::arg("tree").none(), nb::arg("out"));
+  m.def("kv_move", [](const Engine& engine, const Blocks& blocks, int64_t layers, int64_t kv_heads,
+                      int64_t dim, int bits, int64_t from, int64_t to) {
+    require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
+    for (int64_t layer = 0; layer < layers; ++layer)
+      engine.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
+  });
+}
+
+}  // namespace ondevice

@@ -1,0 +1,171 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "bindings.h"
+#include "feed_forward.h"
+#include "feed_forward_pass.h"
+
+namespace ondevice {
+namespace {
+
+// added_to where `out` holds a feed-forward's outputs.
+const float* added_to(const CArray<float, 2>& out, const FeedForward& layer, int64_t tokens,
+                      const Added& added) {
+  require(
+      static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == layer.hidden(),
+      "out is (T, hidden)");
+  return ondevice::added_to(out, added);
+}
+
+Activation activation_of(int activation) {
+  require(activation >= 0 && activation <= 4, "activation must be 0 to 4");
+  return static_cast<Activation>(activation);
+}
+
+void pack(const FeedForward& layer, Engine& engine, Segment& segment, int64_t blocks, int64_t block0,
+          const CArray<const uint8_t, 2>& records) {
+  const int64_t count = records.shape(0);
+  require(static_cast<int64_t>(records.shape(1)) == layer.record().stride, "records are (n, stride)");
+  require(blocks > 0 && layer.segment_bytes(blocks) <= segment.nbytes(), "the segment is too small");
+  require(count > 0 && block0 >= 0 && block0 + (count + kGroup - 1) / kGroup <= blocks,
+          "records are outside the segment");
+  segment.lay_out(blocks);
+  nb::gil_scoped_release release;
+  layer.pack(engine, segment, block0, records.data(), count);
+}
+
+void forward(const FeedForward& layer, Engine& engine, const Rows& x,
+             const std::vector<const Segment*>& segments, int activation, const CArray<float, 2>& out,
+             const Weight& norm, float eps, const Added& added) {
+  const int64_t tokens = rows_of(x, layer.hidden());
+  const Activation act = activation_of(activation);
+  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const float* base = added_to(out, layer, tokens, added);
+  nb::gil_scoped_release release;
+  layer.forward(engine, segments, x.data(), x.stride(0), tokens, act, out.data(), norms, base);
+}
+
+int64_t forward_selected(const FeedForward& layer, Engine& engine, const Rows& x, const Matrix& scorer,
+                         const Weight& bias, const Matrix* low_rank, const CArray<const int32_t, 1>& slots,
+                         const CArray<const uint64_t, 1>& addresses, bool whole, int activation,
+                         const CArray<float, 2>& out, const Weight& norm, float eps, const Added& added) {
+  const int64_t tokens = rows_of(x, layer.hidden()), neurons = scorer.rows();
+  const Activation act = activation_of(activation);
+  require((low_rank ? low_rank->cols() : scorer.cols()) == layer.hidden() &&
+              (!low_rank || scorer.cols() == low_rank->rows()),
+          "matrices don't follow each other, from x on");
+  require(!bias || static_cast<int64_t>(bias->shape(0)) == neurons, "bias is (rows,)");
+  require(static_cast<int64_t>(slots.shape(0)) == neurons, "slots are (F,)");
+  int32_t lowest = 0, highest = -1;
+  for (int64_t i = 0; i < neurons; ++i) {
+    lowest = std::min(lowest, slots.data()[i]);
+    highest = std::max(highest, slots.data()[i]);
+  }
+  require(lowest >= 0 && highest < static_cast<int64_t>(addresses.shape(0)), "a neuron has no slot");
+  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const float* base = added_to(out, layer, tokens, added);
+  const ResidentRecords resident{slots.data(), reinterpret_cast<const uint8_t* const*>(addresses.data()),
+                                 whole};
+  nb::gil_scoped_release release;
+  return layer.forward_selected(engine, {scorer, bias ? bias->data() : nullptr, low_rank}, resident, x.data(),
+                                x.stride(0), tokens, act, out.data(), norms, base);
+}
+
+void begin(FeedForwardPass* self, Engine& engine, const FeedForward& layer, const Rows& x, int activation,
+           const Weight& norm, float eps) {
+  const int64_t tokens = rows_of(x, layer.hidden());
+  const Activation act = activation_of(activation);
+  const Norm norms = norm_of(norm, eps, layer.hidden());
+  nb::gil_scoped_release release;
+  const InputRows rows = engine.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.bits(), norms);
+  new (self) FeedForwardPass(engine, layer, rows, act);
+}
+
+void check_valid(const FeedForwardPass& pass) {
+  require(pass.valid(), "the pass is finished, or another op has used the engine since it began");
+}
+
+void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments) {
+  check_valid(pass);
+  nb::gil_scoped_release release;
+  pass.add(segments);
+}
+
+void add_selected(FeedForwardPass& pass, const CArray<const int32_t, 1>& ids,
+                  const CArray<const uint64_t, 1>& parts, bool whole, const CArray<const float, 2>& scores) {
+  check_valid(pass);
+  const int64_t count = ids.shape(0), neurons = scores.shape(1);
+  require(parts.shape(0) == ids.shape(0), "ids and parts are (n,)");
+  require(static_cast<int64_t>(scores.shape(0)) == pass.tokens(), "scores are (T, neurons)");
+  for (int64_t k = 0; k < count; ++k)
+    require(ids.data()[k] >= 0 && ids.data()[k] < neurons && (k == 0 || ids.data()[k] > ids.data()[k - 1]),
+            "ids ascend, from 0 to below the number of scores");
+  nb::gil_scoped_release release;
+  pass.add_selected({ids.data(), reinterpret_cast<const uint8_t* const*>(parts.data()), count, whole,
+                     scores.data(), neurons});
+}
+
+void finish(FeedForwardPass& pass, const CArray<float, 2>& out, const Added& added) {
+  check_valid(pass);
+  const float* base = added_to(out, pass.layer(), pass.tokens(), added);
+  nb::gil_scoped_release release;
+  pass.finish(out.data(), base);
+}
+
+}  // namespace
+
+void bind_feed_forward(nb::module_& m) {
+  m.def(
+      "select",
+      [](const CArray<const float, 2>& scores, const CArray<int32_t, 1>& ids) {
+        const int64_t tokens = scores.shape(0), neurons = scores.shape(1);
+        require(static_cast<int64_t>(ids.shape(0)) >= neurons, "ids has room for every column");
+        nb::gil_scoped_release release;
+        return select(scores.data(), tokens, neurons, ids.data());
+      },
+      nb::arg("scores"), nb::arg("ids"));
+
+  nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
+      .def("__init__", [](Segment* self, int64_t nbytes) {
+        require(nbytes > 0, "a segment needs bytes");
+        nb::gil_scoped_release release;
+        new (self) Segment(nbytes);
+      });
+
+  nb::class_<FeedForward>(m, "FeedForward")
+      .def("__init__",
+           [](FeedForward* self, int64_t hidden, int bits, int64_t stride, int64_t gate, int64_t up,
+              int64_t down) {
+             check_bits(bits);
+             require(hidden > 0, "hidden must be positive");
+             const int64_t groups = groups_of(hidden);
+             const int64_t row = groups * kGroup * bits / 8 + (bits == 16 ? 0 : 4 * groups);
+             for (const int64_t offset : {gate, up, down})
+               require(offset >= 0 && offset + row <= stride, "a row lies outside the record");
+             new (self) FeedForward(hidden, bits, {stride, gate, up, down});
+           })
+      .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
+      .def("pack", &pack, nb::arg("engine"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
+           nb::arg("records"))
+      .def("forward", &forward, nb::arg("engine"), nb::arg("x"), nb::arg("segments"), nb::arg("activation"),
+           nb::arg("out"), nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f,
+           nb::arg("added").none() = nb::none())
+      .def("forward_selected", &forward_selected, nb::arg("engine"), nb::arg("x"), nb::arg("scorer"),
+           nb::arg("bias").none(), nb::arg("low_rank").none(), nb::arg("slots"), nb::arg("addresses"),
+           nb::arg("whole"), nb::arg("activation"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
+           nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
+
+  nb::class_<FeedForwardPass>(m, "FeedForwardPass")
+      .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("engine"),
+           nb::arg("layer"), nb::arg("x"), nb::arg("activation"), nb::arg("norm").none() = nb::none(),
+           nb::arg("eps") = 0.0f)
+      .def("add", &add, nb::arg("segments"))
+      .def("add_selected", &add_selected, nb::arg("ids"), nb::arg("parts"), nb::arg("whole"),
+           nb::arg("scores"))
+      .def("finish", &finish, nb::arg("out"), nb::arg("added").none() = nb::none());
+}
+
+}  // namespace ondevice

@@ -1,0 +1,121 @@
+#include <nanobind/stl/optional.h>
+
+#include <optional>
+
+#include "bindings.h"
+#include "matrix.h"
+#include "quantize_rows.h"
+
+namespace ondevice {
+namespace {
+
+using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
+
+void load_rows(Matrix& matrix, Engine& engine, int64_t row0, const Bytes2& codes, const Halves2& scales,
+               const Halves2& biases) {
+  const int64_t n = codes.shape(0), groups = matrix.bits() == 16 ? 0 : matrix.groups();
+  require(row0 >= 0 && n > 0 && row0 + n <= matrix.rows(), "rows are outside the matrix");
+  require(static_cast<int64_t>(codes.shape(1)) == matrix.groups() * kGroup * matrix.bits() / 8 &&
+              codes.stride(1) == 1,
+          "codes are (n, padded_cols * bits / 8)");
+  if (groups)
+    for (const Halves2* values : {&scales, &biases})
+      require(static_cast<int64_t>(values->shape(0)) == n &&
+                  static_cast<int64_t>(values->shape(1)) == groups && (values->stride(1) == 1 || groups == 1),
+              "scales and biases are (n, G)");
+  const StoredRows rows{codes.data(),
+                        reinterpret_cast<const uint8_t*>(scales.data()),
+                        reinterpret_cast<const uint8_t*>(biases.data()),
+                        codes.stride(0),
+                        groups ? scales.stride(0) * 2 : 0,
+                        groups ? biases.stride(0) * 2 : 0};
+  nb::gil_scoped_release release;
+  matrix.load_rows(engine, row0, n, rows);
+}
+
+using Source = nb::ndarray<nb::ndim<2>, nb::device::cpu>;  // float32, float16, or bfloat16 as uint16
+
+SourceRows source_rows(const Source& x) {
+  const SourceRows rows{static_cast<const uint8_t*>(x.data()), SourceType::kFloat, x.stride(0), x.stride(1)};
+  if (x.dtype() == nb::dtype<float>()) return rows;
+  if (x.dtype() == nb::dtype<uint16_t>())
+    return {rows.data, SourceType::kBfloat, rows.row_stride, rows.col_stride};
+  const nb::dlpack::dtype half{static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+  require(x.dtype() == half, "x is float32, float16, or bfloat16 as uint16");
+  return {rows.data, SourceType::kHalf, rows.row_stride, rows.col_stride};
+}
+
+void bind_quantisation(nb::module_& m) {
+  m.def("quantize_rows", [](Engine& engine, const Source& x, int bits, const CArray<uint8_t, 2>& codes,
+                            const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
+    require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16");
+    const SourceRows source = source_rows(x);
+    const int64_t rows = x.shape(0), cols = x.shape(1), groups = groups_of(cols);
+    require(cols > 0 && static_cast<int64_t>(codes.shape(0)) == rows &&
+                static_cast<int64_t>(codes.shape(1)) == groups * kGroup * bits / 8,
+            "codes are (R, padded_cols * bits / 8)");
+    for (const auto* values : {&scales, &biases})
+      require(bits == 16 || (static_cast<int64_t>(values->shape(0)) == rows &&
+                             static_cast<int64_t>(values->shape(1)) == groups),
+              "scales and biases are (R, G)");
+    nb::gil_scoped_release release;
+    return quantize_rows(engine, source, rows, cols, bits, codes.data(), scales.data(), biases.data());
+  });
+  m.def("dequantize_rows", [](Engine& engine, int bits, const CArray<const uint8_t, 2>& rows, int64_t cols,
+                              const CArray<float, 2>& out) {
+    require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16");
+    const int64_t groups = groups_of(cols), codes = groups * kGroup * bits / 8;
+    require(cols > 0 && static_cast<int64_t>(rows.shape(1)) >= codes + (bits == 16 ? 0 : 4 * groups),
+            "rows are [codes | scales | biases]");
+    require(out.shape(0) == rows.shape(0) && static_cast<int64_t>(out.shape(1)) == groups * kGroup,
+            "out is (R, padded_cols)");
+    nb::gil_scoped_release release;
+    for (size_t r = 0; r < rows.shape(0); ++r) {
+      const uint8_t* row = rows.data() + r * rows.shape(1);
+      float* to = out.data() + r * out.shape(1);
+      if (bits == 16)
+        engine.kernels().half_to_float(reinterpret_cast<const uint16_t*>(row), to, groups * kGroup);
+      else
+        engine.kernels().dequantize_row(bits, row, reinterpret_cast<const uint16_t*>(row + codes),
+                                        reinterpret_cast<const uint16_t*>(row + codes + 2 * groups), groups,
+                                        to);
+    }
+  });
+}
+
+}  // namespace
+
+void bind_matrix(nb::module_& m) {
+  nb::class_<Matrix>(m, "Matrix")
+      .def("__init__",
+           [](Matrix* self, int64_t rows, int64_t cols, int bits) {
+             check_bits(bits);
+             require(rows > 0 && cols > 0, "rows and cols must be positive");
+             new (self) Matrix(rows, cols, bits);
+           })
+      .def_prop_ro("rows", &Matrix::rows)
+      .def("load_rows", &load_rows, nb::arg("engine"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
+           nb::arg("biases"))
+      .def(
+          "forward",
+          [](const Matrix& matrix, Engine& engine, const Rows& x,
+             const std::optional<CArray<const float, 1>>& bias, const CArray<float, 2>& out,
+             const Weight& norm, float eps, const Added& added) {
+            const int64_t tokens = rows_of(x, matrix.cols());
+            require(static_cast<int64_t>(out.shape(0)) == tokens &&
+                        static_cast<int64_t>(out.shape(1)) == matrix.rows(),
+                    "out is (T, rows)");
+            require(!bias || static_cast<int64_t>(bias->shape(0)) == matrix.rows(), "bias is (rows,)");
+            const Norm norms = norm_of(norm, eps, matrix.cols());
+            const float* base = added_to(out, added);
+            nb::gil_scoped_release release;
+            matrix.forward(engine, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
+                           norms, base);
+          },
+          nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
+          nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
+  bind_quantisation(m);
+}
+
+}  // namespace ondevice

@@ -1,0 +1,85 @@
+// `ondevice.kernels._native.testing`: single steps of fused ops, which tests compare with the whole.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <optional>
+
+#include "bindings.h"
+
+namespace ondevice {
+namespace {
+
+// (T, heads, dim), each token's heads contiguous.
+using Heads = nb::ndarray<const float, nb::ndim<3>, nb::device::cpu>;
+using MutableHeads = nb::ndarray<float, nb::ndim<3>, nb::device::cpu>;
+
+template <class Array>
+void check_heads(const Array& x) {
+  require(x.stride(2) == 1 && x.stride(1) == static_cast<int64_t>(x.shape(2)), "heads must be contiguous");
+}
+
+}  // namespace
+
+void bind_testing(nb::module_& m) {
+  m.def("head_norm",
+        [](Engine& engine, const MutableHeads& x, const CArray<const float, 1>& weight, float eps) {
+          check_heads(x);
+          require(weight.shape(0) == x.shape(2), "weight is (head_dim,)");
+          const int64_t heads = x.shape(1), dim = x.shape(2);
+          nb::gil_scoped_release release;
+          engine.pool().parallel_for(x.shape(0), 8, [&](int64_t begin, int64_t end, int) {
+            for (int64_t t = begin; t < end; ++t)
+              for (int64_t h = 0; h < heads; ++h) {
+                float* head = x.data() + t * x.stride(0) + h * dim;
+                engine.kernels().rms_norm(head, weight.data(), eps, dim, head);
+              }
+          });
+        });
+  m.def("rope", [](Engine& engine, const MutableHeads& x, const CArray<const float, 2>& cos,
+                   const CArray<const float, 2>& sin) {
+    const int64_t heads = x.shape(1), dim = x.shape(2);
+    check_heads(x);
+    require(cos.shape(0) == x.shape(0) && sin.shape(0) == x.shape(0) && cos.shape(1) * 2 == x.shape(2) &&
+                sin.shape(1) * 2 == x.shape(2),
+            "cos and sin are (T, head_dim / 2)");
+    nb::gil_scoped_release release;
+    engine.pool().parallel_for(x.shape(0), 8, [&](int64_t begin, int64_t end, int) {
+      for (int64_t t = begin; t < end; ++t)
+        for (int64_t h = 0; h < heads; ++h)
+          engine.kernels().rope(x.data() + t * x.stride(0) + h * dim, cos.data() + t * dim / 2,
+                                sin.data() + t * dim / 2, dim);
+    });
+  });
+  m.def("kv_write", [](Engine& engine, const Blocks& blocks, int64_t layer, int bits, int64_t position,
+                       const Heads& k, const Heads& v) {
+    check_heads(k);
+    check_heads(v);
+    require(v.shape(0) == k.shape(0) && v.shape(1) == k.shape(1) && v.shape(2) == k.shape(2),
+            "k and v are both (T, kv_heads, head_dim)");
+    require(position >= 0, "position must not be negative");
+    const int64_t tokens = k.shape(0);
+    const KvView kv = kv_view(blocks, layer, k.shape(1), k.shape(2), bits, position + tokens);
+    nb::gil_scoped_release release;
+    engine.pool().parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
+      for (int64_t t = begin; t < end; ++t)
+        engine.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
+    });
+  });
+  m.def("attention", [](Engine& engine, const Heads& q, const Blocks& blocks, int64_t layer, int bits,
+                        int64_t kv_heads, int64_t position, int64_t window, const std::optional<Tree>& tree,
+                        const CArray<float, 2>& out) {
+    check_heads(q);
+    const int64_t tokens = q.shape(0), heads = q.shape(1), dim = q.shape(2);
+    require(kv_heads > 0 && heads % kv_heads == 0, "query heads must be a multiple of kv heads");
+    require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
+            "out is (T, heads * head_dim)");
+    require(position >= 0 && window >= 0, "position and window must not be negative");
+    const AttentionArgs args{
+        q.data(), q.stride(0), heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+        position, window,      out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+    nb::gil_scoped_release release;
+    engine.attention(args, tokens);
+  });
+}
+
+}  // namespace ondevice

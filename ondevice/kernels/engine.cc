@@ -1,0 +1,123 @@
+#include "engine.h"
+
+#include <cstring>
+#include <stdexcept>
+
+#include "dispatch.h"
+
+namespace ondevice {
+namespace {
+
+const KernelTable* require_target(const std::string& name, std::string* resolved) {
+  const KernelTable* table = find_target(name, resolved);
+  if (!table) throw std::invalid_argument("kernel target '" + name + "' can't run on this machine");
+  return table;
+}
+
+// Query rows that share one walk over the keys: enough to amortise the keys' conversion to float.
+constexpr int64_t kQueryRows = 32;
+
+}  // namespace
+
+void FeedForwardScratch::trim() {
+  for (MappedBuffer* buffer : {&hidden, &gate_up, &outputs, &bias_lanes, &ordered_lanes, &low_rank, &scores})
+    *buffer = MappedBuffer();
+}
+
+Engine::Engine(int threads, const std::string& target)
+    : pool_(new ThreadPool(threads)), table_(require_target(target, &target_)) {}
+
+InputRows Engine::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
+                          const Norm& norm) {
+  ++input_version_;
+  InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols)}, nullptr};
+  if (bits == 16)
+    pad(x, x_stride, cols, norm, &rows);
+  else
+    quantize(x, x_stride, cols, bits == 4, norm, &rows);
+  return rows;
+}
+
+void Engine::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibble_order, const Norm& norm,
+                      InputRows* rows) {
+  const int64_t groups = rows->quantized.groups, n = rows->tokens * groups;
+  x_codes_.grow(static_cast<size_t>(n * kGroup));
+  x_scales_.grow(static_cast<size_t>(n) * sizeof(float));
+  x_sums_.grow(static_cast<size_t>(n) * sizeof(float));
+  x_int_sums_.grow(static_cast<size_t>(n) * sizeof(int32_t));
+  const QuantizedRows quantized{x_codes_.as<int8_t>(), x_scales_.as<float>(), x_sums_.as<float>(),
+                                x_int_sums_.as<int32_t>(), groups};
+  rows->quantized = quantized;
+  float* memory = norm.weight ? scratch(cols) : nullptr;
+  pool_->parallel_for(rows->tokens, 4, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float* row = x + t * x_stride;
+      if (norm.weight) {
+        float* normed = memory + thread * cols;
+        table_->rms_norm(row, norm.weight, norm.eps, cols, normed);
+        row = normed;
+      }
+      table_->quantize_activations(row, cols, nibble_order, quantized, t);
+    }
+  });
+}
+
+void Engine::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows) {
+  const int64_t padded_cols = rows->quantized.groups * kGroup;
+  x_padded_.grow(static_cast<size_t>(rows->tokens * padded_cols) * sizeof(float));
+  float* out = x_padded_.as<float>();
+  rows->padded = out;
+  for (int64_t t = 0; t < rows->tokens; ++t, out += padded_cols) {
+    if (norm.weight)
+      table_->rms_norm(x + t * x_stride, norm.weight, norm.eps, cols, out);
+    else
+      std::memcpy(out, x + t * x_stride, static_cast<size_t>(cols) * sizeof(float));
+    std::memset(out + cols, 0, static_cast<size_t>(padded_cols - cols) * sizeof(float));
+  }
+}
+
+void Engine::attention(const AttentionArgs& args, int64_t tokens) {
+  const int64_t shared = args.heads / args.kv.heads;
+  const int64_t queries = shared >= kQueryRows ? 1 : kQueryRows / shared;
+  const int64_t pieces = (tokens + queries - 1) / queries;
+  const int64_t floats =
+      attention_scratch_floats(args, args.position + tokens, (tokens < queries ? tokens : queries) * shared);
+  float* memory = scratch(floats);
+  pool_->parallel_for(pieces * args.kv.heads, 1, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i / args.kv.heads * queries;
+      const int64_t last = first + queries < tokens ? first + queries : tokens;
+      table_->attention(args, i % args.kv.heads, first, last, memory + thread * floats);
+    }
+  });
+}
+
+void Engine::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
+  const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim, values_at = keys_at + args.kv.heads * dim;
+  pool_->parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
+    for (int64_t t = begin; t < end; ++t) {
+      float* row = qkv + t * args.q_stride;
+      for (int64_t at = 0; at < values_at; at += dim) {
+        const Norm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
+        if (norm.weight) table_->rms_norm(row + at, norm.weight, norm.eps, dim, row + at);
+        table_->rope(row + at, transform.cos + t * dim / 2, transform.sin + t * dim / 2, dim);
+      }
+      table_->kv_write(args.kv, args.position + t, row + keys_at, row + values_at);
+    }
+  });
+  attention(args, tokens);
+}
+
+float* Engine::scratch(int64_t floats) {
+  scratch_.grow(static_cast<size_t>(floats * pool_->threads()) * sizeof(float));
+  return scratch_.as<float>();
+}
+
+void Engine::trim() {
+  ++input_version_;
+  for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &scratch_})
+    *buffer = MappedBuffer();
+  feed_forward_.trim();
+}
+
+}  // namespace ondevice

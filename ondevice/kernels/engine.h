@@ -1,0 +1,92 @@
+// What runs kernels: a thread pool, the kernels of one instruction set, and the scratch memory they write to.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernel_table.h"
+#include "mapped_buffer.h"
+#include "own_process.h"
+#include "thread_pool.h"
+
+namespace ondevice {
+
+// An RMS norm's weight and epsilon. A null weight means no norm.
+struct Norm {
+  const float* weight = nullptr;
+  float eps = 0.0f;
+};
+
+// What happens to queries and keys between their projection and attention: a norm over each head, then rotary
+// embedding by cos and sin (T, head_dim / 2).
+struct HeadTransform {
+  Norm q_norm, k_norm;
+  const float *cos, *sin;
+};
+
+// Activations in the form that weights of 4, 8 or 16 bits are multiplied with.
+struct InputRows {
+  int64_t tokens;
+  QuantizedRows quantized;  // for 4 and 8 bits
+  const float* padded;      // for 16 bits: (T, quantized.groups * 64) floats, zeros behind the last column
+};
+
+// Scratch memory of a forward pass through a feed-forward layer. It is kept from one pass to the next.
+struct FeedForwardScratch {
+  MappedBuffer hidden;         // (T, neurons of a batch): activation(gate) * up
+  MappedBuffer gate_up;        // of each thread: gates and ups (T, 16) of 16 neurons
+  MappedBuffer outputs;        // (T, groups * 64)
+  MappedBuffer bias_lanes;     // (T, groups, 16); (T, groups / 16, 16, 16) for selected neurons
+  MappedBuffer ordered_lanes;  // (groups, 16): bias lanes of one token, in the order of groups
+  MappedBuffer low_rank;       // (T, rank): outputs of a predictor's first matrix
+  MappedBuffer scores;         // (T, neurons)
+  std::vector<int32_t> selected_ids;
+  std::vector<const uint8_t*> selected_parts;
+
+  void trim();
+};
+
+class Engine {
+ public:
+  // Throws std::invalid_argument if this machine can't run the target.
+  Engine(int threads, const std::string& target);
+
+  const KernelTable& kernels() const { return *table_; }
+  const std::string& target() const { return target_; }
+  ThreadPool& pool() { return *pool_; }
+
+  // Activations (tokens, cols), rows x_stride floats apart, normed and converted for weights of `bits`. They
+  // are in scratch memory: the result is valid until the next call of prepare() or trim().
+  InputRows prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
+                    const Norm& norm = {});
+  // Changes whenever the result of prepare() becomes invalid.
+  uint64_t input_version() const { return input_version_; }
+
+  void attention(const AttentionArgs& args, int64_t tokens);
+  // Attention from a projection: each row of `qkv` holds a token's queries, keys and values side by side.
+  // Queries and keys are transformed in place, keys and values are stored. args.q is qkv, args.q_stride its
+  // width.
+  void attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens);
+
+  // `floats` floats of scratch memory for each thread, thread after thread. Valid until the next call.
+  float* scratch(int64_t floats);
+  FeedForwardScratch& feed_forward_scratch() { return feed_forward_; }
+  // Frees all scratch memory; later calls allocate what they need.
+  void trim();
+
+ private:
+  void quantize(const float* x, int64_t x_stride, int64_t cols, bool nibble_order, const Norm& norm,
+                InputRows* rows);
+  void pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows);
+
+  OwnProcessPtr<ThreadPool> pool_;
+  std::string target_;
+  const KernelTable* table_;
+  MappedBuffer x_codes_, x_scales_, x_sums_, x_int_sums_, x_padded_;
+  uint64_t input_version_ = 0;
+  MappedBuffer scratch_;
+  FeedForwardScratch feed_forward_;
+};
+
+}  // namespace ondevice

@@ -1,0 +1,86 @@
+// A feed-forward layer's immutable description, and the memory that its neurons are packed into.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine.h"
+#include "matrix.h"
+
+namespace ondevice {
+
+// Bytes of a neuron record, and the byte offsets of its three rows.
+struct RecordShape {
+  int64_t stride, gate, up, down;
+};
+
+// Memory for a contiguous range of one layer's neurons, in whole blocks of 64, in the kernels' form.
+class Segment {
+ public:
+  explicit Segment(int64_t bytes) : memory_(static_cast<size_t>(bytes)) {}
+  int64_t nbytes() const { return static_cast<int64_t>(memory_.size()); }
+  int64_t blocks() const { return blocks_; }
+  uint8_t* data() { return memory_.data(); }
+  const uint8_t* data() const { return memory_.data(); }
+  // Lays the segment out for `blocks` blocks; its contents are undefined until they are packed.
+  void lay_out(int64_t blocks) { blocks_ = blocks; }
+
+ private:
+  MappedBuffer memory_;
+  int64_t blocks_ = 0;
+};
+
+// A layer whose records are all in memory: neuron i is in slot slots[i], and slot s begins at slot_parts[s].
+// `whole`: a slot holds whole records; else records from their up row on.
+struct ResidentRecords {
+  const int32_t* slots;
+  const uint8_t* const* slot_parts;
+  bool whole;
+};
+
+// What scores a layer's neurons: its gates, or a predictor, whose first matrix is `low_rank`.
+struct Scorer {
+  const Matrix& matrix;
+  const float* bias;  // (neurons,) or null
+  const Matrix* low_rank;
+};
+
+class FeedForward {
+ public:
+  FeedForward(int64_t hidden, int bits, RecordShape record);
+
+  int64_t hidden() const { return hidden_; }
+  int64_t groups() const { return groups_; }
+  int bits() const { return bits_; }
+  const RecordShape& record() const { return record_; }
+  // Bytes of one row of a record: codes, scales and biases.
+  int64_t row_bytes() const { return row_bytes_; }
+  // Bytes of one (group, block) of packed down rows: codes, 64 scales, 64 biases.
+  int64_t down_block_bytes() const { return kGroup * kGroup * bits_ / 8 + 4 * kGroup; }
+  // Bytes of `blocks` blocks of 64 neurons.
+  int64_t segment_bytes(int64_t blocks) const { return blocks * kGroup * 3 * row_bytes_; }
+
+  // `count` records -> blocks [block0, ...) of a segment. A last block with fewer than 64 is filled up with
+  // zeros.
+  void pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records, int64_t count) const;
+
+  // A forward pass over segments that hold every neuron. norm and added as in Matrix::forward.
+  void forward(Engine& engine, const std::vector<const Segment*>& segments, const float* x, int64_t x_stride,
+               int64_t tokens, Activation activation, float* out, const Norm& norm, const float* added) const;
+  // A forward pass over the neurons that score above zero for any token. Returns their number.
+  int64_t forward_selected(Engine& engine, const Scorer& scorer, const ResidentRecords& resident,
+                           const float* x, int64_t x_stride, int64_t tokens, Activation activation,
+                           float* out, const Norm& norm, const float* added) const;
+
+ private:
+  int64_t hidden_, groups_;
+  int bits_;
+  RecordShape record_;
+  int64_t row_bytes_;
+};
+
+// Writes the ascending ids of the columns of scores (tokens, neurons) that are above zero or NaN in any row,
+// and returns how many there are; `ids` has room for all columns.
+int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* ids);
+
+}  // namespace ondevice

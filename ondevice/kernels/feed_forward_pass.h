@@ -1,0 +1,69 @@
+// One forward pass through a feed-forward layer, neurons added piece by piece.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "engine.h"
+#include "feed_forward.h"
+
+namespace ondevice {
+
+// Neurons that at least one token selects, ids ascending. A token leaves out those it scores zero or less.
+struct SelectedNeurons {
+  const int32_t* ids;
+  const uint8_t* const* parts;  // of each neuron: its whole record, or its up row and down row
+  int64_t count;
+  bool whole;  // parts are whole records, and gates are computed from them; else scores are the gates
+  const float* scores;  // (T, scores_stride), scores of all the layer's neurons
+  int64_t scores_stride;
+};
+
+// Hidden activations that exist at once, few enough to stay in the processor's cache: 2 MB of floats.
+constexpr int64_t kHiddenFloats = 512 * 1024;
+
+constexpr int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
+
+// The state of one pass: its inputs and its sums so far, both in the engine's scratch memory. Any other op of
+// the engine that multiplies ends the pass. Neurons are added in ascending order, in whole blocks of 64
+// stored ids.
+class FeedForwardPass {
+ public:
+  FeedForwardPass(Engine& engine, const FeedForward& layer, const InputRows& x, Activation activation);
+
+  const FeedForward& layer() const { return layer_; }
+  int64_t tokens() const { return x_.tokens; }
+  // False once another op has written over this pass's scratch memory.
+  bool valid() const { return engine_.input_version() == input_version_; }
+
+  void add(const std::vector<const Segment*>& segments);
+  void add_selected(const SelectedNeurons& neurons);
+  // out (T, hidden) = the sums + added. added may be null or out.
+  void finish(float* out, const float* added = nullptr);
+
+ private:
+  int64_t width() const { return layer_.groups() * kGroup; }
+  float* hidden() { return scratch_.hidden.as<float>(); }
+  float* outputs() { return scratch_.outputs.as<float>(); }
+
+  void add_batch(const Segment* const* segments, int64_t count);
+  void gate_up(const Segment& segment, int64_t tile, float* h, int64_t h_stride, int thread);
+  void down(const Segment* const* segments, int64_t count, int64_t neurons);
+
+  void add_selected_batch(const SelectedNeurons& neurons);
+  void selected_hidden(const SelectedNeurons& neurons, int64_t h_stride);
+  void gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile, float* out);
+  void selected_down(const SelectedNeurons& neurons, int64_t h_stride);
+  void order_selected(float* y, const float* lanes);
+
+  Engine& engine_;
+  const FeedForward& layer_;
+  FeedForwardScratch& scratch_;
+  InputRows x_;
+  Activation activation_;
+  uint64_t input_version_;
+  bool selected_order_ = false;  // sums are in the order of the kernel down_selected
+};
+
+}  // namespace ondevice

@@ -1,0 +1,90 @@
+#include "matrix.h"
+
+#include <cstring>
+
+#include "interleave.h"
+
+namespace ondevice {
+namespace {
+
+// Tiles (16 rows) that a thread takes at a time, and rows of 16-bit weights.
+constexpr int64_t kTileGrain = 8, kRowGrain = 32;
+
+}  // namespace
+
+void interleave_rows(ThreadPool& pool, int bits, int64_t groups, int64_t row0, int64_t count,
+                     const StoredRows& source, uint8_t* tiles, int64_t tile_stride) {
+  const int64_t words = kGroup * bits / 32, block = tile_group_bytes(bits);
+  const int64_t first = row0 / kTile, last = (row0 + count - 1) / kTile;
+  pool.parallel_for(last - first + 1, 4, [&](int64_t begin, int64_t end, int) {
+    for (int64_t tile = first + begin; tile < first + end; ++tile) {
+      const int64_t low = tile * kTile < row0 ? row0 - tile * kTile : 0;
+      const int64_t high = (tile + 1) * kTile > row0 + count ? row0 + count - tile * kTile : kTile;
+      const int64_t base = tile * kTile - row0;
+      for (int64_t g = 0; g < groups; ++g) {
+        uint8_t* out = tiles + tile * tile_stride + g * block;
+        uint8_t* scales = out + kTile * kGroup * bits / 8;
+        const uint8_t* codes = source.codes + base * source.codes_stride + g * words * 4;
+        const bool whole = low == 0 && high == kTile;
+        if (whole)
+          for (int64_t r = 0; r < kTile; r += 4)
+            for (int64_t w = 0; w < words; w += 4)
+              transpose_words(codes + r * source.codes_stride + w * 4,
+                              codes + (r + 1) * source.codes_stride + w * 4,
+                              codes + (r + 2) * source.codes_stride + w * 4,
+                              codes + (r + 3) * source.codes_stride + w * 4, out + w * 64 + r * 4);
+        for (int64_t r = low; r < high; ++r) {
+          for (int64_t w = 0; w < words && !whole; ++w)
+            std::memcpy(out + w * 64 + r * 4, codes + r * source.codes_stride + w * 4, 4);
+          std::memcpy(scales + r * 2, source.scales + (base + r) * source.scales_stride + g * 2, 2);
+          std::memcpy(scales + 2 * kTile + r * 2, source.biases + (base + r) * source.biases_stride + g * 2,
+                      2);
+        }
+      }
+    }
+  });
+}
+
+Matrix::Matrix(int64_t rows, int64_t cols, int bits)
+    : rows_(rows),
+      cols_(cols),
+      groups_(groups_of(cols)),
+      bits_(bits),
+      memory_(static_cast<size_t>(bits == 16
+                                      ? rows * groups_ * kGroup * 2
+                                      : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(bits))) {}
+
+void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source) {
+  if (bits_ != 16) {
+    interleave_rows(engine.pool(), bits_, groups_, row0, count, source, memory_.data(),
+                    groups_ * tile_group_bytes(bits_));
+    return;
+  }
+  const int64_t bytes = groups_ * kGroup * 2;
+  for (int64_t r = 0; r < count; ++r)
+    std::memcpy(memory_.data() + (row0 + r) * bytes, source.codes + r * source.codes_stride,
+                static_cast<size_t>(bytes));
+}
+
+void Matrix::forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
+                     float* out, const Norm& norm, const float* added) const {
+  multiply(engine, engine.prepare(x, x_stride, tokens, cols_, bits_, norm), bias, out, added);
+}
+
+void Matrix::multiply(Engine& engine, const InputRows& x, const float* bias, float* out,
+                      const float* added) const {
+  const KernelTable& kernels = engine.kernels();
+  if (bits_ == 16) {
+    engine.pool().parallel_for(rows_, kRowGrain, [&](int64_t begin, int64_t end, int) {
+      kernels.linear_half(memory_.as<const uint16_t>(), groups_ * kGroup, x.padded, x.tokens, bias, added,
+                          out, rows_, begin, end);
+    });
+    return;
+  }
+  engine.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
+    kernels.linear_quantized(bits_, memory_.data(), x.quantized, x.tokens, bias, added, out, rows_, rows_,
+                             begin, end);
+  });
+}
+
+}  // namespace ondevice

@@ -1,0 +1,226 @@
+// The feed-forward of selected neurons, from their records: no other neuron is multiplied. A neuron that
+// isn't selected counts as zero and changes no bit of any sum, so where every neuron that fires is selected,
+// the outputs are those of the dense feed-forward.
+#include <algorithm>
+#include <cstring>
+
+#include "feed_forward_pass.h"
+#include "interleave.h"
+
+namespace ondevice {
+namespace {
+
+// Up to this number of tokens, rows are multiplied in place; for more it pays to interleave them first.
+constexpr int64_t kFewTokens = 4;
+
+// Puts the scales and biases of 16 rows side by side; groups are `stride` bytes apart in `out`.
+void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_t* out, int64_t stride) {
+  for (int64_t affine = 0; affine < 2; ++affine, out += 2 * kTile) {
+    const int64_t from = groups * kGroup * bits / 8 + affine * 2 * groups;
+    int64_t g = 0;
+    for (; g + 8 <= groups; g += 8)
+      for (int64_t r = 0; r < kTile; r += 8)
+        transpose_halves(rows + r, from + 2 * g, out + g * stride + 2 * r, stride);
+    for (; g < groups; ++g)
+      for (int64_t r = 0; r < kTile; ++r) std::memcpy(out + g * stride + 2 * r, rows[r] + from + 2 * g, 2);
+  }
+}
+
+// 16 rows -> one interleaved tile. `next`, if not null: 16 rows to prefetch into the cache.
+void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uint8_t* const* next,
+                 uint8_t* tile) {
+  const int64_t row_bytes = kGroup * bits / 8, block = tile_group_bytes(bits);
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t r = 0; r < kTile; r += 4) {
+      for (int64_t i = r; next && g * row_bytes % 64 == 0 && i < r + 4; ++i)
+        __builtin_prefetch(next[i] + g * row_bytes);
+      for (int64_t at = 0; at < row_bytes; at += 16) {
+        const int64_t from = g * row_bytes + at;
+        transpose_words(rows[r] + from, rows[r + 1] + from, rows[r + 2] + from, rows[r + 3] + from,
+                        tile + g * block + at * kTile + r * 4);
+      }
+    }
+  for (int64_t r = 0; next && r < kTile; ++r) __builtin_prefetch(next[r] + groups * row_bytes);
+  gather_affines(bits, groups, rows, tile + kTile * row_bytes, block);
+}
+
+// Addresses of the rows of 16 neurons from `first` on, `offset` bytes into their parts. Behind the last
+// neuron the first one fills up the 16: those lanes aren't used.
+void rows_of_tile(const SelectedNeurons& neurons, int64_t first, int64_t offset, const uint8_t** rows) {
+  for (int64_t r = 0; r < kTile; ++r)
+    rows[r] = neurons.parts[first + r < neurons.count ? first + r : first] + offset;
+}
+
+// The gates of 16 neurons (T, 16) are their scores; zeros behind the last neuron.
+void take_gates(const SelectedNeurons& neurons, int64_t first, int64_t tokens, float* gates) {
+  const int64_t count = std::min(neurons.count - first, kTile);
+  for (int64_t t = 0; t < tokens; ++t, gates += kTile) {
+    const float* scores = neurons.scores + t * neurons.scores_stride;
+    for (int64_t r = 0; r < count; ++r) gates[r] = scores[neurons.ids[first + r]];
+    std::fill(gates + count, gates + kTile, 0.0f);
+  }
+}
+
+// Clears gates and ups (T, 16) of neurons that only other tokens selected.
+void clear_unselected(const SelectedNeurons& neurons, int64_t first, int64_t tokens, float* gates,
+                      float* ups) {
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t r = 0; r < kTile; ++r) {
+      const int64_t k = first + r;
+      const bool counts =
+          k < neurons.count && !(neurons.scores[t * neurons.scores_stride + neurons.ids[k]] <= 0);
+      gates[t * kTile + r] = counts ? gates[t * kTile + r] : 0.0f;
+      ups[t * kTile + r] = counts ? ups[t * kTile + r] : 0.0f;
+    }
+}
+
+}  // namespace
+
+int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* ids) {
+  int64_t count = 0;
+  for (int64_t first = 0; first < neurons; first += kGroup) {
+    const int64_t width = std::min(neurons - first, kGroup);
+    uint8_t any[kGroup] = {0};
+    for (int64_t t = 0; t < tokens; ++t) {
+      const float* row = scores + t * neurons + first;
+      if (width == kGroup)
+        for (int64_t i = 0; i < kGroup; ++i) any[i] |= !(row[i] <= 0.0f);
+      else
+        for (int64_t i = 0; i < width; ++i) any[i] |= !(row[i] <= 0.0f);
+    }
+    for (int64_t i = 0; i < width; ++i) {
+      ids[count] = static_cast<int32_t>(first + i);
+      count += any[i];
+    }
+  }
+  return count;
+}
+
+void FeedForwardPass::add_selected(const SelectedNeurons& neurons) {
+  // The sum over a block of 64 stored neurons is one operation, so a block isn't split between batches.
+  const int64_t most = std::max(kHiddenFloats / x_.tokens / kGroup * kGroup, kGroup);
+  for (int64_t first = 0; first < neurons.count;) {
+    int64_t end = std::min(first + most, neurons.count);
+    if (end < neurons.count)
+      while (neurons.ids[end] / kGroup == neurons.ids[end - 1] / kGroup) --end;
+    SelectedNeurons batch = neurons;
+    batch.ids += first;
+    batch.parts += first;
+    batch.count = end - first;
+    add_selected_batch(batch);
+    first = end;
+  }
+}
+
+void FeedForwardPass::add_selected_batch(const SelectedNeurons& neurons) {
+  const int64_t h_stride = padded_to_tile(neurons.count);
+  scratch_.hidden.grow(static_cast<size_t>(x_.tokens * h_stride + kGroup) * sizeof(float));
+  selected_hidden(neurons, h_stride);
+  selected_down(neurons, h_stride);
+}
+
+// h[t * h_stride + k] = activation(gate) * up, zero where a token doesn't select neuron k.
+void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
+  const int64_t tokens = x_.tokens, values = tokens * kTile, threads = engine_.pool().threads();
+  const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.bits());
+  uint8_t* scratch = reinterpret_cast<uint8_t*>(engine_.scratch(tile_bytes / 4));
+  scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * values) * sizeof(float));
+  const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
+  engine_.pool().parallel_for(h_stride / kTile, 2, [&](int64_t begin, int64_t end, int thread) {
+    uint8_t* tile = scratch + thread * tile_bytes;
+    float* gates = scratch_.gate_up.as<float>() + thread * 2 * values;
+    float* ups = gates + values;
+    const uint8_t *first[2][kTile], *second[kTile];
+    rows_of_tile(neurons, begin * kTile, first_at, first[begin % 2]);
+    for (int64_t i = begin; i < end; ++i) {
+      const uint8_t** next = nullptr;
+      if (i + 1 < end) rows_of_tile(neurons, (i + 1) * kTile, first_at, next = first[(i + 1) % 2]);
+      if (neurons.whole) {
+        rows_of_tile(neurons, i * kTile, layer_.record().up, second);
+        gathered_products(first[i % 2], second, tile, gates);
+        gathered_products(second, next, tile, ups);
+        clear_unselected(neurons, i * kTile, tokens, gates, ups);
+      } else {
+        gathered_products(first[i % 2], next, tile, ups);
+        take_gates(neurons, i * kTile, tokens, gates);
+      }
+      engine_.kernels().activate(activation_, gates, ups, ups, values);
+      for (int64_t t = 0; t < tokens; ++t)
+        std::memcpy(hidden() + t * h_stride + i * kTile, ups + t * kTile, kTile * sizeof(float));
+    }
+  });
+}
+
+// Products of 16 rows with every token -> (T, 16). `next`, if not null: 16 rows to prefetch into the cache.
+void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile,
+                                        float* out) {
+  const KernelTable& kernels = engine_.kernels();
+  const int64_t groups = layer_.groups();
+  const int bits = layer_.bits();
+  if (bits == 16) {
+    for (int64_t r = 0; r < kTile; ++r)
+      kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded, x_.tokens, nullptr,
+                          nullptr, out + r, kTile, 0, 1);
+  } else if (x_.tokens <= kFewTokens) {
+    gather_affines(bits, groups, rows, tile, 4 * kTile);
+    kernels.linear_gathered(bits, rows, next, reinterpret_cast<const uint16_t*>(tile), x_.quantized,
+                            x_.tokens, out, kTile);
+  } else {
+    gather_tile(bits, groups, rows, next, tile);
+    kernels.linear_quantized(bits, tile, x_.quantized, x_.tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
+  }
+}
+
+void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_stride) {
+  const KernelTable& kernels = engine_.kernels();
+  const int64_t tokens = x_.tokens, groups = layer_.groups();
+  const int64_t down = neurons.whole ? layer_.record().down : layer_.row_bytes();
+  const float* h = hidden();
+  float* y = outputs();
+  if (layer_.bits() == 16) {
+    engine_.pool().parallel_for(width() / kTile, 8, [&](int64_t begin, int64_t end, int) {
+      for (int64_t k = 0; k < neurons.count; ++k)
+        kernels.down_half(reinterpret_cast<const uint16_t*>(neurons.parts[k] + down), width(), 1, h + k,
+                          h_stride, tokens, y, width(), begin * kTile, end * kTile);
+    });
+    return;
+  }
+  // A thread takes one piece of every row, whole runs of 16 groups, so that it reads long runs. Where there
+  // are fewer pieces than threads, the tokens are divided as well.
+  const int64_t threads = engine_.pool().threads();
+  const int64_t grain = padded_to_tile((groups + threads - 1) / threads);
+  const int64_t pieces = (groups + grain - 1) / grain;
+  const int64_t share =
+      pieces < threads ? std::max<int64_t>((tokens * pieces + threads - 1) / threads, 2) : tokens;
+  const int64_t shares = (tokens + share - 1) / share;
+  const int64_t lanes_width = padded_to_tile(groups) * kTile;
+  if (!selected_order_) {
+    const size_t bytes = static_cast<size_t>(tokens * lanes_width) * sizeof(float);
+    scratch_.bias_lanes.grow(bytes);
+    std::memset(scratch_.bias_lanes.data(), 0, bytes);
+    selected_order_ = true;
+  }
+  float* lanes = scratch_.bias_lanes.as<float>();
+  engine_.pool().parallel_for(pieces * shares, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t g0 = i % pieces * grain, g1 = std::min(g0 + grain, groups), t = i / pieces * share;
+      kernels.down_selected(layer_.bits(), {neurons.ids, neurons.parts, down, neurons.count}, groups, g0, g1,
+                            h + t * h_stride, h_stride, std::min(share, tokens - t), y + t * width(), width(),
+                            lanes + t * lanes_width, lanes_width);
+    }
+  });
+}
+
+// One token's outputs and bias lanes, which down_selected left in an order of its own, -> the order of
+// groups: outputs in place, lanes into ordered_lanes.
+void FeedForwardPass::order_selected(float* y, const float* lanes) {
+  const int64_t groups = layer_.groups();
+  if (layer_.bits() == 4) engine_.kernels().unzip_outputs(y, groups);
+  scratch_.ordered_lanes.grow(static_cast<size_t>(groups * kTile) * sizeof(float));
+  float* ordered = scratch_.ordered_lanes.as<float>();
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t lane = 0; lane < kTile; ++lane)
+      ordered[g * kTile + lane] = lanes[(g / kTile * kTile + lane) * kTile + g % kTile];
+}
+
+}  // namespace ondevice

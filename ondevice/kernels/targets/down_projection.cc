@@ -1,0 +1,142 @@
+#include "../interleave.h"
+#include "simd.h"
+#include "target_kernels.h"
+
+namespace ondevice {
+namespace ONDEVICE_NS {
+namespace {
+
+// The down projection: y gains h[n] * row n for each neuron n.
+//
+// A neuron's down row is quantised along the model dimension, so the scale varies inside a sum over neurons.
+// We multiply the activation by it: c = h * scale, quantised to int8 per block of 64 stored neurons, zeros
+// included. A block's sum is then an exact integer dot product, and blocks are added in ascending order by
+// fused multiply-adds. Codes are taken as offsets from their middle, 8 or 128; otherwise the rounding errors
+// of c would shift all outputs of a group in the same direction. What the biases add, the sum of h * (bias +
+// middle * scale), is equal for all 64 outputs of a group: it is summed in 16 lanes by neuron % 16 and added
+// last.
+//
+// Layout of a (group, block): four tiles of 16 outputs x 64 neurons, then 64 scales, then 64 biases.
+constexpr int64_t kTilesPerGroup = kGroup / kTile;
+
+template <int BITS>
+constexpr int64_t down_block_bytes() {
+  return kGroup * kGroup * BITS / 8 + 4 * kGroup;
+}
+
+// c of one block, quantised, for TT tokens.
+template <int TT>
+struct ScaledBlock {
+  int8_t codes[TT][kGroup];
+  float scale[TT];
+  int32_t sum[TT];
+};
+
+template <int BITS, int TT, bool NIBBLE_ORDER>
+void scale_block(const uint16_t* scales, const float* h, int64_t h_stride, F* bias_sum,
+                 ScaledBlock<TT>* out) {
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  F s[4], offset[4];
+  for (int i = 0; i < 4; ++i) {
+    s[i] = load_half(scales + 16 * i);
+    offset[i] = fma(s[i], set1(kMiddle), load_half(scales + kGroup + 16 * i));
+  }
+  for (int t = 0; t < TT; ++t) {
+    F c[4];
+    F magnitude = zero();
+    for (int i = 0; i < 4; ++i) {
+      const F v = load(h + t * h_stride + 16 * i);
+      bias_sum[t] = fma(v, offset[i], bias_sum[t]);
+      c[i] = mul(v, s[i]);
+      magnitude = max_magnitude(magnitude, c[i]);
+    }
+    quantize_group(c, largest_magnitude(magnitude), NIBBLE_ORDER, out->codes[t], out->scale + t,
+                   out->sum + t);
+  }
+}
+
+// Adds one block's part to 16 outputs. Centring is exact: both terms are integers below 2^24.
+template <int BITS>
+void add_centred(F sums, int32_t code_sum, float scale, float* out) {
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  const F centred = sub(sums, set1(kMiddle * static_cast<float>(code_sum)));
+  store(out, fma(set1(scale), centred, load(out)));
+}
+
+template <int BITS, int TT>
+void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, float* y,
+                 int64_t y_stride, float* lanes, int64_t lanes_stride) {
+  constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
+  // Quantising is a chain of dependent steps, so with few tokens several blocks are quantised side by side.
+  constexpr int64_t kAhead = TT >= 4 ? 1 : 2;
+  F bias_sum[TT];
+  for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);
+  for (int64_t first = 0; first < blocks; first += kAhead) {
+    const int64_t count = blocks - first < kAhead ? blocks - first : kAhead;
+    const uint8_t* block = group + first * down_block_bytes<BITS>();
+    ScaledBlock<TT> scaled[kAhead];
+    for (int64_t b = 0; b < count; ++b)
+      scale_block<BITS, TT, BITS == 4>(
+          reinterpret_cast<const uint16_t*>(block + b * down_block_bytes<BITS>() +
+                                            kTilesPerGroup * kTileBytes),
+          h + (first + b) * kGroup, h_stride, bias_sum, scaled + b);
+    for (int64_t b = 0; b < count; ++b, block += down_block_bytes<BITS>()) {
+      const int8_t* x[TT];
+      for (int t = 0; t < TT; ++t) x[t] = scaled[b].codes[t];
+      for (int64_t tile = 0; tile < kTilesPerGroup; ++tile) {
+        F sums[TT];
+        dot_block<BITS, TT>(block + tile * kTileBytes, x, scaled[b].sum, sums);
+        for (int t = 0; t < TT; ++t)
+          add_centred<BITS>(sums[t], scaled[b].sum[t], scaled[b].scale[t], y + t * y_stride + tile * kTile);
+      }
+    }
+  }
+  for (int t = 0; t < TT; ++t) store(lanes + t * lanes_stride, bias_sum[t]);
+}
+
+template <int BITS>
+void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, int64_t tokens,
+              float* y, int64_t y_stride, float* lanes, int64_t lanes_stride) {
+  int64_t t = 0;
+  for (; t + kTokenTile <= tokens; t += kTokenTile)
+    down_tokens<BITS, kTokenTile>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
+                                  lanes + t * lanes_stride, lanes_stride);
+  for (; t + 2 <= tokens; t += 2)
+    down_tokens<BITS, 2>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
+                         lanes + t * lanes_stride, lanes_stride);
+  for (; t < tokens; ++t)
+    down_tokens<BITS, 1>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
+                         lanes + t * lanes_stride, lanes_stride);
+}
+
+}  // namespace
+
+void down_quantized(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,
+                    int64_t tokens, float* y, int64_t y_stride, float* bias_lanes, int64_t lanes_stride) {
+  if (bits == 4)
+    down_all<4>(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
+  else
+    down_all<8>(group, blocks, h, h_stride, tokens, y, y_stride, bias_lanes, lanes_stride);
+}
+
+void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
+               int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end) {
+  for (int64_t j = begin; j < end; j += 16)
+    for (int64_t t = 0; t < tokens; ++t) {
+      F acc = load(y + t * y_stride + j);
+      const float* a = h + t * h_stride;
+      for (int64_t n = 0; n < neurons; ++n) acc = fma(set1(a[n]), load_half(rows + n * stride + j), acc);
+      store(y + t * y_stride + j, acc);
+    }
+}
+
+void add_bias_lanes(const float* y, const float* lanes, const float* added, float* out, int64_t n) {
+  for (int64_t j = 0; j < n; j += 16) {
+    F sum = add(load(y + j), set1(reduce_add(load(lanes + j / kGroup * 16))));
+    if (added) sum = add(load_partial(added + j, n - j), sum);
+    store_partial(out + j, sum, n - j);
+  }
+}
+
+}  // namespace ONDEVICE_NS
+}  // namespace ondevice
