@@ -62,6 +62,14 @@ def test_the_text_names_the_modes_of_both_budgets(ondevice: Run) -> None:
     assert "smallest budget for these" not in small
 
 
+def test_a_budget_that_does_not_fit_is_told_whole_and_exits_as_elsewhere(ondevice: Run) -> None:
+    for options in ((), ("--json",)):
+        shown = ondevice("inspect", "-m", SHIPPED, "--dram-budget", "1MB", *options)
+        assert (shown.code, "smallest that works" in shown.err) == (5, True)
+        assert shown.out
+    assert shown.json["plan"]["fits"] is False
+
+
 def test_a_refusal_names_the_smallest_budget_of_all(ondevice: Run) -> None:
     refused = ondevice("generate", "-m", SHIPPED, "-p", "a", "--dram-budget", "1MB")
     assert refused.code == 5
