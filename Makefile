@@ -5,6 +5,7 @@
 #   make test-slow    the long proofs
 #   make check        ruff, mypy --strict, clang-format
 #   make format       ruff format and clang-format, in place
+#   make docs         the documents as a site, build/site/index.html; a dead link fails. options: docs/options.md anew
 #   make train        make the model that ships, from text to bundle (hours; goes on where it stopped)
 #   make evaluate-model  the model that ships on held-out text, in PyTorch, transformers and here
 #   make model-tables the shipped model's sparsity and overlap tables, its SQL figures and SAMPLES.md
@@ -114,6 +115,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@rm -rf build/typing && mkdir -p build/typing/ondevice
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
+	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
 	@MYPYPATH=build/typing $(PY) -m mypy --strict -p tests.benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat
@@ -126,7 +128,7 @@ format: $(STAMPS)/check
 	@$(VENV)/bin/clang-format -i $(filter %.cc %.h,$(NATIVE_SOURCES) $(NATIVE_TESTS))
 
 include tests/native/native.mk tests/fuzz/fuzz.mk tests/benchmarks/bench.mk
-include weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk
+include weights/small-relu/recipe/recipe.mk examples/macos_app/app.mk docs/docs.mk
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.backends.base import Float32, KVLayout, Norm, RowChunk
+from ondevice.backends.base import Bytes, Float32, KVLayout, Norm, RowChunk
 from ondevice.backends.cpu import CpuBackend, make_engine
-from ondevice.backends.fed_layer import BLOCK_NEURONS
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RESIDENT, RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError, CheckpointError
@@ -98,10 +100,7 @@ def _through_layer(
     backend = CpuBackend(engine, segment_neurons=neurons, stream_neurons=neurons)
     with closing(backend):
         feed_forward = backend.load_feed_forward(0, source)
-        feed_forward.streamed = lambda: (
-            source.read(first, min(neurons, source.num_neurons - first))
-            for first in range(0, source.num_neurons, neurons)
-        )
+        feed_forward.neurons = _Pieces(source, neurons)
         parts = layer_parts(bundle, resident, layer)
         fields = dict.fromkeys(("q_norm", "k_norm")) | _loaded(backend, parts)
         weights = LayerWeights(**fields, feed_forward=feed_forward)
@@ -109,6 +108,18 @@ def _through_layer(
         model = Transformer(config, backend, ModelWeights(embedding, [weights], None, None))
         # What a backend returns is valid until its next op.
         return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
+
+
+class _Pieces(NeuronSource):
+    """The neurons of `source`, read a piece at a time."""
+
+    def __init__(self, source: NeuronRecords, piece_neurons: int) -> None:
+        self._source = source
+        self._piece_neurons = piece_neurons
+
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterator[Bytes]:
+        step, end = self._piece_neurons, self._source.num_neurons
+        return (self._source.read(first, min(step, end - first)) for first in range(0, end, step))
 
 
 def _logits(

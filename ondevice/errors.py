@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, which is no error of ours."""
+"""Exit code after Ctrl-C."""
 
 
 _COMMAND_LINE = r"ondevice (?:convert|generate|inspect|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
@@ -43,7 +43,7 @@ class OndeviceError(Exception):
 
 
 def _parameter(match: re.Match[str]) -> str:
-    """What Python calls a flag, and how its value is given there."""
+    """A flag and its value as Python writes them."""
     if match["command"]:
         return match[0]
     name = "temperature" if match["name"] == "temp" else match["name"].replace("-", "_")
@@ -101,34 +101,34 @@ class CheckpointError(OndeviceError):
 
 
 class BackendUnavailableError(OndeviceError):
-    """What was asked for can't run on this machine: a backend, kernel target or I/O mode, or plots."""
+    """A backend, kernel target, I/O mode or plot that can't run on this machine."""
 
 
 class FlashReadError(OndeviceError):
-    """Flash doesn't give what the bundle promises: unreadable, cut short, or not matching its checksum."""
+    """A read from flash failed: the file is unreadable, cut short, or doesn't match its checksum."""
 
     exit_code = 6
 
 
 class TextChangedError(OndeviceError):
-    """A drafter changed a text, which none may: what was measured of it means nothing."""
+    """A drafter changed a text, which none may. Measurements of it mean nothing."""
 
 
 class WrongThreadError(OndeviceError):
-    """A loaded model was run off the one thread that owns it: a mistake of this package, not of its user."""
+    """A loaded model was used on a thread that doesn't own it: a bug of this package, not of its user."""
 
 
 NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
-"""Errors of the system that say nothing of the file that was to be opened."""
+"""Errors of the system that don't concern the file that was to be opened."""
 
 
 def reading_failed(error: OSError, otherwise: OndeviceError) -> OndeviceError:
-    """What a file that can't be read means: `otherwise`, unless the process has no descriptor left for it."""
+    """The error for a file that can't be read: `otherwise`, unless the process has no descriptor left."""
     return descriptor_refused(error) if error.errno in NO_DESCRIPTOR else otherwise
 
 
 def descriptor_refused(error: OSError) -> OndeviceError:
-    """For what the system raises (NO_DESCRIPTOR) when the process may open no more files."""
+    """The error for NO_DESCRIPTOR: the process may open no more files."""
     named = f" for {error.filename}" if error.filename else ""
     return OndeviceError(
         f"the system refuses a file descriptor{named}: {error.strerror}; close other models, or raise the "
@@ -146,7 +146,7 @@ def check_thread(owner: int) -> None:
 
 
 def thread_refused(reason: RuntimeError) -> OndeviceError:
-    """For what Python raises when the system has no thread to give."""
+    """The error for a thread that the system refuses."""
     return OndeviceError(
         f"the system refuses a thread: {reason}; raise the limit that the process runs under"
     )
@@ -154,7 +154,7 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turns the system's refusal of memory or files, which a plan can't prefetch, into an OndeviceError."""
+    """Turns the system's refusal of memory or files, which no plan can foresee, into an OndeviceError."""
     try:
         yield
     except (MemoryError, OSError) as error:

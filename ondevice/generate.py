@@ -15,11 +15,12 @@ from functools import partial
 from typing import Literal
 
 from ondevice.backends.base import Array, Float32
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.model.transformer import Cancelled, ForwardOutput, PrunedDraft, Transformer
+from ondevice.model.transformer import Cancelled, ForwardOutput, Transformer
 from ondevice.sampling import StopMatcher, sample
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
@@ -49,10 +50,8 @@ class Generator:
     """A model with what turns its logits into text.
 
     `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
-    `before_pass` is told how many tokens are about to go through the model together, and how many of them
-    are guesses; `pruned`, in a pass with guesses, which of its tokens still go on; `accepted`, after it,
-    which of those the text has. `labels` is a GenerationStats whose words (backend, sparsity, ...) every
-    result repeats.
+    `before_pass` may change how much memory the model has. `labels` is a GenerationStats whose words
+    (backend, sparsity, ...) every result repeats.
     """
 
     transformer: Transformer
@@ -61,9 +60,7 @@ class Generator:
     max_context: int
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     counters: Callable[[], Counters] = Counters
-    before_pass: Callable[[int, int], None] = lambda tokens, guesses: None
-    pruned: Callable[[Sequence[int]], None] = lambda nodes: None
-    accepted: Callable[[Sequence[int]], None] = lambda nodes: None
+    before_pass: Callable[[ForwardBatch], None] = lambda batch: None
     drafting: Drafting | None = None
     labels: GenerationStats = field(default_factory=GenerationStats)
 
@@ -100,9 +97,9 @@ class Generator:
         """
         check_context(kv.length + len(tokens), self.max_context)
         for start in range(0, len(tokens), self.prefill_chunk):
-            chunk = tokens[start : start + self.prefill_chunk]
-            self.before_pass(len(chunk), 0)
-            yield from self.transformer.every_logits(chunk, kv, rows, cancelled)
+            batch = ForwardBatch(tokens[start : start + self.prefill_chunk])
+            self.before_pass(batch)
+            yield from self.transformer.every_logits(batch, kv, rows, cancelled)
 
     def _run(
         self,
@@ -166,12 +163,13 @@ class Generator:
             draft = drafting.draft(written.history[-1], kv, places - start, written.room, cancelled)
             # A drafter that has failed hears of nothing any more.
             drafting = self._listening
-        self.before_pass(len(draft), len(draft) - 1)
         tree = draft.tree if len(draft) > 1 else None
+        batch = ForwardBatch(draft.tokens, tree, draft_rows=len(draft) - 1)
+        self.before_pass(batch)
         prune = None
         if drafting is not None and drafting.wants_streams:
-            prune = partial(self._prune, draft, drafting)
-        found = self.transformer.run(draft.tokens, kv, cancelled, tree=tree, prune=prune)
+            prune = partial(drafting.prune, draft)
+        found = self.transformer.run(batch, kv, cancelled, prune=prune)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
         path: list[int] = []
@@ -184,7 +182,7 @@ class Generator:
         finally:
             kv.keep(start, path, partial(self.transformer.backend.kv_move, kv))
         if len(draft) > 1:
-            self.accepted(path)
+            self.transformer.accept(batch, [found.tokens[node] for node in path])
         if drafting is not None:
             if not drafting.resting:
                 meter.drafts.passed(verified, path, written.ended)
@@ -198,13 +196,6 @@ class Generator:
     def _listening(self) -> Drafting | None:
         """The drafting that hears of the pass at hand, if any does."""
         return None if self.drafting is None or self.drafting.deaf else self.drafting
-
-    def _prune(self, draft: Draft, drafting: Drafting, entering: Array) -> PrunedDraft:
-        """What of a draft on its way goes on into the stream layers."""
-        chosen = drafting.prune(draft, entering)
-        if len(chosen.tokens) < len(draft):
-            self.pruned(chosen.tokens)
-        return chosen
 
     def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
         """The text's next token, written, or None where it ends here."""
@@ -226,11 +217,13 @@ class Generator:
         kv.truncate(kept)
         last_chunk = kept + (len(prompt) - 1 - kept) // self.prefill_chunk * self.prefill_chunk
         for start in range(kept, last_chunk, self.prefill_chunk):
-            self.before_pass(self.prefill_chunk, 0)
-            self.transformer.forward(prompt[start : start + self.prefill_chunk], kv, "none", cancelled)
+            batch = ForwardBatch(prompt[start : start + self.prefill_chunk], last_only=True)
+            self.before_pass(batch)
+            self.transformer.run(batch, kv, cancelled)
             meter.passes += 1
-        self.before_pass(len(prompt) - last_chunk, 0)
-        found = self.transformer.run(prompt[last_chunk:], kv, cancelled, last=True)
+        batch = ForwardBatch(prompt[last_chunk:], last_only=True)
+        self.before_pass(batch)
+        found = self.transformer.run(batch, kv, cancelled)
         meter.passes += 1
         meter.prefilled(len(prompt) - kept)
         return found

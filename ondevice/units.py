@@ -19,7 +19,7 @@ from pathlib import Path
 from ondevice.errors import NO_DESCRIPTOR, BackendUnavailableError, UsageError, descriptor_refused
 
 PAGE_BYTES = 4096
-"""What direct reads come in, and memory of its own is rounded up to."""
+"""Alignment of direct reads, and of memory mappings."""
 _UNITS = {
     "": 1,
     "b": 1,
@@ -35,11 +35,11 @@ _UNITS = {
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
 LEAST_BARE_BYTES = 10**6
-"""A budget of fewer bytes, which no model can run in, was meant in another unit."""
+"""Least budget in bytes without a unit: no model runs in less, so another unit was meant."""
 _MALLOC_MAPS_BYTES = 256 << 10
-"""Blocks that `map_large_arrays` keeps out of heaps: what a prompt's chunk takes, not a single token."""
+"""Size from which `map_large_arrays` keeps blocks out of heaps: those of a prompt's chunk, not a token's."""
 _M_MMAP_THRESHOLD = -3
-"""glibc's malloc.h."""
+"""The parameter's number in glibc's malloc.h."""
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -107,7 +107,7 @@ def format_bytes(count: int) -> str:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """What the operating system charges this process, now and at its highest.
+    """Memory that the operating system charges this process, now and at its highest.
 
     Linux: VmRSS and VmHWM (anonymous and mapped file pages). macOS: phys_footprint and its lifetime peak.
     """
@@ -132,11 +132,11 @@ class MemoryRoom:
     name: str
     """In words, for messages."""
     limit_bytes: int
-    """What there is in all."""
+    """Memory in all."""
     available_bytes: int
-    """What can still be allocated without swapping or being killed, never below 0.
+    """Memory that can still be allocated without swapping or being killed, never below 0.
 
-    What this process holds already is not in it. Page cache that isn't in active use counts as free.
+    Memory that this process holds already isn't in it. Page cache that isn't in active use counts as free.
     """
 
 
@@ -150,7 +150,7 @@ def machine_room(proc: Path = PROC) -> MemoryRoom:
 
 
 def group_rooms(proc: Path = PROC, cgroup: Path = CGROUP) -> list[MemoryRoom]:
-    """Of every control group with a memory limit that this process is in; none on macOS."""
+    """The room of every control group with a memory limit that this process is in; none on macOS."""
     if sys.platform == "darwin":
         return []
     return [
@@ -198,19 +198,19 @@ class MemoryGroup:
 
     folder: Path
     limit_bytes: int
-    """What the group is killed at, or throttled at where that is less."""
+    """Memory at which the group is killed, or throttled if that is less."""
     used_bytes: int
-    """By all of its processes, page cache included."""
+    """Memory of all its processes, page cache included."""
     inactive_cache_bytes: int
     active_cache_bytes: int
     mapped_cache_bytes: int
-    """Of these two, what programs have mapped: their own text, most of all."""
+    """The part of both page caches that programs have mapped, such as their text."""
     limit_hits: int
-    """Times the limit was met since the group exists."""
+    """Times that the limit was met since the group exists."""
 
     @property
     def unused_cache_bytes(self) -> int:
-        """Page cache that nobody misses: a program's text is inactive, too, until memory is short."""
+        """Page cache that no program has mapped: program text, too, is inactive until memory is short."""
         return max(0, self.inactive_cache_bytes - self.mapped_cache_bytes)
 
 
@@ -276,7 +276,7 @@ def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 
 
 def read_text(path: Path) -> str | None:
-    """What a file of the system's says; None if it can't be read.
+    """The text of a system file; None if it can't be read.
 
     Raises OndeviceError if the process has no descriptor left for it: it may be there, and say a limit.
     """
@@ -334,14 +334,14 @@ def _macos_footprint() -> ProcessMemory:
 
 
 def trim_heap() -> None:
-    """Give back what loading freed: glibc keeps it, and it would count against the budget for ever."""
+    """Give freed memory back to the system: glibc keeps it, and it would count against the budget."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def map_large_arrays() -> None:
-    """From here on glibc gives blocks of _MALLOC_MAPS_BYTES and more a mapping of their own, in this process.
+    """Have glibc give blocks of _MALLOC_MAPS_BYTES and more a mapping of their own, in this process.
 
     By default it stops doing so for blocks as large as any that was freed, up to 32 MiB, and
     keeps what is freed: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.cpu import make_engine
-from ondevice.backends.fed_layer import BLOCK_NEURONS
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Sparsity
@@ -234,7 +235,7 @@ def _run(
         for start in range(0, len(piece), CHUNK_TOKENS):
             chunk = piece[start : start + CHUNK_TOKENS]
             # Every token passes every layer; of the logits, which nobody wants, one row is computed.
-            next(model.every_logits(chunk, kv, 1))
+            next(model.every_logits(ForwardBatch(chunk), kv, 1))
             done += len(chunk)
             on_progress(done)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.cpu import CpuBackend
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import Activation
 from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
@@ -46,13 +47,13 @@ class Observed:
         x: Any,
         weight: Any,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Any = None,
-        num_exact_rows: int | None = None,
     ) -> Any:
         entering = x if norm is None else self.normed(x, norm)
         self._show(weight, entering)
-        return self.dense_feed_forward(entering, weight, activation, added=added)
+        return self.dense_feed_forward(entering, weight, activation, batch, added=added)
 
     def _show(self, weight: Any, entering: Any) -> None:
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)

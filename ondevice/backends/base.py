@@ -1,4 +1,4 @@
-"""What an engine must provide: about a dozen wide ops, and the loading of what they multiply with.
+"""What a backend must provide: about a dozen wide ops, and the loading of the weights that they multiply.
 
 `model/` is written over this protocol and treats arrays and loaded weights as opaque: it may slice,
 reshape and hand them back to ops, nothing else. A backend knows nothing of prompts, bundles or budgets.
@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import Activation, ModelConfig
@@ -35,15 +36,15 @@ Linear: TypeAlias = Any
 Embedding: TypeAlias = Any
 """A loaded embedding table, resident or read row by row."""
 FeedForward: TypeAlias = Any
-"""One layer's loaded neurons: resident, streamed or cached; the model can't tell."""
+"""One layer's loaded neurons, whether resident, streamed or cached."""
 Block: TypeAlias = Any
 """64 positions' keys and values: `Bytes` that `cpu` and `reference` write to (`target[:] = source` copies
-one); None where a cache has `KVArrays`, which hold them."""
+one), or None where a cache keeps them in `KVArrays`."""
 
 BLOCK_TOKENS = 64
 """Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
 KEY_LANES = 16
-"""Positions whose keys lie side by side."""
+"""Positions whose keys are stored side by side."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class KVLayout:
 
     @cached_property
     def scales_bytes(self) -> int:
-        """Bytes of one head's key (or value) scales in a block; 0 but at 8 bits."""
+        """Bytes of one head's key (or value) scales in a block; 0 unless at 8 bits."""
         return BLOCK_TOKENS * 4 if self.kv_bits == 8 else 0
 
     @cached_property
@@ -91,36 +92,36 @@ class KVLayout:
 
 
 class KVArrays(Protocol):
-    """Keys and values of a cache whose engine doesn't write to blocks: they have room for the blocks held."""
+    """Keys and values of a cache whose backend doesn't write to blocks, with room for as many as are held."""
 
     def resize(self, blocks: int) -> None:
-        """Room for so many blocks; what is stored in them stays. Raises MemoryError."""
+        """Make room for this many blocks; what they hold stays. Raises MemoryError."""
         ...
 
     def fork(self, blocks: int) -> KVArrays:
-        """An independent copy with room for so many blocks. Raises MemoryError."""
+        """An independent copy with room for this many blocks. Raises MemoryError."""
         ...
 
 
 class KVStore(Protocol):
-    """The part of a key/value cache that ops see: in which block position p's keys and values are."""
+    """The part of a key/value cache that ops see."""
 
     @property
     def layout(self) -> KVLayout: ...
 
     @property
     def blocks(self) -> list[Block]:
-        """Room for every position an op is given. Bytes are (block_bytes,), 64-byte aligned, writable."""
+        """Room for every position that an op is given; `Bytes` (block_bytes,), 64-byte aligned, writable."""
         ...
 
     places: Any
-    """What an engine remembers of where the blocks lie; None once there are others."""
+    """A backend's own record of the blocks' addresses; None whenever blocks have changed."""
     arrays: Any
-    """Where keys and values are, in an engine's own `KVArrays`; None where they are in the blocks."""
+    """A backend's own `KVArrays` with the keys and values; None where they are in the blocks."""
 
 
 class RowChunk(NamedTuple):
-    """Rows row0 .. row0 + n of a stored matrix. The arrays are valid until the next chunk is asked for."""
+    """Rows row0 .. row0 + n of a stored matrix. The arrays are valid until the next chunk is read."""
 
     row0: int
     codes: Bytes
@@ -158,7 +159,7 @@ class FeedForwardSource(Protocol):
 
     @property
     def file(self) -> int:
-        """Index of the layer's file in the flash reader, for engines that stream it themselves."""
+        """Index of the layer's file in the flash reader."""
         ...
 
     @property
@@ -178,10 +179,10 @@ class FeedForwardSource(Protocol):
         ...
 
     def check_gates(self, first: int, records: Bytes) -> None:
-        """Told of records from `first` on that were read from the layer's file in another way.
+        """Check records (n, stride) from `first` on that were read in another way.
 
-        Raises BundleError once it has seen them all in ascending order, and their gate rows aren't those that
-        mode `exact` multiplies with.
+        Raises BundleError once all records have been checked in ascending order, if their gate rows differ
+        from those that mode `exact` multiplies with.
         """
         ...
 
@@ -228,10 +229,10 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class Cutoff:
-    """What a gate must reach: a neuron counts where |activation(gate)| * importance > threshold.
+    """Where a neuron's gate is large enough to be multiplied: |activation(gate)| * importance > threshold.
 
-    importance: (F,), about what a unit of the activated gate adds to the output: the gate thresholds of CATS
-    (arXiv 2404.08763), channel by channel as in CHESS (arXiv 2409.01366).
+    importance: (F,), approximately what a unit of the activated gate adds to the output. These are the gate
+    thresholds of CATS (arXiv 2404.08763), per channel as in CHESS (arXiv 2409.01366).
     """
 
     importance: Vector
@@ -241,11 +242,11 @@ class Cutoff:
 
 @dataclass(frozen=True)
 class Selector:
-    """What scores a layer's neurons for a token, F values; those with a score above zero are multiplied.
+    """Scores a layer's neurons for a token, (F,); those with a score above zero are multiplied.
 
-    `matrices` follow each other: the gate projection alone, whose products are the scores or are compared
-    with a `cutoff`, or a predictor's low-rank pair (`predicted`; "LLM in a flash", arXiv 2312.11514, section
-    3.1), whose score is a guess.
+    `matrices` are multiplied one after the other. They are either the gate projection alone, whose products
+    are the scores or are compared with a `cutoff`, or a predictor's low-rank pair (`predicted`; "LLM in a
+    flash", arXiv 2312.11514, section 3.1), which estimates the scores.
     """
 
     matrices: tuple[Linear, ...]
@@ -254,10 +255,10 @@ class Selector:
 
 
 class Backend(Protocol):
-    """One engine. Ops are deterministic; arguments are as documented, and ops needn't check them again.
+    """Ops over loaded weights. They are deterministic, and needn't check their arguments.
 
-    An op may re-use its output array: a result is valid until the same op is called again, except those of
-    `embedding` and `to_numpy`, which are the caller's.
+    An op may re-use its output array: a result is valid until the same op is called again. Results of
+    `embedding` and `to_numpy` belong to the caller.
     """
 
     @property
@@ -280,6 +281,17 @@ class Backend(Protocol):
 
     def load_embedding(self, source: EmbeddingSource) -> Embedding: ...
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """A pass over `batch` begins."""
+        ...
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """After the pass over `batch`, which had draft tokens: the text has the tokens in `rows`.
+
+        rows: of `batch` as it began, ascending. Only these tokens may change what is kept in memory.
+        """
+        ...
+
     def embedding(self, table: Embedding, tokens: Int32) -> Array:
         """tokens: (T,) ids in 0 .. V-1. Returns (T, D)."""
         ...
@@ -292,7 +304,7 @@ class Backend(Protocol):
         ...
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
-        """What is stored in place `source`, of every layer, is stored in place `target` too."""
+        """Copy the keys and values at position `source`, of every layer, to position `target`."""
         ...
 
     def attend(
@@ -307,32 +319,41 @@ class Backend(Protocol):
         window: int = 0,
         tree: TokenTree | None = None,
     ) -> Array:
-        """Causal attention over what is stored and what comes now, scores scaled by 1 / sqrt(Dh).
+        """Causal attention over stored and new keys and values; scores are scaled by 1 / sqrt(Dh).
 
-        qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side, which may be overwritten. Queries
-        and keys are normed and turned by halves with the host tables cos and sin (T, Dh / 2), then keys and
-        values are quantised and stored, token t's in place position + t; all are looked at as stored.
-        Query t sees positions 0 .. position + t, or with window > 0 only the last `window` of them. With a
-        tree of T nodes, query t sees what `tree.visible` says; in the `cpu` engine its result has the bits
-        that it has where its path is a text. Returns (T, H * Dh).
+        Queries and keys are normed and rotated by halves. Then keys and values are quantised and stored,
+        token t's at position + t, and are read back as stored. Query t sees positions 0 .. position + t.
+
+        Args:
+            qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side; may be overwritten.
+            kv: room for the new keys and values.
+            layer: which layer's keys and values these are.
+            position: tokens stored before these.
+            cos, sin: (T, Dh / 2) rotary tables, in host memory.
+            norms: of every head's queries and keys, if the model has them.
+            window: if above 0, a query sees only the last so many of its positions.
+            tree: of T nodes. Query t then sees what `tree.visible` says. On `cpu` its result has the same
+                bits as in a text that consists of its path.
+
+        Returns (T, H * Dh).
         """
         ...
 
     def prefetch(self, x: Array, norm: Norm, weight: FeedForward) -> None:
-        """The input of weight's feed-forward will be near norm(x), x (T, D).
+        """The input of weight's feed-forward will be near norm(x), x (R, D).
 
-        An engine may begin to fetch what it will need; no result may depend on it.
+        A backend may prefetch the neurons for it; no result may depend on that.
         """
         ...
 
     def rows(self, x: Array, tokens: Sequence[int]) -> Array:
-        """Copies of the rows `tokens` of x (T, D): (n, D), the caller's."""
+        """Copies of the rows `tokens` of x (T, D): (n, D), which belong to the caller."""
         ...
 
     def add_streams(self, x: Array, tokens: Sequence[int], embeddings: Sequence[Vector]) -> Array:
-        """x (T, D) and behind it, for each of `tokens`, its row plus each embedding: (T + n * streams, D).
+        """x (T, D), followed by each row of `tokens` plus each embedding: (T + n * streams, D).
 
-        The result is the caller's.
+        The result belongs to the caller.
         """
         ...
 
@@ -348,7 +369,7 @@ class Backend(Protocol):
     ) -> Array:
         """y (T, N) with up @ activation(down @ norm(x)) added to the rows from `first` on; may overwrite y.
 
-        x: (T - first, K), the rows that those are for.
+        x: (T - first, K), the inputs of these rows.
         """
         ...
 
@@ -357,15 +378,15 @@ class Backend(Protocol):
         x: Array,
         weight: FeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Array | None = None,
-        num_exact_rows: int | None = None,
     ) -> Array:
-        """x: (T, D). Returns (T, D) = down(activation(gate(n)) * up(n)) + added, where n is norm(x).
+        """x: (R, D), the rows of `batch`. Returns (R, D) = down(activation(gate(n)) * up(n)) + added.
 
-        added: (T, D), which may be x, and which the result may overwrite. Tokens from `num_exact_rows` on are
-        guesses whose results need be near only: nothing is read for them, and what isn't in memory counts as
-        nothing. Layers come in order in a pass.
+        n is norm(x). added: (R, D), which may be x, and which the result may overwrite. Rows from
+        `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't in memory
+        count as zero. Layers come in order in a pass.
         """
         ...
 

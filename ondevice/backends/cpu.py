@@ -1,12 +1,13 @@
 """The CPU backend: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
 
 Equal bits for a token whatever the chunk, the thread count or the instruction set (architecture, one
-canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until the op's next call.
+canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until its next call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -25,18 +26,21 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.cpu_weights import CpuFeedForward, CpuLinear
-from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder, EmbeddingTable
+from ondevice.backends.embedding_table import EmbeddingTable
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import RowLayout
 from ondevice.config import ACTIVATIONS, Activation
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
 
 NO_NORM = Norm(None, 0.0)
 SCORES = ("scores", "more scores")
-"""Ops: the matrices of a selector."""
+"""Names of the output buffers of a selector's matrices."""
 VIEWS = 64
-"""Of output arrays, kept at once: prompts end in chunks of every length."""
+"""Most views of output arrays kept at once: the last chunks of prompts have every length."""
 
 
 def make_engine(threads: int, target: str = "auto") -> _native.Engine:
@@ -59,16 +63,56 @@ def contributions(
         np.abs(contribution, out=contribution)
 
 
-class CpuBackend(EmbeddingHolder):
+@dataclass(frozen=True)
+class CpuLinear:
+    """A packed matrix; bias: (N,) or None."""
+
+    matrix: _native.Matrix
+    bias: Float32 | None
+
+
+class CpuFeedForward(FeedForwardLayer):
+    """One layer's neurons, packed for the kernels: segments are `_native.Segment`."""
+
+    def __init__(
+        self,
+        engine: _native.Engine,
+        index: int,
+        source: FeedForwardSource,
+        segment_neurons: int,
+        selector: Selector | None = None,
+    ) -> None:
+        super().__init__(index, source, segment_neurons, selector)
+        row = RowLayout(source.hidden_size, source.bits)
+        first, second = source.layout.part_offsets
+        self.native = _native.FeedForward(
+            source.hidden_size, source.bits, source.layout.stride, first, second, second + row.nbytes
+        )
+        self._engine = engine
+
+    def new_segment(self) -> _native.Segment:
+        return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
+
+    def pack(self, segment: _native.Segment, index: int, first: int, records: Bytes) -> None:
+        neurons = self.segment_range(index)
+        blocks = -(-len(neurons) // BLOCK_NEURONS)
+        block0 = (first - neurons.start) // BLOCK_NEURONS
+        self.native.pack(self._engine, segment, blocks, block0, records)
+
+
+class CpuBackend(OffloadingBackend):
     """`Backend` over the native kernels.
 
-    segment_neurons, stream_neurons: multiples of 64; most neurons of one segment and of one streamed piece.
-    resident_embedding: hold the embedding table in memory instead of reading its rows from flash, to begin.
+    Args:
+        engine: the kernels' threads and instruction set.
+        segment_neurons: neurons in a segment, a multiple of 64.
+        stream_neurons: neurons in a streamed piece, a multiple of 64.
+        resident_embedding: whether the embedding table starts in memory, instead of being read from flash.
     """
 
     name = "cpu"
     synchronisations = 0
-    """An op has its result when it returns."""
+    """Always 0: an op's result is there when it returns."""
     synchronised_seconds = 0.0
 
     def __init__(
@@ -81,7 +125,6 @@ class CpuBackend(EmbeddingHolder):
     ) -> None:
         super().__init__(resident_embedding)
         self.engine = engine
-        self.feed_forwards: list[CpuFeedForward] = []
         self._segment_neurons = segment_neurons
         self._stream_neurons = stream_neurons
         self._staging: _native.Segment | None = None
@@ -101,8 +144,9 @@ class CpuBackend(EmbeddingHolder):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> CpuFeedForward:
-        self.feed_forwards.append(CpuFeedForward(self.engine, source, self._segment_neurons, selector))
-        return self.feed_forwards[-1]
+        loaded = CpuFeedForward(self.engine, layer, source, self._segment_neurons, selector)
+        self.feed_forwards.append(loaded)
+        return loaded
 
     @property
     def target(self) -> str:
@@ -117,14 +161,14 @@ class CpuBackend(EmbeddingHolder):
         """Keys and values are in blocks."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """The kernels allocate nothing themselves."""
+        """Nothing to do: the kernels allocate nothing themselves."""
 
     def close(self) -> None:
         """Idempotent."""
         self.trim()
 
     def trim(self) -> None:
-        """Give scratch memory back; the next pass takes what it needs. No result of an op is valid after."""
+        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
         self._buffers.clear()
         self._views.clear()
         self.engine.trim()
@@ -191,26 +235,25 @@ class CpuBackend(EmbeddingHolder):
 
     def prefetch(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
         selector = weight.selector
-        if weight.prefetch is not None and selector is not None:
-            weight.prefetch(len(x), lambda: self.scores(x, selector, norm))
+        if selector is not None:
+            weight.neurons.prefetch(weight.index, len(x), lambda: self.scores(x, selector, norm))
 
     def feed_forward(
         self,
         x: Float32,
         weight: CpuFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        num_exact_rows: int | None = None,
     ) -> Float32:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
+            return self.dense_feed_forward(x, weight, activation, batch, norm, added)
         native, selector, act = weight.native, weight.selector, ACTIVATIONS.index(activation)
-        num_exact_rows = len(x) if num_exact_rows is None else num_exact_rows
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        whole = weight.turn(num_exact_rows) if num_exact_rows else None
-        if whole is not None and selector.cutoff is None:
+        resident = weight.neurons.begin_layer(weight.index, batch)
+        if resident is not None and selector.cutoff is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
                 self.engine,
@@ -218,8 +261,8 @@ class CpuBackend(EmbeddingHolder):
                 scorer.matrix,
                 scorer.bias,
                 narrow[0].matrix if narrow else None,
-                whole.slots,
-                whole.addresses,
+                resident.slots,
+                resident.addresses,
                 selector.predicted,
                 act,
                 out,
@@ -227,11 +270,11 @@ class CpuBackend(EmbeddingHolder):
                 eps,
                 added,
             )
-            whole.multiplied(count)
+            resident.count_multiplied(count)
             return out
         scores, gates = self._scored(x, selector, norm)
         forward = _native.FeedForwardPass(self.engine, native, x, act, scale, eps)
-        for ids, parts in weight.selected(scores, num_exact_rows):
+        for ids, parts in weight.neurons.select(weight.index, scores, batch):
             forward.add_selected(ids, parts, selector.predicted, gates)
         forward.finish(out, added)
         return out
@@ -241,15 +284,15 @@ class CpuBackend(EmbeddingHolder):
         x: Float32,
         weight: CpuFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        streamed: bool = True,
     ) -> Float32:
-        """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory."""
+        """`feed_forward` of every neuron, whether or not a selector would choose it."""
         native, act = weight.native, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        pieces = weight.streamed() if streamed else ()
+        pieces = weight.neurons.stream(weight.index, batch)
         if pieces == ():
             native.forward(self.engine, x, weight.segments, act, out, scale, eps, added)
             return out
@@ -295,11 +338,11 @@ class CpuBackend(EmbeddingHolder):
         return x.copy()
 
     def scores(self, x: Float32, selector: Selector, norm: Norm | None = None) -> Float32:
-        """(T, F), what `selector` says of every neuron for norm(x), x (T, D)."""
+        """(T, F), the selector's scores of all neurons for norm(x), x (T, D)."""
         return self._scored(x, selector, norm)[0]
 
     def _scored(self, x: Float32, selector: Selector, norm: Norm | None) -> tuple[Float32, Float32]:
-        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
+        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of neurons with a score above zero."""
         for op, linear in zip(SCORES, selector.matrices, strict=False):
             out = self._buffer(op, (len(x), linear.matrix.rows))
             linear.matrix.forward(self.engine, x, linear.bias, out, *(norm or NO_NORM))
@@ -307,9 +350,9 @@ class CpuBackend(EmbeddingHolder):
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
 
     def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:
-        """(T, F), above zero by how much gates (T, F) exceed the cutoff; those that don't become zero.
+        """(T, F), by how much gates (T, F) exceed the cutoff. Gates that don't exceed it are set to zero.
 
-        The activation of zero is zero, so a neuron that doesn't count for a token adds exactly nothing to it.
+        The activation of zero is zero, so a neuron adds exactly nothing to a token for which it is cut off.
         """
         scores = self._buffer("cut off", gates.shape)
         contributions(self.engine, gates, cutoff.importance, cutoff.activation, scores)
@@ -319,21 +362,21 @@ class CpuBackend(EmbeddingHolder):
         return scores
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
-        """Where streamed records are packed before they are multiplied; made when first needed."""
+        """The segment in which streamed records are packed before they are multiplied; made when needed."""
         if self._staging is None:
             self._staging = _native.Segment(native.segment_bytes(self._stream_neurons // BLOCK_NEURONS))
         return self._staging
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
-        """An op's own output array, re-used: fresh pages for every call would cost more than many ops.
+        """An op's own output array, re-used, as fresh pages for every call would cost more than many ops.
 
-        Views of it are, too: making one takes as long as a short product.
+        Views of it are kept too: making one takes as long as a short product.
         """
         view = self._views.get((op, shape))
         if view is None:
             size = shape[0] * shape[1]
             if op not in self._buffers or self._buffers[op].size < size:
-                # Before the new one exists: the plan counts one of them.
+                # Freed before the new one is made: the plan counts only one.
                 self._buffers.pop(op, None)
                 self._views.clear()
                 self._buffers[op] = memory.empty((size,), np.float32)
@@ -344,7 +387,7 @@ class CpuBackend(EmbeddingHolder):
 
 
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:
-    """Where every block lies."""
+    """Address of every block."""
     if kv.places is None:
         found = [block.__array_interface__["data"][0] for block in kv.blocks]
         kv.places = np.array(found, dtype=np.uint64)

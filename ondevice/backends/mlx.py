@@ -1,10 +1,10 @@
 """The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
-A layer's neurons are summed range by range in ascending order, be they resident, streamed or fetched, so no
-bit depends on the budget. MLX's CPU device gives a row the same bits whatever lies beside it, and skips zeros
-exactly (`tests/benchmarks/explain/mlx_invariance.py`). Where that holds, no bit depends on how a text is
-split, or on whether neurons that don't fire are skipped. MLX is lazy; memory that is filled from flash is
-written to only after what was computed from it has been evaluated.
+A layer's neurons are summed range by range in ascending order, whether they are resident, streamed or
+fetched, so no bit depends on the budget. On MLX's CPU device a row has the same bits whatever other rows are
+computed with it, and zeros are skipped exactly (`tests/benchmarks/explain/mlx_invariance.py`). Where that
+holds, no bit depends on how a text is split, or on whether neurons that don't fire are skipped. MLX is lazy:
+memory that is filled from flash is written to again only after everything computed from it is evaluated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ondevice.backends.base import (
     Norm,
     Selector,
 )
-from ondevice.backends.fed_layer import BLOCK_NEURONS, EmbeddingHolder
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_kv import MlxKV
-from ondevice.backends.mlx_limits import MlxLimits
-from ondevice.backends.mlx_memory import Synchronisations, begin
+from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
 from ondevice.backends.mlx_ops import MlxOps, activate, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
@@ -41,26 +41,31 @@ from ondevice.backends.mlx_weights import (
     MlxSegment,
     MlxStreamMemory,
 )
+from ondevice.backends.offloading import OffloadingBackend
 from ondevice.bundle.layout import padded
 from ondevice.config import Activation
 
 
 def compute_type() -> mx.Dtype:
-    """What matrices multiply in on MLX's default device: half precision where that is what it is fast at."""
+    """The type that matrices multiply in on MLX's default device: half precision on a GPU."""
     return mx.float16 if mx.default_device() == mx.gpu else mx.float32
 
 
 def is_row_invariant() -> bool:
-    """Whether rows on MLX's default device have the same bits whatever lies beside them, as measured."""
+    """Whether MLX's default device gives a row the same bits with any other rows, as measured."""
     return bool(mx.default_device() == mx.cpu)
 
 
-class MlxBackend(EmbeddingHolder, MlxOps):
+class MlxBackend(OffloadingBackend, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
-    segment_neurons: of one segment and of one streamed piece, a multiple of 64. stage_neurons: selected ones
-    on their way through in one of so many stages, as many or more; 0: none. cache_bytes: freed arrays that
-    MLX may keep. budget_bytes: of the process; 0: MLX's limits stay as they are.
+    Args:
+        segment_neurons: neurons in a segment and in a streamed piece, a multiple of 64.
+        stage_neurons: selected neurons that a stage holds, at least segment_neurons; 0: no stages.
+        stages: most stages.
+        cache_bytes: freed arrays that MLX may keep.
+        budget_bytes: of the process; 0: MLX's limits stay as they are.
+        resident_embedding: whether the embedding table starts in memory.
     """
 
     name = "mlx"
@@ -78,7 +83,6 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         super().__init__(resident_embedding)
         self.dtype = compute_type()
         self._limits = MlxLimits(cache_bytes, budget_bytes) if budget_bytes else None
-        self.feed_forwards: list[MlxFeedForward] = []
         self._waits = Synchronisations()
         self._segment_neurons = segment_neurons
         self._stage_neurons = stage_neurons
@@ -87,7 +91,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         self._stream = MlxStreamMemory(self._waits)
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
-        """What was last begun, if nobody has waited for it or for what comes of it."""
+        """The computation begun last, if nothing has waited for it or for a result of it."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
         return MlxLinear(source, self.dtype)
@@ -95,10 +99,9 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> MlxFeedForward:
-        self.feed_forwards.append(
-            MlxFeedForward(source, self._segment_neurons, self.dtype, self._stream, selector)
-        )
-        return self.feed_forwards[-1]
+        loaded = MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._stream, selector)
+        self.feed_forwards.append(loaded)
+        return loaded
 
     @property
     def target(self) -> str:
@@ -107,28 +110,28 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
     @property
     def synchronisations(self) -> int:
-        """Times that the host has waited for what MLX computes."""
+        """How often the host has waited for MLX."""
         return self._waits.count
 
     @property
     def synchronised_seconds(self) -> float:
-        """That those took."""
+        """How long the host has waited for MLX."""
         return self._waits.seconds
 
     def allocate_block(self, layout: KVLayout) -> None:
-        """A block is room in a cache's `new_arrays`, which grow."""
+        """None: the arrays from `new_arrays` grow with the number of blocks."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
-        """Where a cache's keys and values will be."""
+        """Empty arrays for a cache's keys and values."""
         return MlxKV(layout, self._waits)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """MLX's own limits follow the budget, if they did from the start."""
+        """Set MLX's own limits to the budget, if they were set at the start."""
         if self._limits is not None:
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
-        """Give memory and MLX's limits back; what is under way is nobody's. Idempotent."""
+        """Free memory and restore MLX's limits; drop the results of what is being computed. Idempotent."""
         self._begun = None
         self.feed_forwards.clear()  # before what is freed leaves MLX's cache
         self.trim()
@@ -136,7 +139,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
             self._limits.restore()
 
     def trim(self) -> None:
-        """Give scratch memory back, once what was asked for of it is known."""
+        """Free scratch memory, once the computations that use it have ended."""
         if self._begun is not None:
             self._await(self._begun)
         self._stages.clear()
@@ -147,40 +150,43 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         found = weight.matrix.rows_product(x)
         return found if weight.bias is None else found + weight.bias
 
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        # A prompt's chunk without logits is waited for before the next one begins. So what is being computed
+        # fits one pass's scratch memory, and a cancelled prompt ends soon.
+        self._prefetched = None  # from a cancelled pass
+        if self._begun is not None:
+            self._await(self._begun)
+        super().begin_pass(batch)
+
     def attend(self, qkv: mx.array, kv: KVStore, layer: int, *where: Any, **options: Any) -> mx.array:
-        # A chunk of a prompt whose logits nobody wants is computed before the next is asked for: what is
-        # under way stays within one pass's scratch memory, and a cancelled prompt ends.
-        if layer == 0:
-            self._prefetched = None  # of a pass that was given up
-            if self._begun is not None:
-                self._await(self._begun)
         self._begun = super().attend(qkv, kv, layer, *where, **options)
         begin(self._begun)
         return self._begun
 
     def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
         selector, tokens = weight.selector, x.shape[0]
-        if weight.prefetch is None or selector is None:
+        if selector is None:
             return
-        if weight.wants_prefetch(tokens):
+        if weight.neurons.wants_prefetch(weight.index, tokens):
             # Read back together with the layer's own scores: prefetching must not cost a synchronisation.
             self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
-            weight.prefetch(tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0]))
+            weight.neurons.prefetch(
+                weight.index, tokens, lambda: self.to_numpy(self._scored(x, selector, norm)[0])
+            )
 
     def feed_forward(
         self,
         x: mx.array,
         weight: MlxFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        num_exact_rows: int | None = None,
     ) -> mx.array:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, norm, added, streamed=num_exact_rows != 0)
-        num_exact_rows = x.shape[0] if num_exact_rows is None else num_exact_rows
-        found = self._selected(normed(x, norm), weight, weight.selector, activation, num_exact_rows)
+            return self.dense_feed_forward(x, weight, activation, batch, norm, added)
+        found = self._selected(normed(x, norm), weight, weight.selector, activation, batch)
         return found if added is None else added + found
 
     def dense_feed_forward(
@@ -188,16 +194,16 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         x: mx.array,
         weight: MlxFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        streamed: bool = True,
     ) -> mx.array:
-        """`feed_forward` of every neuron, whatever a selector would say; without `streamed`, in memory.
+        """`feed_forward` of every neuron, whether or not a selector would choose it.
 
-        Segment after segment, be it resident or on its way.
+        Segments are multiplied in order, resident ones before those that are streamed.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
-        pieces = weight.streamed() if streamed else ()
+        pieces = weight.neurons.stream(weight.index, batch)
         for segment in weight.segments:
             found = found + _all_of(x, segment.neurons, activation)
         for piece in pieces:
@@ -214,19 +220,19 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         weight: MlxFeedForward,
         selector: Selector,
         activation: Activation,
-        num_exact_rows: int,
+        batch: ForwardBatch,
     ) -> mx.array:
-        """The neurons that `selector` selects of x (T, D), range after range of ascending ids: (T, D).
+        """The selected neurons multiplied by x (T, D), range after range of ascending ids: (T, D).
 
-        Ranges are those of segments, so that what is summed together doesn't depend on who brought it.
+        Ranges are those of segments, so which neurons are summed together doesn't depend on where they are.
         """
-        if num_exact_rows:
-            weight.turn(num_exact_rows)  # Where a whole layer lies is of no use here: neurons are gathered.
+        # Where a resident layer lies is of no use here: neurons are gathered.
+        weight.neurons.begin_layer(weight.index, batch)
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
         found = mx.zeros(x.shape)
         piece: _Piece | None = None
-        for ids, addresses in weight.selected(known, num_exact_rows):
+        for ids, addresses in weight.neurons.select(weight.index, known, batch):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:
@@ -242,9 +248,9 @@ class MlxBackend(EmbeddingHolder, MlxOps):
     def _gather(
         self, piece: _Piece, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward
     ) -> None:
-        """More neurons of a piece, copied from where they lie into a stage."""
+        """Copy more neurons of a piece from their addresses into its stage."""
         if piece.first + piece.places(len(ids)) > self._stage_neurons:
-            # They are multiplied together: those at hand move on.
+            # A piece is multiplied at once, so the neurons gathered so far move to the next stage.
             stage = self._next_stage(weight)
             stage.room.take_over(piece.stage.room, piece.first, piece.count)
             piece.stage, piece.first = stage, 0
@@ -262,7 +268,7 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         gates: mx.array,
         activation: Activation,
     ) -> mx.array:
-        """found (T, D) and what the neurons of a piece add to it; shapes are whole blocks of neurons."""
+        """found (T, D) plus the output of a piece's neurons, padded to whole blocks of neurons."""
         ids, stage, count = np.concatenate(piece.ids), piece.stage, piece.places()
         stage.filled = piece.first + count
         stage.room.clear(piece.first + len(ids), stage.filled)
@@ -277,13 +283,13 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         return stage.pending
 
     def _stage(self, weight: MlxFeedForward) -> _Stage:
-        """One with room, if only for a block."""
+        """A stage with room for one block or more."""
         if self._stages and self._stages[0].filled < self._stage_neurons:
             return self._stages[0]
         return self._next_stage(weight)
 
     def _next_stage(self, weight: MlxFeedForward) -> _Stage:
-        """An empty stage; what was computed from it is known."""
+        """An empty stage, which no computation uses any more."""
         if len(self._stages) < self._most_stages:
             self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
         else:
@@ -294,14 +300,13 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """One synchronisation: scores as the host knows them, and what was prefetched of the next layer."""
+        """The scores in host memory, and the next layer's prefetch begun, after one synchronisation."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)
         layer, tokens, predicted = prefetched
         self._await(scores, predicted)
-        if layer.prefetch is not None:
-            layer.prefetch(tokens, lambda: np.array(predicted))
+        layer.neurons.prefetch(layer.index, tokens, lambda: np.array(predicted))
         return np.array(scores)
 
     def to_numpy(self, x: mx.array) -> Float32:
@@ -309,18 +314,18 @@ class MlxBackend(EmbeddingHolder, MlxOps):
         return np.array(x)
 
     def scores(self, x: mx.array, selector: Selector, norm: Norm | None = None) -> Float32:
-        """(T, F), what `selector` says of every neuron for norm(x), x (T, D)."""
+        """(T, F), the selector's scores of all neurons for norm(x), x (T, D)."""
         return self.to_numpy(self._scored(x, selector, norm)[0])
 
     def _await(self, *arrays: mx.array) -> None:
-        """One synchronisation: these are known then, and all that was asked for of stages."""
+        """Wait for these arrays, and for all computations on stages, in one synchronisation."""
         self._waits.wait(*arrays, *(stage.pending for stage in self._stages if stage.pending is not None))
         for stage in self._stages:
             stage.pending = None
         self._begun = None
 
     def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
-        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of those with a score above zero."""
+        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of neurons with a score above zero."""
         found = normed(x, norm)
         for linear in selector.matrices:
             found = self.product(found, linear)
@@ -329,12 +334,12 @@ class MlxBackend(EmbeddingHolder, MlxOps):
 
 @dataclass
 class _Stage:
-    """Neurons on their way through: each place is written to once before all have been multiplied."""
+    """Room for gathered neurons. Each place is written to once before all of them have been multiplied."""
 
     room: GatheredNeurons
     filled: int = 0
     pending: mx.array | None = None
-    """What was last asked for of them, if it isn't known to have been computed."""
+    """The last computation on them, unless it is known to have ended."""
 
 
 @dataclass
@@ -351,12 +356,12 @@ class _Piece:
         self.first = self.stage.filled
 
     def places(self, more: int = 0) -> int:
-        """Whole blocks for so many more."""
+        """Places of this piece with `more` neurons, in whole blocks."""
         return padded(self.count + more, BLOCK_NEURONS)
 
 
 def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
-    """Where ids, ascending, are cut at multiples of `width`."""
+    """(start, stop) of the runs of ascending ids between multiples of `width`."""
     start = 0
     while start < len(ids):
         end = (int(ids[start]) // width + 1) * width

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ondevice.backends.base import EmbeddingSource, FeedForwardSource, LinearSource, Norm, Selector
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import Activation
@@ -59,9 +60,9 @@ class MlxFloatBackend(MlxOps):
         x: mx.array,
         weight: MlxFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        num_exact_rows: int | None = None,
     ) -> mx.array:
         x = normed(x, norm)
         product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

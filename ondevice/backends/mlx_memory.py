@@ -1,7 +1,13 @@
-"""Memory that MLX takes: asked for before, where its CPU device wouldn't ask, and refused as everywhere."""
+"""Memory that MLX takes: requested from the system first where its CPU device wouldn't ask, and limited.
+
+MLX's limits are one set for the process, and belong to the plans of the models that are loaded. Every budget
+bounds the whole process, so with several models the largest counts. The limits from before the first model
+come back when the last one closes; only malloc's mapping of large blocks stays, as it can't be undone.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +18,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
+
+from ondevice.units import map_large_arrays
+
+_lock = threading.Lock()
+_open: dict[object, tuple[int, int]] = {}
+"""(freed bytes that may be kept, budget) of every model that is loaded."""
+_before: tuple[int, int, int] | None = None
+"""Limits of MLX's cache, memory and wired memory before the first of them."""
 
 
 @contextmanager
@@ -68,3 +82,47 @@ class Synchronisations:
         known(*arrays)
         self.count += 1
         self.seconds += time.perf_counter() - started
+
+
+class MlxLimits:
+    """Freed arrays of at most `cache_bytes` are kept; memory and what is wired follow `budget_bytes`."""
+
+    def __init__(self, cache_bytes: int, budget_bytes: int) -> None:
+        self._cache_bytes = cache_bytes
+        self.keep_to(budget_bytes)
+
+    def keep_to(self, budget_bytes: int) -> None:
+        """Evaluations wait for memory beyond the budget; on a GPU as much of it as may be stays wired."""
+        global _before
+        with _lock:
+            if _before is None:
+                map_large_arrays()  # MLX's CPU device takes its memory from malloc
+                _before = _set(self._cache_bytes, budget_bytes)
+            _open[self] = self._cache_bytes, budget_bytes
+            _apply()
+
+    def restore(self) -> None:
+        """Idempotent."""
+        global _before
+        with _lock:
+            if _open.pop(self, None) is None:
+                return
+            if _open:
+                _apply()
+            elif _before is not None:
+                _set(*_before[:2], wired_bytes=_before[2])
+                _before = None
+
+
+def _apply() -> None:
+    caches, budgets = zip(*_open.values(), strict=True)
+    _set(max(caches), max(budgets))
+
+
+def _set(cache_bytes: int, memory_bytes: int, wired_bytes: int | None = None) -> tuple[int, int, int]:
+    """The limits that were there before."""
+    before = mx.set_cache_limit(cache_bytes), mx.set_memory_limit(memory_bytes)
+    if not mx.metal.is_available():
+        return *before, 0
+    most = int(mx.device_info()["max_recommended_working_set_size"])
+    return *before, mx.set_wired_limit(min(memory_bytes, most) if wired_bytes is None else wired_bytes)

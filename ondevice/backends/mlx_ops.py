@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
@@ -34,6 +35,12 @@ class MlxOps:
 
     def load_vector(self, values: Float32) -> mx.array:
         return mx.array(values)
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """Everything is in memory."""
 
     def embedding(self, table: Any, tokens: Int32) -> mx.array:
         return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))

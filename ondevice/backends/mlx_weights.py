@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selector
-from ondevice.backends.fed_layer import FedLayer, StreamMemory
+from ondevice.backends.feed_forward_layer import FeedForwardLayer, StreamMemory
 from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
@@ -213,7 +213,7 @@ class MlxSegment:
     neurons: MlxNeurons = field(init=False)
 
 
-class MlxFeedForward(FedLayer):
+class MlxFeedForward(FeedForwardLayer):
     """One layer's neurons; segments are `MlxSegment`s, each of which is multiplied by itself.
 
     stream: where all layers' streamed neurons land.
@@ -221,13 +221,14 @@ class MlxFeedForward(FedLayer):
 
     def __init__(
         self,
+        index: int,
         source: FeedForwardSource,
         segment_neurons: int,
         dtype: mx.Dtype,
         stream: MlxStreamMemory,
         selector: Selector | None = None,
     ) -> None:
-        super().__init__(source, segment_neurons, selector)
+        super().__init__(index, source, segment_neurons, selector)
         self.stream_memory: MlxStreamMemory = stream
         self._dtype = dtype
         self._row = RowLayout(source.hidden_size, source.bits)

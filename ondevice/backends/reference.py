@@ -24,14 +24,18 @@ from ondevice.backends.base import (
     Float32,
     HeadNorms,
     Int32,
+    KVLayout,
     KVStore,
     LinearSource,
     Norm,
     Selector,
 )
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE, Activation
+from ondevice.kernels import _native
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -56,9 +60,31 @@ class ReferenceFeedForward:
 
 
 class ReferenceBackend:
-    """`Backend` in numpy. Arrays are float32 numpy arrays."""
+    """`BudgetedBackend` in numpy, which holds all weights. Arrays are float32 numpy arrays."""
 
     name = "reference"
+    target = "numpy"
+    feed_forwards: tuple[FeedForwardLayer, ...] = ()
+    synchronisations = 0
+    synchronised_seconds = 0.0
+
+    def allocate_block(self, layout: KVLayout) -> Bytes:
+        return _native.allocate(layout.block_bytes)
+
+    def new_arrays(self, layout: KVLayout) -> None:
+        """Keys and values are in blocks."""
+
+    def hold_embedding(self, resident: bool) -> None:
+        """Rows of the table always come from flash."""
+
+    def keep_to(self, budget_bytes: int) -> None:
+        """Weights are all in memory, whatever the budget."""
+
+    def trim(self) -> None:
+        """Numpy gives back what no array holds."""
+
+    def close(self) -> None:
+        """Weights go with their last reference."""
 
     def load_vector(self, values: Float32) -> Float32:
         return np.array(values, dtype=np.float32)
@@ -88,6 +114,12 @@ class ReferenceBackend:
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source
+
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Nothing to prepare."""
+
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """Everything is in memory."""
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
@@ -177,9 +209,9 @@ class ReferenceBackend:
         x: Float32,
         weight: ReferenceFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        num_exact_rows: int | None = None,
     ) -> Float32:
         x = x if norm is None else self.rms_norm(x, *norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down

@@ -1,1 +1,1 @@
-"""What a model costs in memory, how a budget is divided, and what memory pressure leaves of it."""
+"""A model's memory, the plan that divides a budget, and memory pressure."""

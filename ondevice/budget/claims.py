@@ -1,7 +1,7 @@
-"""What the loaded models of this process may take by their plans: every budget bounds all of them together.
+"""Claims of this process's loaded models on its memory: every budget bounds all models together.
 
-A model's claim is what its plan lets it take, whether or not it holds that yet; whatever is planned later
-leaves it that. Claims keep no model alive. All sizes are bytes.
+A model's claim is the memory that its plan allows it, held already or not. Later plans leave it that memory.
+Claims keep no model alive. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Others:
-    """What loaded models hold for sure, and what they may come to hold, that included."""
+    """Memory that loaded models surely hold, and memory that they may come to hold, which includes it."""
 
     held_bytes: int
     claimed_bytes: int
 
 
 class Claim:
-    """One model's: nothing until its first `promise`, and nothing after `release`.
+    """One model's claim: nothing until its first `promise`, and nothing after `release`.
 
-    What adds to a claim is counted under one lock of the process. What takes from it needs none: it happens
-    where garbage is collected too, be it by the thread that has the lock.
+    Claims grow under one lock of the process. They shrink without it, as that also happens in garbage
+    collection, which may run on the thread that holds the lock.
     """
 
     def __init__(self, held_bytes: Callable[[], int]) -> None:
-        """held_bytes: a method, of an object that isn't kept alive, that says what it holds for sure."""
+        """held_bytes: a bound method that tells what the model surely holds; its object isn't kept alive."""
         self._held_bytes = weakref.WeakMethod(held_bytes)
         self._budget_bytes = 0
-        """The user's own."""
+        """The user's own budget."""
         self._planned_bytes = 0
-        """What the plan lets the model take, with one full context."""
+        """Memory that the plan allows the model with one full context."""
         self._beyond_bytes = 0
-        """What it takes beyond one full context."""
+        """Memory that the model takes beyond one full context."""
         number, claims = next(_numbers), _claims
         claims[number] = weakref.ref(self, lambda _: claims.pop(number, None))
 
     def promise(self, plan: Plan, name: str) -> Plan:
-        """Claim what a plan of the user's own budget takes, divided anew beside what others have claimed.
+        """Claim the memory of a plan for the user's own budget, replanned beside what others have claimed.
 
         name: of the model. Raises BudgetError, and changes nothing, if that doesn't fit any more.
         """
@@ -60,11 +60,11 @@ class Claim:
         return plan
 
     def follow(self, plan: Plan) -> bool:
-        """Claim what another budget up to the user's takes; False if others have claimed that, or do now."""
+        """Claim the memory of a plan for a budget up to the user's. False: others have claimed it."""
         if plan.claim_bytes <= self._planned_bytes:
             self._planned_bytes = plan.claim_bytes
             return True
-        # Waiting could be for ever: who has the lock may be collecting this model, and wait for its thread.
+        # Waiting could be for ever: the lock's holder may be collecting this model and wait for its thread.
         if not _lock.acquire(blocking=False):
             return False
         try:
@@ -76,7 +76,7 @@ class Claim:
             _lock.release()
 
     def go_beyond(self, plan: Plan, nbytes: int) -> bool:
-        """Claim so much in all beyond one full context; False if others have claimed that."""
+        """Claim `nbytes` in all beyond one full context. False: others have claimed that memory."""
         if nbytes <= self._beyond_bytes:
             self._beyond_bytes = nbytes
             return True
@@ -91,7 +91,7 @@ class Claim:
         self._budget_bytes = self._planned_bytes = self._beyond_bytes = 0
 
     def _unclaimed_bytes(self, plan: Plan) -> int:
-        """What this model's and all other claims leave of the largest budget."""
+        """Memory of the largest budget that no model has claimed."""
         largest = max((claim._budget_bytes for claim in _live()), default=0)
         claimed = self._planned_bytes + self._beyond_bytes + others(self).claimed_bytes
         return largest - plan.process_bytes - claimed
@@ -103,13 +103,13 @@ class Claim:
 
 
 def others(own: Claim | None = None) -> Others:
-    """Of all models of this process but the one that has the claim `own`."""
+    """What all models of this process hold and claim, the one with the claim `own` left out."""
     found = [claim._found() for claim in _live() if claim is not own]
     return Others(sum(it.held_bytes for it in found), sum(it.claimed_bytes for it in found))
 
 
 def replanned(plan: Plan, own: Claim) -> Plan:
-    """The plan beside what others have claimed by now, under the limit that its control group has now."""
+    """The plan beside what other models have claimed by now, under the control group's present limit."""
     return replace(plan, others_bytes=others(own).claimed_bytes, limit=group_limit())
 
 
@@ -119,7 +119,7 @@ def _live() -> list[Claim]:
 
 
 def _forget() -> None:
-    """In the child of a fork: models stay with the parent, and so may a thread that has the lock."""
+    """In a child of fork(), drop all claims: the models are the parent's, and the lock may be held there."""
     global _lock
     _lock = threading.Lock()
     _claims.clear()

@@ -1,6 +1,6 @@
-"""What a budget may be: what `auto` makes of it, the refusal of one that can't be met, doubts about the rest.
+"""Limits of a budget: what `auto` means, refusals of budgets that are too small, warnings of too large ones.
 
-Knows plans, and what the machine and its control groups say; it loads nothing. All sizes are bytes.
+It knows plans, the machine's memory and the limits of control groups, and loads nothing. All sizes are bytes.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from ondevice.errors import BudgetError
 from ondevice.units import PAGE_BYTES, MemoryRoom, format_bytes, group_rooms
 
 MOST_RESERVE_BYTES = 256 << 20
+"""Most memory that `auto` keeps back of a large machine or control group."""
 RESERVE_PART = 16
-"""`auto` keeps back one part in so many of a machine or control group, up to MOST_RESERVE_BYTES. A group was
-charged with 0.5 % of a budget beside it (1.9 MB of 450: page tables, the kernel's own); the rest of the
-reserve is for programs that share the group."""
+"""Divisor of a machine's or control group's memory that gives what `auto` keeps back.
+
+A group was charged with 0.5 % of a budget beside it (1.9 MB of 450: page tables, the kernel's own). The rest
+of the reserve is for programs that share the group."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What `auto` may take."""
+    """The memory that `auto` may take."""
 
     room: MemoryRoom
     """Where memory is scarcest for this process."""
     held_bytes: int
-    """By this process already."""
+    """Memory of this process before the model is loaded."""
     reserve_bytes: int
-    """Of what is available, what is kept back."""
+    """Available memory that is kept back."""
     usable_bytes: int
-    """By the whole process."""
+    """Memory that the whole process may have."""
 
     @property
     def words(self) -> str:
-        """Why it is so much, for messages."""
+        """How the amount was found, for messages."""
         held, free, total, reserve = map(
             format_bytes,
             (self.held_bytes, self.room.available_bytes, self.room.limit_bytes, self.reserve_bytes),
@@ -46,42 +48,53 @@ class Allowance:
 
 
 def group_limit() -> MemoryRoom | None:
-    """The control group that allows least, if one has a limit."""
+    """The control group with the lowest limit; None if none has one."""
     return min(group_rooms(), key=lambda room: room.limit_bytes, default=None)
 
 
 def allowance(held_bytes: int, rooms: Sequence[MemoryRoom]) -> Allowance:
-    """What `auto` may take of the scarcest of `rooms`. held_bytes: by this process already."""
+    """What `auto` may take of the scarcest of `rooms`. held_bytes: memory of this process already."""
     found = []
     for room in rooms:
         part = max(room.available_bytes // 10, min(MOST_RESERVE_BYTES, room.limit_bytes // RESERVE_PART))
         reserve = min(room.available_bytes, part)
-        # What the process holds may be charged to another group: its programs' text is to who ran them first.
+        # What the process holds may be charged to another group: program text is, to the first that ran it.
         most = min(room.limit_bytes, held_bytes + room.available_bytes)
         found.append(Allowance(room, held_bytes, reserve, most - reserve))
     return min(found, key=lambda it: it.usable_bytes)
 
 
 def auto_budget(plan: Plan, found: Allowance) -> int:
-    """The budget that `auto` means: what may be taken, never more than the planned model can use."""
+    """The budget that `auto` means: what may be taken, but never more than the planned model can use."""
     return min(plan.full_bytes, found.usable_bytes)
 
 
-def require_fit(plan: Plan, name: str, origin: str = "", fitting_context: int = 0) -> None:
-    """Raises BudgetError where the plan doesn't fit, with the smallest budget that works and what takes it.
+def require_fit(
+    plan: Plan,
+    name: str,
+    origin: str = "",
+    fitting_context: int = 0,
+    fitting_options: Sequence[str] = (),
+) -> None:
+    """Check that a plan fits.
 
-    name: of the model. origin: where the budget comes from, if the user didn't name it. fitting_context: the
-    longest that would fit, 0 for none.
+    Args:
+        plan: The plan of a model.
+        name: The model's name.
+        origin: How the budget was found, if the user didn't name it.
+        fitting_context: The longest context that would fit; 0 for none.
+        fitting_options: Options with which the model would fit, each by itself.
+
+    Raises BudgetError if it doesn't, with the smallest budget that works, its parts and what would help.
     """
     if plan.fits:
         return
     smallest, limit = plan.minimum_budget_bytes, plan.limit
     allowed = "" if limit is None else f"{format_bytes(limit.limit_bytes)} ({limit.limit_bytes} bytes)"
     too_large = limit is not None and smallest > limit.limit_bytes
-    dense = "" if plan.sparsity == "dense" else ", or load with --sparsity dense"
-    smaller = ", or take --speculation off" if plan.draft_bytes else ""
+    options = "".join(f", or take {option}" for option in fitting_options)
     context = f"; --max-context {fitting_context} would fit" if fitting_context else ""
-    less = f"or lower --max-context or --kv-bits{dense}{smaller}{context}"
+    less = f"or lower --max-context or --kv-bits{options}{context}"
     if not plan.suffices:
         problem = f"is too small for {name}"
         raising = "Name a larger --dram-budget" if origin else "Raise --dram-budget"
@@ -107,7 +120,11 @@ def require_fit(plan: Plan, name: str, origin: str = "", fitting_context: int = 
 def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[MemoryRoom]) -> list[str]:
     """Why the user's budget may be more than there is, though the plan fits it.
 
-    name: of the model. held_bytes: by this process already.
+    Args:
+        plan: The plan of a model.
+        name: The model's name.
+        held_bytes: Memory of this process already.
+        rooms: The memory of the machine and of its control groups.
     """
     smallest = min(rooms, key=lambda room: room.limit_bytes)
     scarcest = min(rooms, key=lambda room: room.available_bytes)
@@ -129,13 +146,13 @@ def budget_warnings(plan: Plan, name: str, held_bytes: int, rooms: Sequence[Memo
 
 
 def context_words(plan: Plan) -> str:
-    """The context that a plan has, and why not a longer one."""
+    """The context that a plan has, and why it isn't longer."""
     why = f", as {plan.wanted_context} would not fit" if plan.wanted_context else ""
     return f"context {plan.max_context} tokens{why}"
 
 
 def verdict(plan: Plan, fitting_context: int) -> str:
-    """Whether a plan fits, in words, and what would help. fitting_context: the longest that would, or 0."""
+    """Whether a plan fits, and what would help. fitting_context: the longest that would fit; 0 for none."""
     if plan.fits:
         return "yes"
     limit = plan.limit

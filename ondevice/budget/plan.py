@@ -1,79 +1,50 @@
-"""The one arithmetic for memory: what a model costs in DRAM, and how a budget is divided.
+"""The one arithmetic for memory: it adds up what a model costs in DRAM and divides a budget.
 
-`inspect`, the loader and the allocator all ask this module. Everything here is a pure function of the
-model's shape, the options and measured numbers (the process's own memory, what its other models have claimed,
-a control group's limit); it opens no file and holds no memory. All sizes are bytes.
+`inspect`, the loader and the allocator all ask this module. Everything here is a pure function of a
+`MemoryModel`, which has the sizes of the model's parts, and of measured numbers: the process's own memory,
+what its other models have claimed, a control group's limit. All sizes are bytes.
 
 The ceiling covers the whole process: matrices that every token uses, the key/value cache, feed-forward
-memory in equal segments, buffers for what streams from flash, the scratch memory of a pass, what the
+memory in equal segments, buffers for what is read from flash, the scratch memory of a forward pass, what the
 interpreter and its libraries hold already, and other models. The key/value cache of one full context is
-guaranteed; as it grows, feed-forward segments yield to it. They also have, while tokens are decoded one by
-one, what a long prompt's passes need of scratch memory.
+guaranteed; as it grows, feed-forward segments yield to it. While tokens are decoded one by one, segments
+also have the scratch memory that a long prompt's passes would need.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
 
-from ondevice.backends.base import KVLayout
-from ondevice.budget.mlx_sizes import (
-    mlx_activation_bytes,
-    mlx_segment_shape,
-    mlx_stage_bytes,
-    mlx_stream_bytes,
-    mlx_stream_shape,
-    mlx_weights_bytes,
-)
-from ondevice.budget.sizes import (
-    DECODE_TOKENS,
-    SegmentShape,
-    SlotShape,
-    StreamShape,
-    activation_bytes,
-    context_tokens,
-    draft_bytes,
-    fetch_shape,
-    gates_bytes,
-    matrix_elements,
-    neuron_table_bytes,
-    predictors_bytes,
-    reference_bytes,
-    segment_shape,
-    slot_shape,
-    sparse_activation_bytes,
-    stream_shape,
-    weights_bytes,
-    widest_pass,
-)
-from ondevice.bundle.layout import embedding_layout
-from ondevice.bundle.predictors import Predictors
-from ondevice.bundle.streams import MultiStreams
-from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
-from ondevice.speculation.registry import runs_streams
+from ondevice.budget.memory_model import MemoryModel
+from ondevice.budget.sizes import DECODE_TOKENS, SegmentShape, SlotShape, StreamShape
+from ondevice.errors import UsageError
 from ondevice.units import PAGE_BYTES, MemoryRoom
 
 PROCESS_ALLOWANCE_BYTES = 4 << 20
-"""Thread stacks, allocator slack and what the interpreter grows by after the process was measured."""
+"""Thread stacks, allocator slack and the interpreter's growth after the process was measured."""
 REPEAT_MARGIN_BYTES = 1 << 20
-"""What the minimum that is named lies above the one that is needed: the process measures itself a little
-differently each time, and a budget that one run named must do for the next."""
+"""Margin of the minimum that is named over the one that is needed.
+
+The process measures itself a little differently each time, and a budget that one run named must do for the
+next."""
 LOADING_BYTES = 52 << 20
-"""Most that loading holds beside the weights: pieces read ahead, remembered blocks, and those that are
-forgotten while they are still in use, one per reading thread (`model/loading.py`). It is gone before keys,
-values and feed-forward segments come."""
+"""Most memory that loading takes beside the weights (`model/loading.py`).
+
+It holds pieces read ahead, remembered blocks, and one block in use per reading thread. It is freed before
+keys, values and feed-forward segments are allocated."""
 LOADING_PREDICTORS_BYTES = 16 << 20
-"""Remembered blocks of the predictors' file, which is read in turns with the resident one, at most."""
+"""Most memory for remembered blocks of the predictors' file, which is read in turns with the resident one."""
 QUOTA_MARGIN_BYTES = 12 << 20
-"""Scratch memory of wide forward passes that neurons never get: they leave the heap larger than they found
-it, by up to 7 MB in `long_ceiling.py`."""
-GATED = ("exact", "threshold")
-"""Modes in which every layer's gates stay in memory."""
+"""Scratch memory of wide forward passes that neurons never get.
+
+Such passes leave the heap larger than they found it, by up to 7 MB in `long_ceiling.py`."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What everything costs under `budget_bytes`. The stored fields don't depend on the budget."""
+    """The memory of every part under `budget_bytes`. No other field depends on the budget."""
 
     budget_bytes: int
     weights_bytes: int
@@ -86,41 +57,52 @@ class Plan:
     kv_cache_bytes: int
     """Keys and values of one full context."""
     segment: SegmentShape | SlotShape
-    """Whole ranges of a layer's neurons in dense mode, single neurons' slots in the sparse ones."""
+    """Pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots in the others."""
     stream: StreamShape
     activation_bytes: int
-    """Scratch memory of the widest pass, over `pass_tokens` tokens."""
+    """Scratch memory of the widest forward pass, over `pass_tokens` tokens."""
     decode_activation_bytes: int
-    """Scratch memory of a pass over DECODE_TOKENS tokens or fewer."""
+    """Scratch memory of a forward pass over DECODE_TOKENS tokens or fewer."""
     pass_tokens: int
     process_bytes: int
     sparsity: str = "dense"
     predictor_bytes: int = 0
     draft_bytes: int = 0
     opening_bytes: int = 0
-    """The process while the tokenizer is read, which is before anything else is."""
+    """The process while the tokenizer is read, which comes before everything else."""
     unread_bytes: int = 0
-    """What the tokenizer may take, where it isn't read; else the process holds it."""
+    """Most memory of the tokenizer if it hasn't been read; once read, it counts as the process's."""
     others_bytes: int = 0
-    """What other models of this process hold or may come to hold."""
+    """Memory that other models of this process hold or have claimed."""
     limit: MemoryRoom | None = None
-    """The control group that allows least, if one has a limit."""
+    """The control group with the lowest limit; None if none has one."""
     wanted_context: int = 0
-    """The default context, where it didn't fit and `max_context` is what does; else 0."""
+    """The default context if it was shortened to `max_context` to fit; else 0."""
 
     @cached_property
     def full_bytes(self) -> int:
         """The budget at which everything is resident, with a full context: more changes nothing."""
-        return max(self._unstreamed_bytes + self.embedding_bytes, self.minimum_budget_bytes)
+        return max(self.resident_budget_bytes + self.embedding_bytes, self.minimum_budget_bytes)
 
     @cached_property
     def minimum_budget_bytes(self) -> int:
-        """The smallest budget that surely works: the fewest segments are left when the context is full."""
-        return max(self._bare_bytes, self._loading_bytes, self._opening_bytes) + REPEAT_MARGIN_BYTES
+        """The smallest budget that surely works: with a full context, the fewest segments are left."""
+        return self.least_budget_bytes + REPEAT_MARGIN_BYTES
+
+    @cached_property
+    def least_budget_bytes(self) -> int:
+        """The smallest budget that is enough by this measurement of the process: no margin."""
+        return max(self._bare_bytes, self._loading_bytes, self._opening_bytes)
+
+    @cached_property
+    def resident_budget_bytes(self) -> int:
+        """The smallest budget that holds all feed-forward weights beside a full context."""
+        segments = (self.segment.total - self.segment.least) * self.segment.nbytes
+        return max(self._bare_bytes + segments, self._loading_bytes, self._opening_bytes)
 
     @property
     def minimum_parts(self) -> dict[str, int]:
-        """What takes the smallest budget, by its name to people: it adds up to `minimum_budget_bytes`."""
+        """The parts of `minimum_budget_bytes`, by the names that messages give them."""
         parts = {
             "weights of every token": self.weights_bytes + self.predictor_bytes,
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
@@ -140,7 +122,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget is enough, and a control group that the process is in allows what it takes."""
+        """Whether the budget is enough, and the process's control group allows the total."""
         # The kernel rounds a limit down to whole pages.
         return self.suffices and (
             self.limit is None or self.total_bytes < self.limit.limit_bytes + PAGE_BYTES
@@ -148,23 +130,28 @@ class Plan:
 
     @property
     def suffices(self) -> bool:
-        """Whether the budget is enough, whoever may give it."""
-        return self.budget_bytes >= self.minimum_budget_bytes - REPEAT_MARGIN_BYTES
+        """Whether the budget is enough, control groups aside."""
+        return self.budget_bytes >= self.least_budget_bytes
 
     @property
     def offloads_weights(self) -> bool:
         """Whether some feed-forward weights may have to come from flash."""
-        return self.budget_bytes < self._unstreamed_bytes
+        return self.budget_bytes < self.resident_budget_bytes
+
+    @property
+    def selects_neurons(self) -> bool:
+        """Whether some neurons are multiplied for a token, and not all of them."""
+        return self.sparsity != "dense"
 
     @property
     def embedding_resident(self) -> bool:
         """Whether the embedding table is held in memory."""
-        return self.budget_bytes >= self._unstreamed_bytes + self.embedding_bytes
+        return self.budget_bytes >= self.resident_budget_bytes + self.embedding_bytes
 
     @property
     def reads_once(self) -> bool:
-        """Whether tokens read from flash only what stays in memory from then on: the first ones do."""
-        # What is planned without an embedding table reads a row of it for every token.
+        """Whether tokens read from flash only what then stays in memory."""
+        # A plan without an embedding table reads a row of it for every token.
         return self.embedding_resident and self.embedding_bytes > 0
 
     @property
@@ -173,12 +160,12 @@ class Plan:
 
     @property
     def staging_bytes(self) -> int:
-        """Buffers of what streams; where all feed-forward weights fit, while the first passes fetch them."""
+        """Buffers for offloaded weights; where all weights fit, the first passes fetch them this way."""
         return self.stream.nbytes
 
     @property
     def neuron_cache_bytes(self) -> int:
-        """Feed-forward memory that is left in the widest pass when the context is full."""
+        """Feed-forward memory that is left in the widest pass with a full context."""
         return self.segments_for(self.kv_cache_bytes) * self.segment.nbytes
 
     @property
@@ -195,14 +182,14 @@ class Plan:
 
     @property
     def claim_bytes(self) -> int:
-        """The most that the model may take beside the process and other models, with one full context."""
+        """Most memory of the model itself, with one full context: no process, no other models."""
         most = self.budget_bytes if self.offloads_weights else max(self.total_bytes, self._loading_bytes)
         return most - self.process_bytes - self.others_bytes
 
     def segments_for(self, kv_bytes: int, tokens: int | None = None) -> int:
         """Feed-forward segments that may be held beside `kv_bytes` of key/value blocks.
 
-        tokens: of the widest pass whose scratch memory is held; without it, of the widest that there can be.
+        tokens: width of the widest pass whose scratch memory is held, by default the widest of all.
         """
         if not self.offloads_weights:
             return self.segment.total
@@ -211,7 +198,10 @@ class Plan:
         return max(0, min(self.segment.total, left // self.segment.nbytes))
 
     def working_bytes(self, tokens: int) -> int:
-        """What is kept for passes of so many tokens: in proportion from narrow to widest, and a margin."""
+        """Scratch memory that is kept for passes of `tokens` tokens.
+
+        It grows in proportion from a decoding pass to the widest, and has a margin.
+        """
         more = max(0, tokens - DECODE_TOKENS)
         span = max(1, self.pass_tokens - DECODE_TOKENS)
         idle = self.activation_bytes - self.decode_activation_bytes
@@ -219,13 +209,16 @@ class Plan:
         return min(self.activation_bytes, line + QUOTA_MARGIN_BYTES)
 
     def with_budget(self, budget_bytes: int) -> Plan:
-        """The same model and process under another budget."""
-        return replace(self, budget_bytes=budget_bytes)
+        """The same model and process under another budget. Raises UsageError for no number of bytes."""
+        try:
+            return replace(self, budget_bytes=index(budget_bytes))
+        except TypeError as error:
+            raise UsageError(f"budget_bytes is {budget_bytes!r}; it must be a number of bytes") from error
 
     def to_json(self) -> dict[str, int | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.
 
-        They are those of the widest pass; the counts of segments are those while decoding.
+        The parts are those of the widest pass, the counts of segments those while decoding.
         """
         return {
             "budget_bytes": self.budget_bytes,
@@ -252,21 +245,15 @@ class Plan:
             "segments_total": self.segment.total,
         }
 
-    @cached_property
-    def _unstreamed_bytes(self) -> int:
-        """All feed-forward weights resident beside a full context."""
-        segments = (self.segment.total - self.segment.least) * self.segment.nbytes
-        return max(self._bare_bytes + segments, self._loading_bytes, self._opening_bytes)
-
     @property
     def _bare_bytes(self) -> int:
-        """All that a full context takes with the fewest feed-forward segments."""
+        """Memory of a full context in all, with the fewest feed-forward segments."""
         least = self.segment.least * self.segment.nbytes
         return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes + least
 
     @property
     def _loading_bytes(self) -> int:
-        """The peak while weights are loaded: read ahead, bytes lie in a piece and in a block or a buffer."""
+        """The peak while weights are loaded. Bytes read ahead lie in a piece and in a block or a buffer."""
         ahead = min(LOADING_BYTES, 2 * self.weights_bytes)
         ahead += min(LOADING_PREDICTORS_BYTES, self.predictor_bytes)
         return self._always_bytes - self.activation_bytes + ahead
@@ -282,113 +269,32 @@ class Plan:
 
     @property
     def _fixed_bytes(self) -> int:
-        """What no token's progress changes: all but the key/value cache and the segments."""
+        """Everything but the key/value cache and the segments."""
         resident_embedding = self.resident_weights_bytes - self.weights_bytes
         return self._always_bytes + resident_embedding + self.staging_bytes
 
 
-def plan_memory(
-    config: ModelConfig,
-    quant: QuantConfig,
-    runtime: RuntimeConfig,
-    *,
-    budget_bytes: int,
-    process_bytes: int,
-    threads: int = 1,
-    predictors: Predictors | None = None,
-    streams: MultiStreams | None = None,
-    draft_model_bytes: int = 0,
-    operand_bytes: int = 0,
-) -> Plan:
-    """Divide `budget_bytes`. `process_bytes` is the process's memory before anything of the model is loaded.
+def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -> Plan:
+    """Divide a budget among the parts of a model. A budget that is too small gives a plan that doesn't fit.
 
-    draft_model_bytes: of a second model that drafts, loaded and with its context full. operand_bytes: of what
-    the MLX backend's matrices multiply in.
-    runtime.sparsity is settled: what isn't `exact`, `threshold`, or `predicted` with `predictors`, is planned
-    as `dense`. Raises UsageError if the context asked for is longer than the model's; a budget that is too
-    small gives a plan that says so (`fits`).
+    process_bytes: memory of the process before anything of the model is loaded. Raises UsageError if the
+    context asked for is longer than the model's.
     """
-    kv = KVLayout(config, runtime.kv_bits)
-    max_context, widest = context_tokens(config, runtime), widest_pass(config, runtime)
-    # The allocator keeps about a quarter more than is in use; MLX has a limit for that.
-    wide, narrow = (
-        mlx_activation_bytes(config, runtime, tokens, operand_bytes)
-        if runtime.backend == "mlx"
-        else activation_bytes(config, quant, runtime, threads, tokens, streams) * 5 // 4
-        for tokens in (widest, min(widest, DECODE_TOKENS))
-    )
-    plan = Plan(
+    kv, widest = memory.kv, memory.pass_tokens
+    return Plan(
         budget_bytes=budget_bytes,
-        weights_bytes=weights_bytes(config, quant),
-        embedding_bytes=config.vocab_size * embedding_layout(config, quant).stride,
-        max_context=max_context,
+        weights_bytes=memory.weights_bytes,
+        embedding_bytes=memory.embedding_bytes,
+        max_context=memory.max_context,
         kv_block_bytes=kv.block_bytes,
-        kv_cache_bytes=kv.blocks(max_context) * kv.block_bytes,
-        segment=segment_shape(config, quant),
-        stream=stream_shape(config, quant),
-        activation_bytes=wide,
-        decode_activation_bytes=narrow,
+        kv_cache_bytes=kv.blocks(memory.max_context) * kv.block_bytes,
+        segment=memory.segment,
+        stream=memory.stream,
+        activation_bytes=memory.activation_bytes(widest),
+        decode_activation_bytes=memory.activation_bytes(min(widest, DECODE_TOKENS)),
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
-        draft_bytes=draft_bytes(config, quant, runtime, threads, streams, draft_model_bytes),
-    )
-    predictors = predictors if runtime.sparsity == "predicted" else None
-    predicted = predictors is not None
-    if runtime.sparsity in GATED or predicted:
-        slots = slot_shape(config, quant, whole=predicted)
-        selecting = neuron_table_bytes(config) + (0 if predicted else gates_bytes(config, quant))
-        wide, narrow = (
-            sparse_activation_bytes(config, runtime, predictors, tokens)
-            for tokens in (widest, min(widest, DECODE_TOKENS))
-        )
-        plan = replace(
-            plan,
-            weights_bytes=plan.weights_bytes + selecting,
-            predictor_bytes=0 if predictors is None else predictors_bytes(config, predictors),
-            segment=slots,
-            stream=fetch_shape(slots.slot_bytes),
-            activation_bytes=plan.activation_bytes + wide,
-            decode_activation_bytes=plan.decode_activation_bytes + narrow,
-            sparsity=runtime.sparsity,
-        )
-    if runtime.backend == "mlx":
-        return _mlx_plan(plan, config, quant, runtime, predictors, streams, operand_bytes)
-    return plan if runtime.backend != "reference" else _reference_plan(plan, config, quant, runtime)
-
-
-def _mlx_plan(
-    plan: Plan,
-    config: ModelConfig,
-    quant: QuantConfig,
-    runtime: RuntimeConfig,
-    predictors: Predictors | None,
-    streams: MultiStreams | None,
-    operand_bytes: int,
-) -> Plan:
-    """That engine holds scales in its operands' type, and streams a segment at a time."""
-    sparse = isinstance(plan.segment, SlotShape)
-    adapters = streams if runs_streams(runtime.speculation, streams) else None
-    more = mlx_weights_bytes(config, quant, predictors, runtime.sparsity in GATED, operand_bytes)
-    return replace(
-        plan,
-        weights_bytes=plan.weights_bytes + more,
-        segment=plan.segment if sparse else mlx_segment_shape(config, quant, operand_bytes),
-        stream=replace(plan.stream, packed_bytes=mlx_stage_bytes(config, quant, operand_bytes))
-        if sparse
-        else mlx_stream_shape(config, quant, operand_bytes),
-        draft_bytes=plan.draft_bytes + mlx_stream_bytes(config, adapters, operand_bytes),
-    )
-
-
-def _reference_plan(plan: Plan, config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig) -> Plan:
-    """That backend holds every matrix in float32, reads embedding rows from flash and streams nothing."""
-    activations = plan.activation_bytes + reference_bytes(config, runtime)
-    return replace(
-        plan,
-        weights_bytes=4 * matrix_elements(config),
-        embedding_bytes=0,
-        segment=replace(segment_shape(config, quant), per_layer=0),
-        stream=StreamShape(0, 0, 0, 0),
-        activation_bytes=activations,
-        decode_activation_bytes=activations,
+        sparsity=memory.sparsity,
+        predictor_bytes=memory.predictor_bytes,
+        draft_bytes=memory.draft_bytes,
     )

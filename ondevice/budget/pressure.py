@@ -1,10 +1,10 @@
-"""Memory pressure: how scarce memory is, by one reading of it, and what a DRAM budget should then be.
+"""Memory pressure: its level by a reading of memory, and the DRAM budget that follows from it.
 
 Pure functions of readings, budgets and a clock's time. They know no system: `pressure_sources.py` makes the
 readings, `budget_watch.py` asks and carries out. Sizes are bytes, times are seconds of a monotonic clock.
 
-Pressure is what others take of the memory that there was for this process when it was loaded. Whoever gives
-a model all that a control group holds isn't told so by the group being full.
+Pressure is memory that others take of what this process could have when the model was loaded. A model that
+was given all of a control group's memory feels no pressure from the group being full.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["normal", "warning", "critical"]
-"""In the order of distress."""
+"""Levels of memory pressure, lowest first."""
 LEVELS: tuple[Level, ...] = ("normal", "warning", "critical")
 
 
@@ -22,19 +22,19 @@ class Reading:
     """One look at memory where it is scarcest for this process: on the machine, or in a control group."""
 
     limit_bytes: int
-    """What there is in all."""
+    """Memory in all."""
     available_bytes: int
-    """What can still be allocated, page cache that can be dropped included."""
+    """Memory that can still be allocated, droppable page cache included."""
     process_bytes: int
-    """What this process holds."""
+    """Memory of this process."""
     stalled: float = 0.0
-    """Share of the last seconds, from 0 to 1, in which something waited for memory."""
+    """Share of the last seconds, from 0 to 1, in which some task waited for memory."""
     blocked: float = 0.0
-    """Share in which nothing did anything but wait for it."""
+    """Share of the last seconds in which all tasks waited for memory."""
     limit_hits: int = 0
-    """Times the limit was met, ever."""
+    """Times that the limit was met since the group exists."""
     reported: Level = "normal"
-    """What the system itself calls it, where it does."""
+    """The level that the system itself reports, if it does."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,31 @@ class PressureConfig:
     """When a budget shrinks and grows. Shares are of a reading's `limit_bytes`."""
 
     interval_seconds: float = 1.0
-    """Between two looks."""
+    """Seconds between two looks."""
     reserve_share: float = 0.05
     least_reserve_bytes: int = 16 << 20
-    """Left to others, unless they had less when the model was loaded; it is critical below half of that."""
+    """Least memory that is left to others, unless they had less when the model was loaded.
+
+    Less than half of it is critical."""
     drift_share: float = 0.0025
     least_drift_bytes: int = 8 << 20
-    """What readings differ by without meaning anything: page tables, the kernel's own caches."""
+    """Differences between readings that mean nothing: page tables, the kernel's own caches."""
     short_share: float = 0.1
-    """Waiting counts only with less than this available: elsewhere it is others' own limits they wait at."""
+    """Share available below which waiting counts; above it, tasks wait at limits of their own."""
     reported_share: float = 0.5
-    """What the system says counts only with less than this available: macOS may warn with memory free."""
+    """Share available below which the reported level counts: macOS may warn with memory free."""
     waiting: float = 0.2
-    """Share of time: a warning where something waited so long, critical where everything did."""
+    """Share of time: it is a warning if some task waited that long, critical if all did."""
     confirmations: int = 2
-    """Looks in a row before a warning counts."""
+    """Looks in a row that make a warning count."""
     settle_seconds: float = 5.0
-    """Between two steps down that no arithmetic asks for, only what the system says."""
+    """Seconds between two steps down that only the system's reports ask for."""
     calm_seconds: float = 30.0
-    """Without pressure, before the budget grows."""
+    """Seconds without pressure before the budget grows."""
     grow_seconds: float = 5.0
-    """Between two steps up."""
+    """Seconds between two steps up."""
     steps: int = 8
-    """From the smallest budget to the largest."""
+    """Steps from the smallest budget to the largest."""
 
 
 DEFAULT_PRESSURE = PressureConfig()
@@ -72,35 +74,43 @@ DEFAULT_PRESSURE = PressureConfig()
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where a budget is, and between what it may move."""
+    """A budget and the limits between which it may move."""
 
     current_bytes: int
     floor_bytes: int
-    """The smallest that works."""
+    """The smallest budget that works."""
     ceiling_bytes: int
-    """The user's own, or what the model can use at most if that is less."""
+    """The user's own budget, or the most that the model can use if that is less."""
 
 
 @dataclass(frozen=True)
 class PressureState:
-    """What is remembered from look to look."""
+    """State that is kept from look to look."""
 
     usual_room_bytes: int
-    """What there was for this process at the first look: held already, or available."""
+    """Memory that this process could have at the first look: held already, or available."""
     level: Level = "normal"
     looks: int = 0
-    """In a row, that weren't normal."""
+    """Looks in a row that weren't normal."""
     limit_hits: int = 0
     troubled_at: float = 0.0
-    """The last look that wasn't normal."""
+    """Time of the last look that wasn't normal."""
     changed_at: float = 0.0
-    """The last change of the budget."""
+    """Time of the last change of the budget."""
 
 
 def advance(
     state: PressureState | None, reading: Reading, bounds: Bounds, now: float, config: PressureConfig
 ) -> tuple[PressureState, int]:
-    """What to remember after a look, and the budget that it calls for. state: None at the first look."""
+    """The state after a look, and the budget that it calls for.
+
+    Args:
+        state: The state before; None at the first look.
+        reading: What was read.
+        bounds: The present budget and its limits.
+        now: The time in seconds.
+        config: When a budget shrinks and grows.
+    """
     room = reading.available_bytes + min(reading.process_bytes, bounds.current_bytes)
     if state is None:
         state = PressureState(room, limit_hits=reading.limit_hits, troubled_at=now, changed_at=now)
@@ -124,16 +134,16 @@ def _share(share: float, reading: Reading, least_bytes: int) -> int:
 
 
 def _reserve(usual_spare: int, reading: Reading, drift: int, config: PressureConfig) -> int:
-    """What is to stay free beside the budget; below 0 where the budget was given with open eyes.
+    """Memory that is to stay free beside the budget; below 0 if the user's budget left none at load.
 
-    usual_spare: what the largest budget left free when the model was loaded.
+    usual_spare: memory that the largest budget left free when the model was loaded.
     """
     reserve = _share(config.reserve_share, reading, config.least_reserve_bytes)
     return min(reserve, usual_spare // 2, usual_spare - 2 * drift)
 
 
 def _level(reading: Reading, over: bool, hit: bool, config: PressureConfig) -> Level:
-    """How bad it is. over: the budget takes more than others leave. hit: the limit was met since the last."""
+    """The level. over: the budget takes more than others leave. hit: the limit was newly met."""
     available = reading.available_bytes / max(1, reading.limit_bytes)
     levels: list[Level] = ["normal"]
     if available < config.reported_share:
@@ -149,7 +159,7 @@ def _level(reading: Reading, over: bool, hit: bool, config: PressureConfig) -> L
 def _target(
     state: PressureState, bounds: Bounds, fitting: int, over: bool, now: float, config: PressureConfig
 ) -> int:
-    """The budget to have now. fitting: the one that others leave, with some to spare."""
+    """The budget to have now. fitting: the budget that others leave, with a margin."""
     current, floor, ceiling = bounds.current_bytes, bounds.floor_bytes, bounds.ceiling_bytes
     step = max(1, (ceiling - floor) // config.steps)
     since = now - state.changed_at

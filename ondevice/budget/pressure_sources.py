@@ -1,6 +1,6 @@
-"""What the system says of memory: Linux's control groups, meminfo and PSI; macOS's kernel levels and events.
+"""Reads memory pressure from the system: Linux's control groups, meminfo and PSI, macOS's levels and events.
 
-A source is asked from one thread. It decides nothing: `pressure.py` does.
+A source is used by one thread. It decides nothing: `pressure.py` does.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ Wake = Callable[[], None]
 
 
 class PressureSource(Protocol):
-    """Where readings come from."""
+    """A source of readings."""
 
     def read(self) -> Reading:
-        """Raises BackendUnavailableError where the system doesn't tell."""
+        """One reading. Raises BackendUnavailableError if the system gives none."""
 
     def close(self) -> None:
-        """Nothing is read any more. Idempotent."""
+        """End. Idempotent."""
 
 
 def system_source(wake: Wake) -> PressureSource:
-    """This system's. wake: called, from a thread of the system's, when it has something to say."""
+    """The source of this system. wake: called from a thread of the system's when there is news."""
     return MacosSource(wake) if sys.platform == "darwin" else LinuxSource()
 
 
 class LinuxSource:
-    """Control groups of both versions and the machine, of which the scarcest counts."""
+    """Reads the machine and control groups of both versions; the one with least memory available counts."""
 
     def __init__(self, proc: Path = PROC, cgroup: Path = CGROUP) -> None:
         self._proc, self._cgroup = proc, cgroup
 
     def read(self) -> Reading:
-        """What has least available, and the waiting of the tasks that live in it."""
+        """The machine or group with least memory available, and the waiting of its tasks."""
         process_bytes = process_memory(self._proc).current_bytes
         sizes = read_kilobytes(self._proc / "meminfo", ("MemTotal", "MemAvailable"))
         stalled, blocked = _stalls(self._proc / "pressure" / "memory")
         scarcest = Reading(sizes["MemTotal"], sizes["MemAvailable"], process_bytes, stalled, blocked)
         for group in memory_groups(self._proc, self._cgroup):
-            # In active use or not: what is cached can be dropped before anything is killed.
+            # Active or not, page cache can be dropped before anything is killed.
             cache_bytes = group.inactive_cache_bytes + group.active_cache_bytes
             available = max(0, group.limit_bytes - group.used_bytes + cache_bytes)
             if available < scarcest.available_bytes:
@@ -72,7 +72,7 @@ class LinuxSource:
         return scarcest
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Nothing is held."""
 
 
 def _stalls(path: Path) -> tuple[float, float]:
@@ -87,15 +87,15 @@ def _stalls(path: Path) -> tuple[float, float]:
 
 
 _REPORTED: dict[int, Level] = {1: "normal", 2: "warning", 4: "critical"}
-"""By the bits that macOS's kernel and its events have for them (sys/event.h, dispatch/source.h)."""
+"""Levels by the bits of macOS's kernel and its events (sys/event.h, dispatch/source.h)."""
 _EVENTS = sum(_REPORTED)
 
 
 class MacosSource:
-    """The kernel's level, asked at every look, and events between looks, which wake who asks."""
+    """Reads the kernel's level at every look, and gets events between looks, which call `wake`."""
 
     def __init__(self, wake: Wake, library: Any = None) -> None:
-        """library: libSystem, or what stands in for it. Where it refuses events, looks alone must do."""
+        """library: libSystem, or a stand-in for tests. If it refuses events, only looks tell."""
         self._event: Level = "normal"
         self._wake = wake
         self._library = ctypes.CDLL("/usr/lib/libSystem.B.dylib") if library is None else library
@@ -104,14 +104,14 @@ class MacosSource:
         self._open()
 
     def read(self) -> Reading:
-        """The worse of the kernel's level and what events said since the last look."""
+        """The higher of the kernel's level and that of events since the last look."""
         event, self._event = self._event, "normal"
         level = _REPORTED.get(sysctl("kern.memorystatus_vm_pressure_level", 4), "normal")
         worse = max(level, event, key=LEVELS.index)
         return Reading(memory_total(), memory_available(), process_memory().current_bytes, reported=worse)
 
     def close(self) -> None:
-        """Idempotent. An event that is on its way finds nobody."""
+        """End. Idempotent. An event that is on its way is ignored."""
         if _listening.pop(self._key, None) is not None:
             self._library.dispatch_source_cancel(self._source)
             self._library.dispatch_release(self._source)
@@ -121,7 +121,7 @@ class MacosSource:
         library.dispatch_get_global_queue.restype = ctypes.c_void_p
         library.dispatch_source_create.restype = ctypes.c_void_p
         library.dispatch_source_get_data.restype = ctypes.c_ulong
-        # A symbol's address is all that is wanted of it: it is data, and never called.
+        # The symbol is data: its address is passed, and it is never called.
         kind = ctypes.cast(library._dispatch_source_type_memorypressure, ctypes.c_void_p)
         queue = ctypes.c_void_p(library.dispatch_get_global_queue(ctypes.c_long(0), ctypes.c_ulong(0)))
         made = library.dispatch_source_create(kind, ctypes.c_size_t(0), ctypes.c_ulong(_EVENTS), queue)
@@ -143,12 +143,12 @@ class MacosSource:
 
 _keys = itertools.count(1)
 _listening: dict[int, MacosSource] = {}
-"""Sources by the number that is their events' context: no event ever holds the address of an object."""
+"""Sources by the number that is their events' context, so that no event holds the address of an object."""
 
 
 @functools.cache
 def _handler() -> Any:
-    """The one function that all events call; it lives as long as the process: none calls a dead one."""
+    """The function that all events call. It lives as long as the process, so no event calls a dead one."""
 
     def event(key: int | None) -> None:
         source = _listening.get(key or 0)

@@ -106,7 +106,9 @@ UNMEASURED = CostModel(
         for size, rate in ((4 << 10, 0.35e9), (8 << 10, 0.55e9), (16 << 10, 0.85e9), (32 << 10, 1.05e9))
     ),
 )
-"""For files too small to measure, and where measuring fails."""
+"""Costs of a typical device: for files too small to measure, and where measuring fails."""
+_warned: set[str] = set()
+"""Devices that this process has warned of."""
 
 
 def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> CostModel:
@@ -114,7 +116,7 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
 
     files: of records of one size. store: a JSON file with the costs of all devices, by default in the user's
     cache folder; what can't be read there is measured again, what can't be written is forgotten. A device
-    that can't be read has the costs of `UNMEASURED`.
+    that can't be measured has the costs of `UNMEASURED`, and is warned of once.
     """
     store = store or _default_store()
     try:
@@ -132,7 +134,13 @@ def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> Cos
     try:
         rates = measure_records(files, THREADS, runs, BATCH_BYTES // record, SLICES)
     except OndeviceError as error:
-        log.info("no cost model: %s", error)
+        if device not in _warned:
+            _warned.add(device)
+            log.warning(
+                "the read speed of %s couldn't be measured, so reads are planned for a typical one: %s",
+                device,
+                error.for_command_line,
+            )
         return UNMEASURED
     if len({rate.read_bytes for rate in rates}) < 2:
         return UNMEASURED

@@ -28,6 +28,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.host import text_tokenizer
+from ondevice.measure.drafter_switch import DrafterSwitch
 from ondevice.measure.prompts import Task
 from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
@@ -219,8 +220,8 @@ def compare_drafters(
     base = next(
         (it for it in arms.values() if runs_streams(it.runtime.speculation, it.bundle.streams)), plain
     )
-    with closing(Engine(base, never_cancelled)) as engine:
-        found = _measured(engine, arms, prompts, sampling, on_progress)
+    with closing(Engine(base, never_cancelled)) as engine, closing(DrafterSwitch(engine)) as switch:
+        found = _measured(switch, arms, prompts, sampling, on_progress)
         io, kernel_target = engine.io, engine.kernel_target
     on_progress(1.0, "done")
     rows = [_row(task, name, texts) for task, texts in _with_all(found).items() for name in arms]
@@ -296,7 +297,7 @@ def _chat_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def _measured(
-    engine: Engine,
+    switch: DrafterSwitch,
     arms: Mapping[str, ResolvedModel],
     prompts: Mapping[str, Sequence[Sequence[int]]],
     sampling: SamplingConfig,
@@ -305,8 +306,8 @@ def _measured(
     """By task, each prompt's texts by drafter."""
     warm_up = benchmark_prompt(WARM_UP_TOKENS, next(iter(arms.values())).bundle.config.vocab_size)
     for arm in arms.values():
-        engine.draft_as(arm)
-        _continued(engine, warm_up, replace(sampling, max_tokens=WARM_UP_TOKENS))
+        switch.draft_as(arm)
+        _continued(switch.engine, warm_up, replace(sampling, max_tokens=WARM_UP_TOKENS))
     found: dict[str, list[dict[str, _Text]]] = {}
     # Tasks in turns: a machine that slows down does so for all of them.
     longest = max(map(len, prompts.values()))
@@ -316,8 +317,8 @@ def _measured(
         texts = {}
         for place, name in enumerate([*arms, *arms][turn : turn + len(arms)]):
             on_progress((done + place / len(arms)) / len(queue), f"{task} {index + 1}, {name}")
-            engine.draft_as(arms[name])
-            texts[name] = _continued(engine, prompts[task][index], sampling)
+            switch.draft_as(arms[name])
+            texts[name] = _continued(switch.engine, prompts[task][index], sampling)
         found.setdefault(task, []).append(texts)
     return {task: found[task] for task in prompts}
 

@@ -15,10 +15,10 @@ from ondevice.model.weights import LayerWeights, MultiStreamLayer
 
 
 class Rows(NamedTuple):
-    """How a pass's rows lie: behind `position` tokens stored in kv, which has room reserved for them.
+    """Where a batch's R rows are stored and seen: behind `position` tokens in kv, which has room for them.
 
-    tree: how they follow each other, if they don't just follow; cos, sin: (R, Dh / 2) of their places. Rows
-    from `num_exact_rows` on are streams; adapters are added for those from `adapted` on.
+    tree: how they follow each other; None: each follows the one before. cos, sin: (R, Dh / 2), the rotary
+    tables of their positions. Adapters are added to the rows from `adapted` on.
     """
 
     kv: KVCache
@@ -26,7 +26,6 @@ class Rows(NamedTuple):
     tree: TokenTree | None
     cos: Float32
     sin: Float32
-    num_exact_rows: int
     adapted: int
 
 
@@ -40,7 +39,7 @@ def attention(
     adapters: MultiStreamLayer | None = None,
 ) -> Array:
     """x: (R, D), may be overwritten. Returns x + attention, (R, D). Writes keys and values of the rows."""
-    kv, position, tree, cos, sin, _, adapted = rows
+    kv, position, tree, cos, sin, adapted = rows
     eps, heads = config.rms_norm_eps, None
     if config.qk_norm:
         heads = HeadNorms(weights.q_norm, weights.k_norm, eps)

@@ -1,11 +1,12 @@
 """One layer's feed-forward block: norm, gated feed-forward (arXiv 2002.05202), residual.
 
-Where the neurons live and which of them are multiplied is the backend's and `sparsity`'s affair.
+Where neurons are and which of them are multiplied is decided by the backend and `sparsity`.
 """
 
 from __future__ import annotations
 
 from ondevice.backends.base import Array, Backend, Norm
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import ModelConfig
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
 
@@ -15,20 +16,17 @@ def feed_forward(
     config: ModelConfig,
     weights: LayerWeights,
     x: Array,
-    num_exact_rows: int | None = None,
+    batch: ForwardBatch,
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """x: (T, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (T, D); may overwrite x.
+    """x: (R, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (R, D); may overwrite x.
 
-    Tokens from `num_exact_rows` on make do with the neurons that are at hand. adapters: are added for those
-    from `adapted` on.
+    x: the rows of `batch`. adapters: added to the rows from `adapted` on.
     """
     norm = Norm(weights.feed_forward_norm, config.rms_norm_eps)
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
-    x = backend.feed_forward(
-        x, weights.feed_forward, config.hidden_act, norm=norm, added=x, num_exact_rows=num_exact_rows
-    )
+    x = backend.feed_forward(x, weights.feed_forward, config.hidden_act, batch, norm=norm, added=x)
     if adapters is not None:
         low = adapters.feed_forward
         x = backend.add_low_rank(x, before, low.down, low.up, adapted, "relu", norm)
@@ -36,5 +34,5 @@ def feed_forward(
 
 
 def prefetch(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
-    """Tell the backend what the block of a later layer will be given, about: x (T, D) is the stream now."""
+    """Let the backend prefetch for a later layer: x (R, D), the residual stream now, is near its input."""
     backend.prefetch(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)

@@ -1,8 +1,7 @@
-"""The key/value cache: the tokens a pass has seen, and the blocks that hold their keys and values.
+"""The key/value cache: the tokens that passes have seen, and the blocks that hold their keys and values.
 
-It grows a block of 64 tokens at a time, from an allocator that may refuse (the memory plan's), and knows
-nothing of attention: ops write and read the blocks by `KVLayout`, or an engine's own arrays, which have room
-for as many.
+It grows by blocks of 64 tokens, from an allocator that may refuse (the memory plan's). It knows nothing of
+attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays with room for as many.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ def allocate_block(nbytes: int) -> Bytes:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -> int:
-    """How many leading elements a and b share, `most` at most; where these are tokens, mostly nearly all.
+    """The number of leading elements that a and b share, `most` at most.
 
-    Slices are compared, which is far faster than elements one by one.
+    It compares slices, which is far faster than comparing elements one by one.
     """
     least, most = 0, min(len(a), len(b), len(a) if most is None else most)
-    # The end is where they differ, if they do: guesses of the last draft.
+    # Nearly always one is a prefix of the other.
     if a[:most] == b[:most]:
         return most
     while most - least > 1:
@@ -45,15 +44,15 @@ def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -
 
 
 def _forget(block: Block) -> None:
-    """The heap's blocks need no more than their last reference to go."""
+    """Nothing to do: a block from the heap is freed with its last reference."""
 
 
 class KVCache:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1.
 
-    `allocate(nbytes)` gives a block that the backend's ops can write (uint8 for numpy backends) or raises
-    (`BudgetError` where a plan is in charge); `release(block)` takes one back. Where an engine has
-    `arrays` of its own, these are what ops write, and blocks only count what they take.
+    `allocate(nbytes)` returns a block that the backend's ops can write (uint8 for numpy backends) or raises
+    (`BudgetError` where a plan is in charge); `release(block)` frees one. Where a backend has `arrays` of its
+    own, ops write to those, and blocks only count their memory.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class KVCache:
 
     @property
     def room(self) -> int:
-        """Tokens that the blocks held have places for."""
+        """Tokens that fit the blocks held."""
         return len(self.blocks) * BLOCK_TOKENS
 
     @property
@@ -87,7 +86,7 @@ class KVCache:
         return len(self.blocks) * self.layout.block_bytes
 
     def reserve(self, n_tokens: int) -> None:
-        """Hold room for n_tokens positions in all. What the allocator raises leaves the cache as it was."""
+        """Make room for n_tokens positions in all. If the allocator raises, the cache is as before."""
         added: list[Block] = []
         try:
             while len(self.blocks) + len(added) < self.layout.blocks(n_tokens):
@@ -103,23 +102,23 @@ class KVCache:
                 self._release(block)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Count tokens whose keys and values a pass has just written behind the others."""
+        """Add tokens whose keys and values a pass has just written at the next positions."""
         room = self.room - self.length
         if len(tokens) > room:
             raise ValueError(f"{len(tokens)} tokens were written where only {room} positions are reserved")
         self.tokens.extend(tokens)
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions and release the blocks that none of them uses."""
+        """Keep the first n_tokens positions, and release the blocks behind them."""
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
         del self.tokens[n_tokens:]
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
-        """Of the tokens from place `start` on, the nodes of a tree, keep those of `path`, in its order.
+        """Keep only the nodes of `path` of the tree that is stored from position `start` on.
 
-        path: ascending nodes. move(source, target) copies what one place holds to another.
+        path: ascending nodes. move(source, target) copies the keys and values of one position to another.
         """
         for target, node in enumerate(path, start):
             if start + node != target:
@@ -128,7 +127,7 @@ class KVCache:
         self.truncate(start + len(path))
 
     def fork(self) -> KVCache:
-        """An independent copy, in blocks of its own."""
+        """An independent copy, with blocks of its own."""
         copy = KVCache(self.layout, self._allocate, self._release)
         copy.reserve(self.length)
         if self.arrays is None:

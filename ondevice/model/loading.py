@@ -1,7 +1,7 @@
-"""From a bundle on flash to the weights an engine has loaded: which bytes are what, in bounded pieces.
+"""Loads weights from a bundle on flash into a backend, in bounded pieces.
 
-The sources read through the flash reader, which checks every byte it returns; nothing here holds a whole
-matrix. A `Part` says once what is read for it and how it is loaded, so reading ahead keeps to the order.
+All reads go through the flash reader, which checks every byte that it returns; no whole matrix is ever held
+here. A `Part` declares both its reads and how it is loaded, so that reading ahead follows the same order.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
 
-# Indices in the flash reader.
+# Indices of files in the flash reader.
 RESIDENT_FILE = 0
 EMBEDDING_FILE = 1
 FIRST_NEURON_FILE = 2
 CHUNK_BYTES = 4 << 20
-"""Codes (or records) of one RowChunk, at most, unless a single row is longer."""
+"""Most bytes of codes (or records) in a RowChunk, unless a single row is longer."""
 
 Rows = Callable[[int, int], RowChunk]
 """(row0, count) -> those rows of one matrix."""
 
 
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
-    """The files to open a FlashReader with, in the order that the sources' indices mean.
+    """The files to open a FlashReader with, in the order of the indices that sources use.
 
-    With `exact`, what decides which neurons are multiplied are gate rows of their own; with `predicted`, the
-    predictors; with `threshold`, the gate rows of the neuron records and the thresholds. The adapters of
-    streams come last; BundleError if they are asked for and there are none.
+    What selects neurons comes after them: files of gate rows for `exact`, the predictors for `predicted`, the
+    thresholds for `threshold`. The streams' adapters come last; BundleError if the bundle has none.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
@@ -68,9 +67,8 @@ def load_weights(
 ) -> ModelWeights:
     """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, sparsity)`.
 
-    sparsity: what decides which neurons are read and multiplied: nothing (`dense`), their gates (`exact`),
-    the predictors (`predicted`) or the thresholds of gates (`threshold`) at `point`, an operating point of
-    theirs.
+    sparsity: what selects the neurons that are multiplied: nothing (`dense`), their gates (`exact`), the
+    predictors (`predicted`) or gate thresholds (`threshold`). point: the operating point of the last two.
 
     Raises FlashReadError when bytes don't match their checksum, BundleError when what they hold can't be
     weights, Cancelled when `cancelled()` holds between two pieces, and what the backend raises when memory
@@ -109,7 +107,7 @@ def load_weights(
 
 
 def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
-    """What LayerWeights holds of the resident file, in the order in which it lies there."""
+    """The parts of LayerWeights that are in the resident file, in the file's order."""
     config, prefix = bundle.config, f"layers.{layer}"
 
     def vector(name: str) -> VectorPart:
@@ -133,7 +131,7 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
 def _selector_parts(
     bundle: Bundle, reader: FlashReader, sparsity: Sparsity, point: OperatingPoint | ThresholdPoint | None
 ) -> list[_SelectorParts]:
-    """What decides which neurons are multiplied, layer by layer."""
+    """The parts of every layer's selector."""
     config, layers = bundle.config, range(bundle.config.num_layers)
     index = FIRST_NEURON_FILE + config.num_layers
     if sparsity == "exact":
@@ -180,10 +178,10 @@ def _predictor_parts(
 def _gate_part(
     bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout, digest: GateDigest | None = None
 ) -> MatrixPart:
-    """One layer's gate projection, the first row of the records of `file`."""
+    """One layer's gate projection: the first row of each record of `file`."""
     config = bundle.config
     rows = partial(_record_rows, reader, file, layout, digest=digest)
-    # Whole records are read, of which a neuron's has two more rows.
+    # Whole records are read, and a neuron's record has two more rows.
     return MatrixPart(
         "gate",
         config.intermediate_size,
@@ -195,7 +193,7 @@ def _gate_part(
 
 
 class Part(Protocol):
-    """Something to load: its reads, in order, and the loading that consumes their results in that order."""
+    """Something to load: its reads, and the loading that consumes their results in the same order."""
 
     @property
     def field(self) -> str: ...
@@ -206,7 +204,7 @@ class Part(Protocol):
 
 
 def part_tasks(parts: Iterable[Part], cancelled: Callable[[], bool]) -> Iterator[Callable[[], Any]]:
-    """What `parts` read, in order. Raises Cancelled where `cancelled()` holds between two pieces."""
+    """The reads of `parts`, in order. Raises Cancelled where `cancelled()` holds between two of them."""
     for part in parts:
         for task in part.tasks():
             if cancelled():
@@ -216,7 +214,7 @@ def part_tasks(parts: Iterable[Part], cancelled: Callable[[], bool]) -> Iterator
 
 @dataclass(frozen=True)
 class VectorPart:
-    """A float32 vector that is read at once."""
+    """A float32 vector, read in one piece."""
 
     field: str
     read: Callable[[], Float32]
@@ -239,7 +237,7 @@ class MatrixPart:
     rows: Rows
     bias: Callable[[], Float32] | None = None
     read_bytes: int = 0
-    """Read for a row, where that is more than its codes."""
+    """Bytes read per row, where they are more than its codes."""
 
     @property
     def starts(self) -> range:
@@ -274,7 +272,7 @@ class _CutoffPart:
 
 @dataclass(frozen=True)
 class _SelectorParts:
-    """What makes one layer's `Selector`: matrices in the order in which they multiply, and a cutoff."""
+    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff."""
 
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
@@ -282,7 +280,7 @@ class _SelectorParts:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """What is read, in this order."""
+        """All parts, in the order in which they are read."""
         return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
@@ -295,7 +293,7 @@ class _SelectorParts:
 
 
 class _ReadLinear:
-    """`LinearSource` of a matrix whose chunks come next."""
+    """`LinearSource` of a matrix whose chunks are the next results of `ahead`."""
 
     def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
         self.rows = matrix.num_rows
@@ -349,7 +347,7 @@ class EmbeddingRecords:
         return records
 
     def rows(self, row0: int, count: int) -> RowChunk:
-        """The rows of an output head that shares these records, as views of them."""
+        """Rows of an output head that is tied to the embedding: views of the records."""
         return _record_rows(self._reader, self.file, self.layout, row0, count)
 
 
@@ -361,7 +359,7 @@ def _record_rows(
     count: int,
     digest: GateDigest | None = None,
 ) -> RowChunk:
-    """The first rows of records as rows of a matrix: views of them. digest: of the layer, for gates."""
+    """The first row of each record as a matrix: views of the records. digest: of the layer, for gates."""
     records = _read_span(reader, file, layout, row0, count)
     if digest is not None:
         digest.take(row0, records)
@@ -369,7 +367,7 @@ def _record_rows(
 
 
 def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
-    """What lies `offset` bytes into each record (n, stride) as rows row0 .. row0 + n: views of them."""
+    """The row at `offset` bytes of each record (n, stride), as rows row0 .. row0 + n: views of records."""
     scales_at = offset + row.codes_bytes
     biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
     scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]

@@ -21,7 +21,7 @@ _SIN_TERMS = tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(9))
 _COS_TERMS = tuple((-1.0) ** n / math.factorial(2 * n) for n in range(9))
 
 AHEAD = 64
-"""Passes over fewer positions than this have their tables from twice as many, computed at once."""
+"""Positions of a pass up to which it uses cached tables, computed for twice as many positions at once."""
 
 
 class Rope:
@@ -38,7 +38,7 @@ class Rope:
         self.inverse_frequencies = np.array(frequencies, dtype=np.float32)
         self._known = range(0)
         self._cos = self._sin = np.zeros((0, len(frequencies)), dtype=np.float32)
-        """Of the positions `_known`."""
+        """Tables of the positions in `_known`."""
 
     def run(self, first: int, count: int) -> tuple[Float32, Float32]:
         """Cosine and sine, each (count, Dh / 2), for logical positions first .. first + count - 1."""
@@ -58,7 +58,7 @@ class Rope:
     def _row_of(self, first: int, last: int) -> int:
         """Where position `first` is in tables that have all positions up to `last`."""
         if not self._known.start <= first <= last < self._known.stop:
-            # Passes of decoding ask for a few positions each, one after the other.
+            # Decoding passes ask for a few positions each, in ascending order.
             self._known = range(first, first + 2 * AHEAD)
             self._cos, self._sin = self._computed(np.arange(first, first + 2 * AHEAD))
         return first - self._known.start

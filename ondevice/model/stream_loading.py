@@ -1,6 +1,6 @@
-"""From a bundle's `streams.safetensors` to the adapters an engine has loaded.
+"""Loads the adapters in a bundle's `streams.safetensors` into a backend.
 
-It knows which tensors an adapter has; how they are read, in bounded pieces, is `loading.py`'s.
+It knows which tensors an adapter has; `loading.py` reads them in bounded pieces.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def load_streams(
 
 @dataclass(frozen=True)
 class _EmbeddingsPart:
-    """Rows of `width` values, read at once and loaded one by one."""
+    """Rows of `width` values, read in one piece and loaded one by one."""
 
     read: Callable[[], Float32]
     width: int

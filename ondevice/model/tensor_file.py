@@ -1,4 +1,4 @@
-"""A file of tensors read in the order of use, each CRC block once, a few pieces ahead of their consumer."""
+"""A file of tensors, read ahead in the order of use; each CRC block is read once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 
 READ_AHEAD = 4
-"""Pieces being read, or read and waiting, while the engine packs one."""
+"""Pieces that are being read, or are waiting, while the backend packs one."""
 KEPT_BLOCKS = 16
-"""CRC blocks remembered: those in which the pieces being read end and the next ones begin."""
+"""CRC blocks kept: those in which the pieces being read end and the next ones begin."""
 
 
 class ReadAhead:
-    """The results of `tasks`, in order, worked on by a few threads before they are asked for."""
+    """The results of `tasks`, in order, computed ahead by a few threads."""
 
     def __init__(self, tasks: Iterator[Callable[[], Any]]) -> None:
         self._tasks = tasks
@@ -51,7 +51,7 @@ class ReadAhead:
 
 
 class TensorFile:
-    """Tensors of one file, through remembered blocks at the edges. Any thread may call it.
+    """Tensors of one file. CRC blocks that two reads share are kept. Any thread may call it.
 
     index: of `file` in the flash reader. bits: of its matrices.
     """
@@ -122,7 +122,7 @@ class TensorFile:
 
 
 class _Block:
-    """One remembered CRC block; its lock is held while it is being read."""
+    """A CRC block that is kept. Its lock is held while it is being read."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from ondevice.backends.base import Array, Backend, Float32, Norm
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError, check_thread
@@ -31,15 +32,17 @@ WantedLogits = Literal["none", "last"]
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, never an error a user sees
-    """A pass was given up between two layers; the cache is as it was before it."""
+    """A pass was cancelled between two layers; the cache is as before it."""
 
 
 @dataclass(frozen=True)
 class PrunedDraft:
-    """Of a pass's tokens, those that enter the stream layers, and which of these get streams (indices)."""
+    """The tokens of a pass that enter the stream layers."""
 
     tokens: Sequence[int]
+    """Their rows in the batch, ascending."""
     streams: Sequence[int] = ()
+    """Those that get streams, as indices into `tokens`."""
 
 
 Prune = Callable[[Array], PrunedDraft]
@@ -48,23 +51,23 @@ Prune = Callable[[Array], PrunedDraft]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What a pass over T tokens left: n of them went through all layers; S streams."""
+    """The results of a forward pass over T tokens, n of which went through all layers; S streams each."""
 
     tokens: Sequence[int]
-    """(n,) which of the T."""
+    """(n,) rows of the batch that weren't pruned."""
     hidden: Array
     """(n, D) for `Transformer.logits`."""
     branches: Array | None = None
-    """(n * S, D) what every token's streams begin with; the last token's alone where only that is wanted."""
+    """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
     streams: Mapping[int, Array] = field(default_factory=dict)
-    """Index into `tokens` -> (S, D) for `Transformer.logits`: what its streams became in this pass."""
+    """Index into `tokens` -> (S, D) final states of its streams, for `Transformer.logits`."""
 
 
 class Transformer:
-    """A loaded model: shapes, an engine and the weights that engine loaded, with streams if it has them.
+    """A loaded model: its shapes, a backend, the weights that the backend loaded, and streams if it has them.
 
-    To run it with others, as training does, make another from `weights` with parts replaced. It runs on the
-    thread that made it: a pass goes through caches that belong to that thread.
+    To run with other weights, as training does, make another one from `weights` with parts replaced. A model
+    runs on the thread that made it, as passes use caches that belong to that thread.
     """
 
     def __init__(
@@ -98,24 +101,24 @@ class Transformer:
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
-            found = self._layers(tokens, kv, cancelled, None, None, None, last=True)
+            found = self._layers(ForwardBatch(tokens, last_only=True), kv, cancelled, None, None)
             result = None if logits == "none" else self.checked_logits(found.hidden)
             undo.pop_all()
         return result
 
     def every_logits(
         self,
-        tokens: Sequence[int],
+        batch: ForwardBatch,
         kv: KVCache,
         rows: int,
         cancelled: Callable[[], bool] | None = None,
     ) -> Iterator[Float32]:
-        """Like `forward`, but yields the logits of every token, (at most rows, V) at a time.
+        """Like `run`, but yields the logits of every token, (at most rows, V) at a time.
 
         The layers have run, and kv holds the tokens, when the first piece comes.
         """
-        hidden = self.hidden_states(tokens, kv, cancelled)
-        for start in range(0, len(tokens), rows):
+        hidden = self.run(batch, kv, cancelled).hidden
+        for start in range(0, len(batch.tokens), rows):
             yield self.checked_logits(hidden[start : start + rows])
 
     def embedding(self, tokens: Sequence[int]) -> Array:
@@ -130,37 +133,38 @@ class Transformer:
         x: Array | None = None,
         tree: TokenTree | None = None,
     ) -> Array:
-        """Like `forward`, but returns what leaves the last layer for every token, (T, D), for `logits`.
-
-        tree: how the T tokens follow each other, if they don't just follow. kv then holds all of them until
-        `KVCache.keep` says which path stays. x: (T, D) enters the first layer in place of
-        `embedding(tokens)`, and may be overwritten; UsageError for another shape. Over `mlx` the result is
-        differentiable by x, by the weights, and through the keys and values that earlier passes left in kv.
-        """
-        return self.run(tokens, kv, cancelled, x=x, tree=tree).hidden
+        """`run` over the tokens of a text or a tree: what leaves the last layer, (T, D), for `logits`."""
+        return self.run(ForwardBatch(tokens, tree), kv, cancelled, x=x).hidden
 
     def run(
         self,
-        tokens: Sequence[int],
+        batch: ForwardBatch,
         kv: KVCache,
         cancelled: Callable[[], bool] | None = None,
         *,
         x: Array | None = None,
-        tree: TokenTree | None = None,
         prune: Prune | None = None,
-        last: bool = False,
-        resident: bool = False,
     ) -> ForwardOutput:
-        """`hidden_states`, with streams ("Speculative Streaming", arXiv 2402.11131, section 3.2).
+        """One forward pass: T tokens behind those in kv, which then holds all of them.
 
-        prune: asked, before the stream layers of a model that has some, which tokens go on (a tree keeps
-        its root) and which of them get streams; kv then holds those that went on. last: only the last
-        token's results are wanted. Raises as `forward` does; kv then is as before.
+        Where they are a tree, `KVCache.keep` decides afterwards which path stays in kv. With streams
+        ("Speculative Streaming", arXiv 2402.11131, section 3.2), kv holds the tokens that weren't pruned.
+        Over `mlx` the result is differentiable by x, by the weights, and through the keys and values that
+        earlier passes left in kv. Raises as `forward` does; kv then is as before.
+
+        Args:
+            batch: the tokens; it has no rows of streams yet.
+            kv: the cache, which the pass extends.
+            cancelled: asked between two layers.
+            x: (T, D) enters the first layer in place of `embedding(tokens)`, and may be overwritten.
+                UsageError for another shape.
+            prune: asked before the stream layers of a model that has some: which tokens go on (the text's
+                all do) and which of them get streams.
         """
         length = kv.length
         found: ForwardOutput | None = None
         try:
-            found = self._layers(tokens, kv, cancelled, x, tree, prune, last, resident)
+            found = self._layers(batch, kv, cancelled, x, prune)
         finally:
             if found is None:
                 kv.truncate(length)
@@ -169,23 +173,25 @@ class Transformer:
     def stream_states(
         self, branches: Array, kv: KVCache, cancelled: Callable[[], bool] | None = None
     ) -> Array:
-        """Streams behind the last token in kv, which begin with `branches` (S, D): what they become, (S, D).
+        """Run the last token's streams: from initial states `branches` (S, D) to final ones, (S, D).
 
-        The stream layers alone run, with the neurons that are at hand: nothing is read. kv stays as it is,
-        but for places that it reserves. Raises Cancelled, and what the cache's allocator raises.
+        Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
+        room. Raises Cancelled, and what the cache's allocator raises.
         """
         check_thread(self._thread)
         assert self.streams is not None
         kv.reserve(kv.length + self.streams.count)
-        rows, x = self._rows(kv, self.streams.count, None, num_exact_rows=0), branches
+        batch = ForwardBatch((), stream_rows=self.streams.count, resident_only=True)
+        self.backend.begin_pass(batch)
+        rows, x = self._rows(kv, batch), branches
         for layer in range(self.streams.first_layer, self.config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
-            x = self._layer(layer, x, rows)
+            x = self._layer(layer, x, batch, rows)
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
-        """What the pruning adapter expects the model to say, (n, V), of what enters stream layers (n, D)."""
+        """The pruning adapter's estimate of logits, (n, V), from what enters the stream layers, (n, D)."""
         assert self.streams is not None
         assert self.streams.pruning is not None
         low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
@@ -196,30 +202,30 @@ class Transformer:
         norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
         return self.backend.linear(hidden, self.weights.head, norm)
 
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """After a pass over draft tokens: the text has the tokens in `rows` of `batch`, ascending."""
+        self.backend.accept(batch, rows)
+
     def _layers(
         self,
-        tokens: Sequence[int],
+        batch: ForwardBatch,
         kv: KVCache,
         cancelled: Callable[[], bool] | None,
         x: Array | None,
-        tree: TokenTree | None,
         prune: Prune | None,
-        last: bool,
-        resident: bool = False,
     ) -> ForwardOutput:
-        """All layers over T tokens. Extends kv by those that go on to the end."""
+        """Run all layers over T tokens. Extends kv by those that weren't pruned."""
         check_thread(self._thread)
-        config, ids, branches = self.config, self._checked(tokens), None
+        config, ids, tree, branches = self.config, self._checked(batch.tokens), batch.tree, None
         kv.reserve(kv.length + len(ids))
         if tree is not None and len(tree) != len(ids):
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
+        self.backend.begin_pass(batch)
         if x is None:
             x = self.backend.embedding(self.weights.embedding, ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
-        chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, len(ids), tree)
-        if resident:
-            rows = rows._replace(num_exact_rows=0)
+        chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, batch)
         for layer in range(config.num_layers):
             if cancelled is not None and cancelled():
                 raise Cancelled
@@ -227,11 +233,12 @@ class Transformer:
                 if prune is not None:
                     chosen = prune(x)
                     if chosen.streams or len(chosen.tokens) < len(ids):
-                        x, rows = self._prune(x, kv, chosen, tree)
+                        x, batch = self._prune(x, kv, chosen, batch)
+                        rows = self._rows(kv, batch)
                     branches = self._branches(x, range(len(chosen.tokens)))
-                elif last:
+                elif batch.last_only:
                     branches = self._branches(x, [len(ids) - 1])
-            x = self._layer(layer, x, rows, last and layer == config.num_layers - 1)
+            x = self._layer(layer, x, batch, rows)
         known = ids.tolist()
         kv.extend([known[token] for token in chosen.tokens])
         if self.streams is None or not chosen.streams:
@@ -241,48 +248,46 @@ class Transformer:
         ended = {token: x[start : start + count] for token, start in zip(chosen.streams, starts, strict=True)}
         return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
 
-    def _layer(self, layer: int, x: Array, rows: Rows, last: bool = False) -> Array:
-        """One layer over x (R, D). last: only the last row's result is wanted, (1, D)."""
+    def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows) -> Array:
+        """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) of the last row."""
         backend, config, weights = self.backend, self.config, self.weights.layers[layer]
         adapters = None
         if self.streams is not None and rows.adapted < x.shape[0]:
             adapters = self.streams.layer(layer)
         x = attention(backend, config, weights, layer, x, rows, adapters)
-        x = x[-1:] if last else x
-        num_exact_rows = rows.num_exact_rows if rows.num_exact_rows < x.shape[0] else None
-        if layer + 1 < config.num_layers and rows.num_exact_rows:
-            known = x if num_exact_rows is None else x[:num_exact_rows]
-            prefetch(backend, config, self.weights.layers[layer + 1], known)
-        return feed_forward(backend, config, weights, x, num_exact_rows, adapters, rows.adapted)
+        if layer + 1 < config.num_layers:
+            if not batch.resident_only:
+                known = x[: len(batch.tokens)] if batch.stream_rows else x
+                prefetch(backend, config, self.weights.layers[layer + 1], known)
+        elif batch.last_only:
+            x, batch = x[-1:], batch.last_row()
+        return feed_forward(backend, config, weights, x, batch, adapters, rows.adapted)
 
-    def _rows(
-        self, kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None
-    ) -> Rows:
-        """`count` rows behind what kv holds, of which those from `num_exact_rows` on are streams."""
-        position = kv.length
+    def _rows(self, kv: KVCache, batch: ForwardBatch) -> Rows:
+        """Positions of a batch's rows, which follow the tokens in kv."""
+        position, tree, tokens = kv.length, batch.tree, len(batch.tokens)
         if tree is not None and tree.is_chain:
             tree = None
         if tree is None:
-            cos, sin = self._rope.run(position, count)
+            cos, sin = self._rope.run(position, tokens + batch.stream_rows)
         else:
             cos, sin = self._rope.tables(position + tree.depths)
-        num_exact_rows = count if num_exact_rows is None else num_exact_rows
-        adapted = 0 if self.streams is not None and self.streams.shared else num_exact_rows
-        return Rows(kv, position, tree, cos, sin, num_exact_rows, adapted)
+        adapted = 0 if self.streams is not None and self.streams.shared else tokens
+        return Rows(kv, position, tree, cos, sin, adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
-        """What the streams of `tokens` begin with: (n * S, D)."""
+        """Initial states of the streams of `tokens`: (n * S, D)."""
         assert self.streams is not None
         own = self.backend.rows(x, tokens)
         return self.backend.add_streams(own, range(len(tokens)), self.streams.embeddings)[len(tokens) :]
 
     def _prune(
-        self, x: Array, kv: KVCache, chosen: PrunedDraft, tree: TokenTree | None
-    ) -> tuple[Array, Rows]:
-        """x (T, D) without the tokens that don't go on, and with streams; keys and values moved to match."""
+        self, x: Array, kv: KVCache, chosen: PrunedDraft, batch: ForwardBatch
+    ) -> tuple[Array, ForwardBatch]:
+        """x (T, D) without the tokens that were pruned, and with streams; keys and values moved to match."""
         assert self.streams is not None
         count, position, kept = self.streams.count, kv.length, len(chosen.tokens)
-        parents = list(range(-1, x.shape[0] - 1)) if tree is None else tree.parents.tolist()
+        parents = list(range(-1, x.shape[0] - 1)) if batch.tree is None else batch.tree.parents.tolist()
         if kept < x.shape[0]:
             for target, token in enumerate(chosen.tokens):
                 if target != token:
@@ -295,7 +300,7 @@ class Transformer:
         if chosen.streams:
             kv.reserve(position + len(parents))
             x = self.backend.add_streams(x, chosen.streams, self.streams.embeddings)
-        return x, self._rows(kv, len(parents), TokenTree(parents), kept)
+        return x, batch.pruned(chosen.tokens, TokenTree(parents), len(parents) - kept)
 
     def checked_logits(self, hidden: Array) -> Float32:
         """hidden: (n, D) from `hidden_states`. Returns (n, V). Raises BundleError if they aren't finite."""
@@ -305,7 +310,7 @@ class Transformer:
 
     def check_finite(self, logits: Float32) -> None:
         """logits: (n, V). Raises BundleError if they aren't finite."""
-        # Times zero, what isn't finite is no number; to ask it of each takes many times as long.
+        # Zero times a value that isn't finite is NaN. Checking each value takes many times as long.
         if any(logits.dot(self._zeros)):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
@@ -313,7 +318,7 @@ class Transformer:
             )
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """tokens as (T,) int32. An id out of range would be read as some other record."""
+        """tokens as (T,) int32. Raises UsageError for an id out of range, which would read another record."""
         if not len(tokens):
             raise UsageError("a forward pass needs at least one token")
         lowest, highest = min(tokens), max(tokens)

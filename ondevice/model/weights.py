@@ -1,4 +1,4 @@
-"""A model's weights as an engine loaded them: opaque to everything but that engine's ops."""
+"""A model's weights as a backend loaded them: opaque to everything but that backend's ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.backends.base import Embedding, FeedForward, Linear, Vector
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What one layer multiplies with, as the engine loaded it. The q and k norms exist if `qk_norm`."""
+    """One layer's weights, as the backend loaded them. The q and k norms exist if `qk_norm`."""
 
     attention_norm: Vector
     qkv: Linear
@@ -23,7 +23,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All of a model, as the engine loaded it."""
+    """All weights of a model, as the backend loaded them."""
 
     embedding: Embedding
     layers: Sequence[LayerWeights]
@@ -33,7 +33,7 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to a product for stream tokens: up @ act(down @ x). down (R, K), up (N, R)."""
+    """An adapter, added to a product for rows of streams: up @ act(down @ x). down (R, K), up (N, R)."""
 
     down: Linear
     up: Linear
@@ -41,7 +41,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class MultiStreamLayer:
-    """One stream layer's adapters; feed_forward's has ReLU between its matrices, the others nothing."""
+    """One stream layer's adapters. Only feed_forward's has an activation between its matrices, ReLU."""
 
     qkv: LowRank
     out: LowRank
@@ -52,8 +52,8 @@ class MultiStreamLayer:
 class MultiStreamWeights:
     """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
 
-    embeddings: one (D,) for each stream. pruning: guesses from what enters the stream layers what the model
-    will say. shared: the adapters are for the text's own tokens too ("shared mode").
+    embeddings: one (D,) for each stream. pruning: estimates logits from what enters the stream layers.
+    shared: the adapters apply to the text's own tokens too ("shared mode").
     """
 
     embeddings: tuple[Vector, ...]

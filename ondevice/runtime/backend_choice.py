@@ -1,4 +1,7 @@
-"""Which engine runs a model, and its making. MLX is imported only where it is what runs, or may be."""
+"""Chooses and makes the backend that runs a model, and its memory model.
+
+MLX is imported only where it runs, or where `auto` may choose it.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ import platform
 import sys
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal
 
+from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.cpu import CpuBackend, make_engine
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.budget.mlx_sizes import MLX_CACHE_BYTES, MLX_STAGES, mlx_segment_shape, mlx_stage_neurons
+from ondevice.budget.cpu_memory import CpuMemory
+from ondevice.budget.memory_model import MemoryModel
+from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MLX_STAGES, MlxMemory
 from ondevice.budget.plan import Plan
+from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import segment_shape
+from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
-
-if TYPE_CHECKING:
-    from ondevice.backends.mlx import MlxBackend
-
-BudgetBackend: TypeAlias = "CpuBackend | MlxBackend"
-"""A backend whose neurons get memory by the plan."""
 
 
 def has_mlx() -> bool:
@@ -34,7 +37,7 @@ def has_mlx() -> bool:
 
 
 def settled_backend(backend: str) -> Literal["cpu", "mlx", "reference"]:
-    """What `auto` means on this machine: Apple's GPU where there is one."""
+    """The backend that `auto` means on this machine: MLX on Apple's GPU if there is one, else cpu."""
     if backend == "auto":
         apple = sys.platform == "darwin" and platform.machine() == "arm64"
         return "mlx" if apple and has_mlx() else "cpu"
@@ -42,7 +45,7 @@ def settled_backend(backend: str) -> Literal["cpu", "mlx", "reference"]:
 
 
 def check_backend(runtime: RuntimeConfig) -> None:
-    """Raises BackendUnavailableError for what a backend can't do, or this machine lacks for it."""
+    """Raises BackendUnavailableError for an option that the backend can't run, or a missing package."""
     backend = settled_backend(runtime.backend)
     if runtime.sparsity in ("exact", "predicted", "threshold") and backend == "reference":
         raise BackendUnavailableError(
@@ -61,13 +64,13 @@ def check_backend(runtime: RuntimeConfig) -> None:
     if runtime.speculation not in ("auto", "off") and not is_row_invariant(backend):
         raise BackendUnavailableError(
             f"--speculation {runtime.speculation}: with --backend {backend} a token's last bits depend here "
-            "on what goes through the model beside it, so guesses could change the text; use "
+            "on what goes through the model beside it, so drafts could change the text; use "
             "--backend cpu"
         )
 
 
 def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
-    """`runtime` with our own kernels, which `what` takes. Raises BackendUnavailableError for another."""
+    """`runtime` with the cpu backend, which `what` needs. Raises BackendUnavailableError for another."""
     if runtime.backend not in ("auto", "cpu"):
         raise BackendUnavailableError(
             f"--backend {runtime.backend}: {what} is made of our own kernels; use --backend cpu"
@@ -76,7 +79,7 @@ def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
 
 
 def is_row_invariant(backend: str) -> bool:
-    """Whether a token's bits don't depend on what goes through the model beside it: guesses are exact."""
+    """Whether a token's bits don't depend on other tokens of its forward pass, so that drafts are exact."""
     if backend != "mlx":
         return backend == "cpu"
     from ondevice.backends import mlx
@@ -84,29 +87,45 @@ def is_row_invariant(backend: str) -> bool:
     return mlx.is_row_invariant()
 
 
-def operand_bytes(backend: str) -> int:
-    """Of what MLX's matrices multiply in on its default device; 0 for the other backends."""
-    if backend != "mlx":
-        return 0
-    from ondevice.backends.mlx import compute_type
+def memory_model(
+    config: ModelConfig,
+    quant: QuantConfig,
+    runtime: RuntimeConfig,
+    predictors: Predictors | None = None,
+    streams: MultiStreams | None = None,
+) -> MemoryModel:
+    """The memory of a model under the backend that `runtime` names.
 
-    return int(compute_type().size)
+    Args:
+        config: The model's shape.
+        quant: How its weights are quantised.
+        runtime: The options, with the backend settled.
+        predictors: Those of the bundle, if it has any.
+        streams: Multi-stream adapters of the bundle, if it has any.
+    """
+    match runtime.backend:
+        case "mlx":
+            operands = _operand_bytes()
+            return MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=operands)
+        case "reference":
+            return ReferenceMemory(config, quant, runtime, predictors, streams)
+    return CpuMemory(config, quant, runtime, predictors, streams)
 
 
 def make_backend(
     config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, plan: Plan
-) -> ReferenceBackend | BudgetBackend:
-    """The engine that `runtime`, which is settled, asks for. Raises BackendUnavailableError."""
+) -> BudgetedBackend:
+    """The backend that `runtime`, which is settled, names. Raises BackendUnavailableError."""
     match runtime.backend:
         case "reference":
             return ReferenceBackend()
         case "mlx":
             from ondevice.backends.mlx import MlxBackend
 
-            operands = operand_bytes("mlx")
+            memory = MlxMemory(config, quant, runtime, operand_bytes=_operand_bytes())
             return MlxBackend(
-                segment_neurons=mlx_segment_shape(config, quant, operands).neurons,
-                stage_neurons=mlx_stage_neurons(config, quant, operands),
+                segment_neurons=memory.ranges.neurons,
+                stage_neurons=memory.stage_neurons,
                 stages=MLX_STAGES,
                 cache_bytes=MLX_CACHE_BYTES,
                 budget_bytes=plan.budget_bytes,
@@ -118,3 +137,10 @@ def make_backend(
         stream_neurons=plan.stream.neurons,
         resident_embedding=plan.embedding_resident,
     )
+
+
+def _operand_bytes() -> int:
+    """Size of what MLX's matrices multiply in on its default device."""
+    from ondevice.backends.mlx import compute_type
+
+    return int(compute_type().size)

@@ -1,7 +1,7 @@
-"""A loaded model's DRAM budget: the user's own, and what memory pressure leaves of it while it lasts.
+"""Watches memory pressure for a loaded model and changes its DRAM budget.
 
-Budgets change on the model's owner thread, between two tokens or two passes of a prompt. Looking is done by
-a thread of its own, which holds no model: it ends with `stop()`, and never keeps the interpreter alive.
+Budgets change on the model's owner thread, between two tokens or two passes of a prompt. A thread of its own
+reads memory pressure. It holds no model, ends with `stop()` and never keeps the interpreter alive.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ log = logging.getLogger(__name__)
 
 
 class Budgeted(Protocol):
-    """What keeps to a budget: an engine, on its owner thread."""
+    """An engine, as the watch sees it. It is called on its owner thread."""
 
     plan: Plan
 
     def set_budget(self, budget_bytes: int) -> None:
-        """The user's own. Raises BudgetError."""
+        """Keep to the user's own budget. Raises BudgetError."""
 
     def shift_budget(self, budget_bytes: int) -> bool:
-        """One up to the user's; False if that can't be had just now."""
+        """Keep to a budget up to the user's. False: other models have claimed the memory."""
 
 
 @dataclass(frozen=True)
 class MemoryPressure:
-    """What a model's budget has come to. Counts are since it was loaded."""
+    """Memory pressure and its effect on a model's budget. Counts are since the model was loaded."""
 
     level: Level
-    """At the last look; `normal` where nobody looks."""
+    """The level at the last look; `normal` where pressure isn't watched."""
     budget_bytes: int
-    """The budget now."""
+    """The present budget."""
     user_budget_bytes: int
-    """The user's own, which it never exceeds."""
+    """The user's own budget, which the present one never exceeds."""
     shrinks: int
     growths: int
 
@@ -60,7 +60,12 @@ class BudgetWatch:
         config: PressureConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """engine: held weakly. clock: seconds."""
+        """Args:
+        owner: The model's owner thread.
+        engine: What keeps to the budget; held weakly.
+        config: When a budget shrinks and grows.
+        clock: A monotonic clock in seconds.
+        """
         self._owner = owner
         self._engine = weakref.ref(engine)
         self._config = config
@@ -90,14 +95,14 @@ class BudgetWatch:
 
         def apply() -> None:
             engine = self._engine()
-            assert engine is not None, "who has the model has its engine"
+            assert engine is not None, "a model keeps its engine alive"
             engine.set_budget(budget_bytes)
             self._user_bytes = budget_bytes
 
         self._owner.call(apply, urgent=True)
 
     def start(self, open_source: Callable[[Wake], PressureSource]) -> None:
-        """Look from now on. Where the system has no thread for it, the budget just stays what it is."""
+        """Watch from now on. If the system refuses a thread, the budget stays as it is."""
         thread = threading.Thread(
             target=self._run, args=(open_source,), name="ondevice-memory-pressure", daemon=True
         )
@@ -109,27 +114,27 @@ class BudgetWatch:
         self._thread = thread
 
     def stop(self) -> None:
-        """Have the thread end; it changes nothing more. Idempotent. A child of fork() hasn't got it."""
+        """Have the thread end; it changes nothing more. Idempotent, and nothing in a child of fork()."""
         self._stopped = True
         if not self._owner.is_inherited:
             self._wake.set()
 
     def join(self) -> None:
-        """Wait for the thread's end, once it was told to and the owner refuses its calls."""
+        """Wait for the thread's end, after `stop` and after the owner began to refuse calls."""
         thread = self._thread
-        # On the owner thread the last call is refused only after this; the watch ends by itself.
+        # On the owner thread, calls are refused only after this. There, the watch ends by itself.
         if thread is not None and threading.current_thread() is not thread and not self._owner.is_current:
             thread.join()
 
     def look(self, source: PressureSource) -> None:
-        """Read once, and have the budget changed if that calls for it. What can't be read changes nothing."""
+        """Read memory pressure once and change the budget if needed. A failed reading changes nothing."""
         engine = self._engine()
         if engine is None:
             return
         try:
             reading = source.read()
         except (OSError, ValueError, OndeviceError) as error:
-            # Once is enough for people: the next look may fail alike.
+            # One warning is enough: the next look may fail in the same way.
             log.log(logging.DEBUG if self._failed else logging.WARNING, "no memory pressure read: %s", error)
             self._failed = True
             return
@@ -161,7 +166,7 @@ class BudgetWatch:
             source.close()
 
     def _change(self, engine: Budgeted, plan: Plan, user_bytes: int, budget_bytes: int) -> None:
-        """Have the budget of `plan` changed, unless the user has changed it meanwhile."""
+        """Change the budget of `plan`, unless the user has changed it meanwhile."""
         level = self.state.level
 
         def apply() -> None:

@@ -1,7 +1,7 @@
-"""The second model of `--speculation model`: which bundle it is, what it takes, and its weights in memory.
+"""The second model of `--speculation model`: its bundle, its plan, and its weights in memory.
 
-It is held whole beside the target, whose plan counts it. It never decides a token, so how it runs (dense,
-with the target's `--kv-bits`) is no option of its own.
+It is wholly resident beside the target, whose plan counts it. It never decides a token, so it has no options
+of its own: it runs dense, with the target's `--kv-bits`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ondevice.backends.base import KVLayout
+from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.cpu import CpuBackend
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import SegmentShape
@@ -22,6 +23,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.runtime.backend_choice import memory_model
 from ondevice.runtime.models import find_model
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.draft_context import DraftModel
@@ -29,14 +31,14 @@ from ondevice.speculation.drafters.other_vocabulary import same_vocabulary
 from ondevice.tokenizer import Tokenizer
 
 MOST_FILLING_PASSES = 16
-"""Feed-forward memory fills as passes ask for it; what hasn't come after so many comes while drafting."""
+"""Most forward passes that fill feed-forward memory at load. What is missing then comes while drafting."""
 
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """A second model that could be loaded. plan: its own, with everything resident.
+    """A second model that could be loaded.
 
-    tokenizers: its own and the target's, where its tokens aren't the target's.
+    plan: its own, with everything resident. tokenizers: its own and the target's if their tokens differ.
     """
 
     bundle: Bundle
@@ -46,16 +48,16 @@ class ResolvedDraft:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, loaded and with a full context."""
+        """Memory of the loaded model with a full context."""
         return self.plan.full_bytes - self.plan.process_bytes
 
     @property
     def loaded_bytes(self) -> int:
-        """Of that, what is there from the end of loading on."""
+        """Memory of its weights, which it holds from the end of loading on."""
         return self.plan.resident_weights_bytes + self.plan.segment.total * self.plan.segment.nbytes
 
     def within(self, max_context: int) -> ResolvedDraft:
-        """The same for a text of so many tokens at most."""
+        """The same model for texts of at most `max_context` tokens."""
         runtime = replace(self.runtime, max_context=min(max_context, self.bundle.config.max_context))
         return replace(self, runtime=runtime, plan=_resident(self.bundle, runtime))
 
@@ -80,9 +82,16 @@ def plan_draft(
     runtime: RuntimeConfig,
     max_context: int,
 ) -> ResolvedDraft:
-    """Plan a second model for a target. runtime: the target's, settled; max_context: of its text.
+    """Plan a second model for a target.
 
-    Raises UnsupportedModelError if one of the two has no tokenizer, so that their tokens can't be compared.
+    Args:
+        bundle: The second model.
+        own: Its tokenizer.
+        target: The target's tokenizer.
+        runtime: The target's options, settled.
+        max_context: The target's context in tokens.
+
+    Raises UnsupportedModelError if one of the two has no tokenizer: their tokens can't be compared.
     """
     if own is None or target is None:
         raise UnsupportedModelError(
@@ -96,23 +105,26 @@ def plan_draft(
 
 
 def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
-    """Its plan with everything in memory. runtime: its own, settled."""
-    plan = plan_memory(
-        bundle.config, bundle.quant, runtime, budget_bytes=0, process_bytes=0, threads=runtime.threads
-    )
+    """The second model's plan with everything resident. runtime: its own, settled."""
+    memory = memory_model(bundle.config, bundle.quant, runtime)
+    plan = plan_memory(memory, budget_bytes=0, process_bytes=0)
     return plan.with_budget(plan.full_bytes)
 
 
 def load_draft(
-    resolved: ResolvedDraft, engine: _native.Engine, cancelled: Callable[[], bool] = lambda: False
+    resolved: ResolvedDraft, beside: BudgetedBackend, cancelled: Callable[[], bool] = lambda: False
 ) -> DraftModel:
-    """Load it to run on the target's kernel engine. Raises what loading raises; `close` gives all back."""
+    """Load a second model to run on the threads of `beside`, the target's backend.
+
+    Raises what loading raises. `close` gives everything back.
+    """
     bundle, runtime, plan = resolved.bundle, resolved.runtime, resolved.plan
+    assert isinstance(beside, CpuBackend), "`check_backend` refuses a second model with any other"
     assert isinstance(plan.segment, SegmentShape)
     with ExitStack() as undo:
         reader = undo.enter_context(FlashReader(bundle_files(bundle), runtime.io))
         backend = CpuBackend(
-            engine,
+            beside.engine,
             segment_neurons=plan.segment.neurons,
             stream_neurons=plan.stream.neurons,
             resident_embedding=True,

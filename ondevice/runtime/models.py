@@ -1,7 +1,7 @@
-"""Which folder a model's name means, and which modes that model can have.
+"""Finds the folder of a model by its name, and tells which modes the model can have.
 
-A name is a path, a folder under the model folders, or an alias. Nothing is downloaded to run a model: a
-name that isn't there gets the `convert` line that makes it. Only `convert` itself may fetch a repository.
+A name is a path, a folder under the model folders, or an alias. Running a model downloads nothing: an error
+for an unknown name has the `convert` line that makes the model. Only `convert` may fetch a repository.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ REPOSITORY_FILES = [
     "added_tokens.json",
     "chat_template.jinja",
 ]
-"""All that a conversion reads: never code, never a pickle."""
+"""Files that a conversion reads: no code and no pickles."""
 
 SHOWN_CHARS = 80
-"""Characters that an error shows of a name that nothing can have."""
+"""Most characters of an impossible name that an error shows."""
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class ConversionProgress(Protocol):
-    """How far a conversion is; bytes are bytes of the checkpoint."""
+    """The progress of a conversion, in bytes of the checkpoint."""
 
     @property
     def step(self) -> str:
@@ -92,7 +92,7 @@ class ConversionProgress(Protocol):
 
     @property
     def remaining_seconds(self) -> float | None:
-        """None while nothing is known."""
+        """None while it can't be estimated."""
 
 
 def model_home() -> Path:
@@ -106,7 +106,7 @@ def model_home() -> Path:
 
 
 def shipped_folder() -> Path:
-    """The installed `weights/`; in a source tree it stands beside the package."""
+    """The folder of models that ship: the installed `weights/`, or the one beside a source tree's package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "weights"
     return installed if installed.is_dir() else package.parent / "weights"
@@ -127,17 +127,17 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
 
 
 def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
-    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises UsageError as these do."""
+    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises what these raise."""
     return default_output(source) if output is None else output_path(output)
 
 
 def output_path(output: object) -> Path:
-    """Where something is to be written. Raises UsageError for a value of another type."""
+    """The path of an output. Raises UsageError for a value of another type."""
     return Path(_path_text(output, "the output is a path"))
 
 
 def default_output(source: str | os.PathLike[str]) -> Path:
-    """Where the bundle of a checkpoint goes if nobody says: by its name, where `find_model` finds it.
+    """Where the bundle of a checkpoint goes by default: by its name, where `find_model` finds it.
 
     Raises UsageError for a source without a name, ModelNotFoundError for one that nothing can have.
     """
@@ -151,7 +151,7 @@ def default_output(source: str | os.PathLike[str]) -> Path:
 
 
 def _path_text(value: object, what: str) -> str:
-    """A path, as text. Raises UsageError, which says `what` it has to be, for a value of another type."""
+    """A path as text. Raises UsageError for a value of another type; `what` says what it must be."""
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"{what}, not {value!r}")
@@ -160,7 +160,7 @@ def _path_text(value: object, what: str) -> str:
 
 @contextmanager
 def _lookups(name: str) -> Iterator[None]:
-    """For looking for what `name` may mean: what the system refuses to look for isn't there."""
+    """Turns errors of the system while a name is looked up into ModelNotFoundError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -174,7 +174,7 @@ def _find_model(text: str, is_path: bool) -> Path:
     is_repository = _REPOSITORY.fullmatch(text) is not None
     if is_path or (path / MANIFEST).is_file() or (os.sep in text and (path.is_dir() or not is_repository)):
         return _checked_path(path)
-    # A folder here that is no bundle, such as what one was converted from, is not what a mere name means.
+    # A folder here that is no bundle, such as a checkpoint, isn't what a bare name means.
     folder_name = text.rsplit("/", 1)[-1]
     for folder in (model_home(), shipped_folder()):
         if (folder / folder_name / MANIFEST).is_file():
@@ -190,7 +190,7 @@ def _find_model(text: str, is_path: bool) -> Path:
 
 
 def known_models() -> dict[str, Path]:
-    """The bundles in the model folders, by name; of two with the same, the one that `find_model` finds."""
+    """The bundles in the model folders by name. Of two with the same name, it has the one that is found."""
     found: dict[str, Path] = {}
     for folder in (shipped_folder(), model_home()):
         found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
@@ -309,7 +309,7 @@ def sparsity_modes(
     thresholds: Thresholds | None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
-    """Every sparsity mode, and whether this model can have it. damaged: additions, as a Bundle has them."""
+    """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
     relu = config.zeros_gates
     exact = (
         "only neurons whose gate is above zero; the same text as dense"
@@ -345,14 +345,14 @@ def sparsity_modes(
 
 
 def automatic_modes(config: ModelConfig, runtime: RuntimeConfig) -> list[Sparsity]:
-    """What `auto` chooses from, the mode that is taken where all fit first: exact ones only."""
+    """The modes that `auto` chooses from, in order of preference. All of them are exact."""
     return ["exact", "dense"] if config.zeros_gates and runtime.backend != "reference" else ["dense"]
 
 
 def operating_point(
     runtime: RuntimeConfig, predictors: Predictors | None, thresholds: Thresholds | None
 ) -> OperatingPoint | ThresholdPoint | None:
-    """What the options choose of a lossy mode's operating points; None where the mode has none.
+    """The operating point of a lossy mode that the options choose; None where the mode has none.
 
     Raises UnsupportedModelError for one that was never measured.
     """
@@ -371,7 +371,7 @@ def check_runtime(
     streams: MultiStreams | None = None,
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> None:
-    """Refuse what this model or this version can't do, before anything is loaded.
+    """Refuse what this model or this version can't do before anything is loaded.
 
     Raises UnsupportedModelError for a sparsity or speculation mode, BundleError for one whose files are
     damaged, BackendUnavailableError for a backend.

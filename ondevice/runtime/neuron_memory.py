@@ -1,35 +1,112 @@
-"""What holds a model's neurons in memory, and feeds them to its layers, by the plan of the model."""
+"""The memory that a loaded model's neurons have: what holds them, and how much of it the plan allows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.budget.plan import Plan
-from ondevice.budget.sizes import SegmentShape, fetch_neurons, prefetch_neurons
+from ondevice.budget.sizes import DECODE_TOKENS, SlotShape, fetch_neurons, prefetch_neurons
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.fetch import FetchOptions, NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import make_policy
+from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.sparsity.segments import SegmentPool
+from ondevice.stats import PassTimes
+from ondevice.units import trim_heap
 
 
-def neuron_memory(
+class NeuronMemory(Protocol):
+    """What holds a model's neurons and feeds them to its layers.
+
+    It is a SegmentPool in dense mode, a NeuronFetcher where neurons are selected, and NoNeuronMemory for a
+    backend that holds every neuron itself.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory for neurons, filled or not."""
+        ...
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes that neurons hold for sure. Safe from any thread."""
+        ...
+
+    @property
+    def lookups(self) -> int:
+        """Neurons that passes have multiplied, counted once per pass and layer."""
+        ...
+
+    @property
+    def hits(self) -> int:
+        """Lookups whose neuron was in memory when the pass came to its layer."""
+        ...
+
+    @property
+    def times(self) -> PassTimes:
+        """Seconds that passes have waited for neurons and managed their memory."""
+        ...
+
+    @property
+    def prefetching(self) -> PrefetchQuality: ...
+
+    def resize(self, quota: Sequence[int]) -> None:
+        """Keep to a quota of segments, as the plan's shape divides it."""
+        ...
+
+    def fill(self) -> bool:
+        """Read a little ahead while the model is idle. False: there is nothing more to read."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        ...
+
+
+class NoNeuronMemory:
+    """The neuron memory of a backend that holds every neuron itself, and of a closed model."""
+
+    nbytes = filled_bytes = lookups = hits = 0
+    times = PassTimes()
+    prefetching = PrefetchQuality()
+
+    def resize(self, quota: Sequence[int]) -> None:
+        """There are no segments."""
+
+    def fill(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+def open_neuron_memory(
     bundle: Bundle,
     plan: Plan,
-    layers: Sequence[FedLayer],
+    backend: BudgetedBackend,
     reader: FlashReader,
     costs: CostModel,
     options: FetchOptions,
-) -> SegmentPool | NeuronFetcher:
-    """No memory yet: whole ranges of a layer's neurons, or single ones where some are selected.
+) -> NeuronMemory:
+    """Make what holds a model's neurons by its plan. It has no segments yet.
 
-    reader: of the bundle's files. costs: of its reads, where neurons are selected.
+    Args:
+        bundle: The model.
+        plan: Its plan.
+        backend: What has loaded its layers.
+        reader: Reads the bundle's files.
+        costs: The costs of that reader's reads.
+        options: How selected neurons are kept and read.
     """
-    config, segment, stream = bundle.config, plan.segment, plan.stream
-    if isinstance(segment, SegmentShape):
+    config, segment, stream, layers = bundle.config, plan.segment, plan.stream, backend.feed_forwards
+    if not layers:
+        return NoNeuronMemory()
+    if not isinstance(segment, SlotShape):
         return SegmentPool(
             layers,
             reader,
@@ -58,3 +135,67 @@ def neuron_memory(
         costs=costs,
         options=options,
     )
+
+
+class NeuronQuota:
+    """How many segments a model's neurons have.
+
+    The plan allows what keys and values and scratch memory leave. Forward passes fill the segments. Wide
+    passes take scratch memory from neurons; decoding gives it back.
+    """
+
+    def __init__(self, neurons: NeuronMemory, backend: BudgetedBackend, plan: Plan, keep: bool) -> None:
+        """Args:
+        neurons: What gets the segments.
+        backend: What holds scratch memory.
+        plan: The model's plan.
+        keep: Whether neurons may stay in memory after the pass that read them.
+        """
+        self._neurons = neurons
+        self._backend = backend
+        self._plan = plan
+        self._keep = keep
+        self._pass_tokens = DECODE_TOKENS
+        """Tokens of the widest pass whose scratch memory is held."""
+        self._segments = 0
+
+    def keep_to(self, plan: Plan, kv_bytes: int) -> None:
+        """Have what a plan allows beside `kv_bytes` of keys and values."""
+        self._plan = plan
+        self._allocate(self._room(kv_bytes))
+
+    def clear(self) -> None:
+        """Have the fewest segments that work."""
+        self._allocate(self._plan.segment.least)
+
+    def grow(self, kv_bytes: int) -> None:
+        """Take the memory that keys and values of `kv_bytes` will leave."""
+        room = self._room(kv_bytes)
+        if room > self._segments:
+            self._allocate(room)
+
+    def yield_to(self, kv_bytes: int) -> None:
+        """Give up the segments that keys and values of `kv_bytes` leave no room for."""
+        room = self._room(kv_bytes)
+        if room < self._segments:
+            self._allocate(room)
+
+    def before_pass(self, tokens: int, kv_bytes: int) -> None:
+        """Make room for a pass over `tokens` tokens: a wide one takes memory, decoding gives it back."""
+        if tokens > self._pass_tokens:
+            self._pass_tokens = tokens
+            self.yield_to(kv_bytes)
+        elif tokens <= DECODE_TOKENS < self._pass_tokens and self._plan.offloads_weights:
+            self._backend.trim()
+            trim_heap()
+            self._pass_tokens = DECODE_TOKENS
+            self._allocate(self._room(kv_bytes))
+
+    def _room(self, kv_bytes: int) -> int:
+        """Segments that fit beside `kv_bytes` of keys and values."""
+        return self._plan.segments_for(kv_bytes, self._pass_tokens)
+
+    def _allocate(self, segments: int) -> None:
+        shape = self._plan.segment
+        self._neurons.resize(shape.quota(segments if self._keep else shape.least))
+        self._segments = segments

@@ -1,7 +1,7 @@
-"""The one thread that does a model's work: jobs in from any thread, their items and errors out.
+"""The one thread that does a model's work: any thread submits jobs and gets their items and errors.
 
-A job is a generator. It runs on the owner thread from its first item to its last, one job at a time, in
-the order of arrival, and never waits for its consumer; urgent calls run between its items. The thread knows
+A job is a generator. Jobs run on the owner thread one at a time, in order of arrival, each from its first
+item to its last. A job never waits for its consumer; urgent calls run between its items. This module knows
 nothing of models.
 """
 
@@ -19,22 +19,22 @@ from typing import Any, Generic, TypeVar
 from ondevice.errors import OndeviceError, thread_refused
 
 IDLE_SECONDS = 0.005
-"""Without a job for so long, the thread does what can be done ahead, a step at a time."""
+"""Seconds without a job after which the thread does idle work, a step at a time."""
 
 T = TypeVar("T")
 Cancelled = Callable[[], bool]
-"""Asks whether the consumer has lost interest; safe from any thread."""
+"""Asks whether the consumer has cancelled; safe from any thread."""
 
 
 class _End:
-    """The last thing a job delivers."""
+    """The last item that a job delivers."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class _Job:
-    """Work with the place its items go. Leaving its context delivers the end, whatever it was."""
+    """Work and where its items go. Leaving its context delivers the end, with or without an error."""
 
     def __init__(self, work: Callable[[Cancelled], Iterator[Any]], deliver: Callable[[Any], None]) -> None:
         self.work = work
@@ -48,7 +48,7 @@ class _Job:
                 between_items()
 
     def refuse(self) -> None:
-        """End without having run."""
+        """Deliver the end without running."""
         self.deliver(_End(closed_error()))
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ class _Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # Everything, SystemExit of a callback included, belongs to the consumer; this thread goes on.
+        # Every exception, SystemExit included, goes to the consumer; this thread goes on.
         self.deliver(_End(error))
         return True
 
@@ -65,10 +65,10 @@ class _Job:
 class OwnerThread(Generic[T]):
     """Starts at the first job and ends with `close()`, at the latest when this object is collected.
 
-    A child of fork() has the object and not the thread: there, whatever asks for work raises OndeviceError.
+    A child of fork() has the object and not the thread: there, asking for work raises OndeviceError.
 
-    kept: the thread then waits for the next owner that asks for one, instead of ending: for work that leaves
-    something behind for every thread that it ever ran on.
+    kept: after its last job the thread waits for the next owner instead of ending. This is for work that
+    leaks something for every thread that it ever ran on.
     """
 
     def __init__(self, name: str, kept: bool = False) -> None:
@@ -77,17 +77,17 @@ class OwnerThread(Generic[T]):
         self._process = os.getpid()
         self._started = False
         self._lock = threading.Lock()
-        # The finaliser also runs at exit, before the interpreter takes the thread's ground away.
+        # The finaliser also runs at exit, while the thread can still run.
         self._finalizer = weakref.finalize(self, _finish, self._process, self._jobs, self._runner)
 
     @property
     def is_current(self) -> bool:
-        """Whether this is asked on the owner thread."""
+        """Whether the calling thread is the owner thread."""
         return self._runner.is_current
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a child of fork(): its parent has the thread, and locks may be held for ever."""
+        """Whether this is a child of fork(). The thread is its parent's, and locks may be held for ever."""
         return os.getpid() != self._process
 
     def require_own_process(self) -> None:
@@ -106,14 +106,14 @@ class OwnerThread(Generic[T]):
 
     @property
     def run_urgent(self) -> Callable[[], None]:
-        """Runs the urgent calls that wait: for work that has long ways from item to item."""
+        """Runs the urgent calls that wait, for work whose items are far apart."""
         return self._jobs.run_urgent
 
     def call(self, work: Callable[[], T], urgent: bool = False) -> T:
-        """Run `work` there and return its result, or raise its error here.
+        """Run `work` on the owner thread and return its result, or raise its error here.
 
-        urgent: run it between two items of the job that is running, or where that runs urgent calls itself,
-        before the jobs that wait.
+        urgent: run it before the jobs that wait, between two items of the running job or where that job runs
+        urgent calls itself.
         """
         self.require_own_process()
         if self.is_current:
@@ -126,7 +126,7 @@ class OwnerThread(Generic[T]):
         return result
 
     def stream(self, work: Callable[[Cancelled], Iterator[T]]) -> Iterator[T]:
-        """The items of `work(cancelled)`, made there; closing the iterator cancels.
+        """The items of `work(cancelled)`, which runs on the owner thread. Closing the iterator cancels.
 
         The job is queued when the first item is asked for.
         """
@@ -147,7 +147,7 @@ class OwnerThread(Generic[T]):
 
     async def astream(self, work: Callable[[Cancelled], Iterator[T]]) -> AsyncGenerator[T, None]:
         """`stream` for asyncio; cancelling the task that iterates cancels the job."""
-        import asyncio  # Whoever gets here has it already; others needn't wait for it.
+        import asyncio  # Slow to import, and callers of this have imported it.
 
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Any] = asyncio.Queue()
@@ -156,7 +156,7 @@ class OwnerThread(Generic[T]):
             try:
                 loop.call_soon_threadsafe(items.put_nowait, item)
             except RuntimeError:
-                job.cancelled.set()  # The loop is closed: nobody is left to receive.
+                job.cancelled.set()  # The loop is closed: nothing can be delivered.
 
         job = _Job(work, deliver)
         self._submit(job)
@@ -170,15 +170,15 @@ class OwnerThread(Generic[T]):
             job.cancelled.set()
 
     def when_idle(self, step: Callable[[], bool]) -> None:
-        """Run `step` there while no job waits, again and again until it returns False; after a job, anew.
+        """Run `step` on the owner thread while no job waits, until it returns False. Every job restarts it.
 
-        An error ends it, too, and is nobody's: the jobs that follow will meet it themselves.
+        An error ends it too and isn't raised anywhere: the jobs that follow will meet it themselves.
         """
         self._jobs.idle = step
         self._submit(_Job(_nothing, _drop))
 
     def close(self, last: Callable[[], None] | None = None) -> None:
-        """Cancel the running job, refuse the waiting ones, run `last` there, end the thread. Idempotent.
+        """Cancel the running job, refuse the waiting ones, run `last` and end the thread. Idempotent.
 
         In a child of fork() there is nothing to end.
         """
@@ -202,12 +202,12 @@ class OwnerThread(Generic[T]):
 
 
 class _Jobs:
-    """The queue of one owner thread; after `close` it takes no more."""
+    """The queue of one owner thread. After `close` it refuses jobs."""
 
     def __init__(self) -> None:
         self.closed = False
         self.idle: Callable[[], bool] | None = None
-        """A step of what can be done while no job waits; False: nothing is left."""
+        """A step of idle work. False: there is nothing left to do."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._urgent: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._running: _Job | None = None
@@ -223,7 +223,7 @@ class _Jobs:
             self._queue.put(job)
 
     def run_next(self) -> bool:
-        """Run the next job; False at the end. Keeps no hold of it: its work may hold the model."""
+        """Run the next job; False at the end. Keeps no reference to the job: its work may hold the model."""
         job = self.next()
         if job is None:
             return False
@@ -252,7 +252,7 @@ class _Jobs:
         return None
 
     def _get(self) -> _Job | None:
-        """What the queue has next; until it comes, idle work is done."""
+        """The next item of the queue. Idle work is done until it comes."""
         while self.idle is not None:
             with suppress(queue.Empty):
                 return self._queue.get(timeout=IDLE_SECONDS)
@@ -282,7 +282,7 @@ class _Jobs:
 
 
 class _LastJob(_Job):
-    """The clean-up that runs although the queue is closed."""
+    """The clean-up, which runs although the queue is closed."""
 
     def __init__(self, last: Callable[[], None]) -> None:
         def work(cancelled: Cancelled) -> Iterator[None]:
@@ -297,11 +297,11 @@ def _nothing(cancelled: Cancelled) -> Iterator[None]:
 
 
 def _drop(item: Any) -> None:
-    """Nobody receives the items."""
+    """Discards an item."""
 
 
 class _Runner:
-    """Runs the jobs of one owner, on a thread of its own or on one that another has left."""
+    """Runs the jobs of one owner, on a new thread or on one that an earlier owner has left."""
 
     def __init__(self, jobs: _Jobs, name: str, kept: bool) -> None:
         self._jobs = jobs
@@ -316,10 +316,10 @@ class _Runner:
 
     def start(self) -> None:
         """Raises RuntimeError if the system has no thread for it."""
-        while self._kept and _RESTING:
+        while self._kept and _IDLE_THREADS:
             with suppress(IndexError):
-                thread, following = _RESTING.pop()
-                if thread.is_alive():  # else a fork has left it behind
+                thread, following = _IDLE_THREADS.pop()
+                if thread.is_alive():  # otherwise it is the parent's, and this a child of fork()
                     self._thread, thread.name = thread, self._name
                     following.put(self)
                     return
@@ -332,7 +332,7 @@ class _Runner:
             raise
 
     def join(self) -> None:
-        """Wait until the last job has run, if any has begun, and this isn't part of it."""
+        """Wait until the last job has run, unless none has begun or this is called by a job."""
         if self._thread is None or self.is_current:
             return
         self._ended.wait()
@@ -340,7 +340,7 @@ class _Runner:
             self._thread.join()
 
     def run(self) -> bool:
-        """All jobs; whether the thread is kept."""
+        """Run all jobs. Returns whether the thread is kept."""
         while self._jobs.run_next():
             pass
         return self._kept
@@ -349,15 +349,15 @@ class _Runner:
         self._ended.set()
 
 
-_RESTING: list[tuple[threading.Thread, queue.SimpleQueue[_Runner]]] = []
-"""Threads that are kept and have no owner, and where they wait for the next."""
+_IDLE_THREADS: list[tuple[threading.Thread, queue.SimpleQueue[_Runner]]] = []
+"""Kept threads without an owner, and the queues in which they wait for the next one."""
 
 
 def _serve(runner: _Runner) -> None:
-    """The jobs of an owner, and of those that follow. Keeps no hold of one that has ended."""
+    """Run the jobs of an owner and of those that follow. Keeps no reference to one that has ended."""
     following: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
     while runner.run():
-        _RESTING.append((threading.current_thread(), following))
+        _IDLE_THREADS.append((threading.current_thread(), following))
         runner.end()
         del runner
         runner = following.get()
@@ -371,5 +371,5 @@ def _finish(process: int, jobs: _Jobs, runner: _Runner) -> None:
 
 
 def closed_error() -> OndeviceError:
-    """What every use of a closed model raises."""
+    """The error that every use of a closed model raises."""
     return OndeviceError("the model is closed; load it again")

@@ -1,4 +1,4 @@
-"""What can be known of a model before a weight is read: its options settled, its memory planned."""
+"""Resolves a model before a weight is read: settles its options and plans its memory."""
 
 from __future__ import annotations
 
@@ -18,64 +18,73 @@ from ondevice.budget.limits import (
     group_limit,
     require_fit,
 )
+from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import context_tokens
-from ondevice.bundle.predictors import PREDICTORS_SIDECAR
+from ondevice.budget.sizes import context_tokens, stream_bytes
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import STREAMS_SIDECAR
-from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
-from ondevice.bundle.verify import without_damage
-from ondevice.config import RuntimeConfig, Speculation
+from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
-from ondevice.kernels import _native
-from ondevice.runtime.backend_choice import is_row_invariant, operand_bytes, settled_backend
+from ondevice.runtime.backend_choice import is_row_invariant, memory_model, settled_backend
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime
+from ondevice.runtime.opening import (
+    damage_warnings,
+    open_tokenizer,
+    settled_speculation,
+    tokenizer_bytes,
+    without_damaged_sidecars,
+)
 from ondevice.speculation.registry import runs_streams
-from ondevice.tokenizer import Tokenizer, import_library, load_tokenizer, loading_bytes
+from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 log = logging.getLogger(__name__)
 
 LEAST_CONTEXT = 512
-"""Tokens of the default context that no budget takes away: as many as pieces of text for training have."""
+"""Tokens of context that no budget shortens the default below: those of a training text's pieces."""
 CONTEXT_STEP = 256
 TINY_CONTEXTS = (64, 128)
-"""What a user may still ask for by name."""
+"""Contexts below LEAST_CONTEXT that are tried, in tokens: only a user takes them, by name."""
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that could be loaded: opened, checked against the options and planned, nothing read."""
+    """A model, its options and its plan, ready to be loaded. No weight has been read."""
 
     bundle: Bundle
     tokenizer: Tokenizer | None
-    """None where the bundle has none, and where the budget has no room for reading it."""
+    """None if the bundle has none, or if the budget has no room for reading it."""
     runtime: RuntimeConfig
-    """With `auto` and 0 settled."""
+    """The options, with `auto` and 0 settled."""
     plan: Plan
     draft: ResolvedDraft | None = None
-    """The second model that drafts, if one does."""
+    """The second model that drafts; None without one."""
     least: ResolvedModel | None = None
-    """What `auto` would take under a budget that is too small for this; None where that is this."""
+    """The model as `auto` would take it under the smallest budget that works; None if that is this one."""
     whole: ResolvedModel | None = None
-    """With the default context, where that doesn't fit and this one's is shorter."""
+    """The model with the default context, where that doesn't fit and this one's is shorter."""
     fitting_context: int = 0
-    """Where the plan doesn't fit: the longest context with which one would, 0 for none."""
+    """The longest context that would fit, where the plan doesn't; 0 for none."""
+    fitting_options: tuple[str, ...] = ()
+    """Options with which the model would fit, where the plan doesn't, each by itself."""
+    alternatives: tuple[ResolvedModel, ...] = ()
+    """The models that `auto` chose this from, in order of preference; empty where it had no choice."""
     budget_origin: str = ""
-    """What `auto` made the budget of, in words; empty for the user's own."""
+    """How `auto` found the budget, in words; empty for the user's own."""
     warnings: tuple[str, ...] = ()
-    """What is damaged of the additions that `auto` may choose: it goes without."""
+    """Sidecars that are damaged and that `auto` therefore goes without."""
     budget_warnings: tuple[str, ...] = ()
     """Why the user's budget may be more than there is."""
 
     def require_fit(self) -> None:
-        """Raises BudgetError, with the smallest budget and the longest context that work, if it doesn't."""
-        require_fit(self.plan, self.bundle.name, self.budget_origin, self.fitting_context)
+        """Raises BudgetError if the plan doesn't fit, with the smallest budget and what else would work."""
+        require_fit(
+            self.plan, self.bundle.name, self.budget_origin, self.fitting_context, self.fitting_options
+        )
 
     def require_whole_context(self) -> None:
-        """Raises BudgetError where the budget has shortened the default context."""
+        """Raises BudgetError if the budget has shortened the default context."""
         if self.whole is None:
             return
         try:
@@ -92,19 +101,34 @@ class ResolvedModel:
             log.warning("%s", warning)
 
     @property
+    def runs_streams(self) -> bool:
+        """Whether multi-stream adapters are loaded."""
+        return runs_streams(self.runtime.speculation, self.bundle.streams)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Memory of the loaded weights, the embedding table and neurons aside."""
+        found = self.plan.weights_bytes + self.plan.predictor_bytes
+        if self.draft is not None:
+            found += self.draft.loaded_bytes
+        if self.bundle.streams is not None and self.runs_streams:
+            found += stream_bytes(self.bundle.config, self.bundle.streams)
+        return found
+
+    @property
     def frugal(self) -> ResolvedModel:
-        """What the options allow that runs in the smallest budget."""
+        """The model under those allowed options that need the smallest budget."""
         return self.least or self
 
 
 def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
-    """Settle the options and plan the memory. A budget that is too small gives a plan that says so.
+    """Settle the options and plan the memory. A budget that is too small gives a plan that doesn't fit.
 
     Raises UsageError for an impossible option, UnsupportedModelError and BackendUnavailableError for one
     that this model or machine can't have, BundleError for one whose files are damaged, and what reading the
     tokenizer raises.
     """
-    bundle = _without_damage(bundle, runtime)
+    bundle = without_damaged_sidecars(bundle, runtime)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
     check_runtime(bundle.config, runtime, *added)
     if bundle.incomplete is not None:
@@ -112,18 +136,18 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     runtime = replace(
         runtime,
         backend=settled_backend(runtime.backend),
-        speculation=_speculation(runtime),
+        speculation=settled_speculation(runtime),
         threads=runtime.threads or usable_cores(),
     )
-    warnings = _warnings(bundle, runtime)
+    warnings = damage_warnings(bundle, runtime)
     # What is imported anyway is measured with the process.
-    operands = operand_bytes(runtime.backend)
+    memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
-    # What was freed before isn't held against anybody.
+    # Freed memory that the heap keeps would count as the process's.
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)
     opening = before.process_bytes + reading
-    unread = _Planner(bundle, None, runtime, None, operands, before, opening, reading, warnings)
+    unread = _Planner(bundle, None, runtime, None, memory, before, opening, reading, warnings)
     if reading and not unread.may_open:
         return unread.resolved()
     planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
@@ -141,14 +165,14 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What there is and what is taken, before a model is planned."""
+    """Memory that exists and that is taken before a model is planned."""
 
     held_bytes: int
-    """By this process, its models included."""
+    """Memory of this process, its models included."""
     process_bytes: int
-    """Of that, what no model holds."""
+    """Memory of this process, its models left out."""
     others_bytes: int
-    """What models that are loaded hold, or have claimed."""
+    """Memory that loaded models hold or have claimed."""
     rooms: tuple[MemoryRoom, ...]
     limit: MemoryRoom | None
 
@@ -157,7 +181,7 @@ def _measured() -> _Measured:
     before = others()
     held_bytes = process_memory().current_bytes
     after = others()
-    # A model that fills or closes meanwhile must not seem to have held what the process still counts.
+    # A model that fills or closes meanwhile must not be subtracted with more than the process counts for it.
     of_models = min(before.held_bytes, after.held_bytes)
     process_bytes = max(0, held_bytes - of_models)
     return _Measured(held_bytes, process_bytes, after.claimed_bytes, tuple(memory_rooms()), group_limit())
@@ -165,18 +189,19 @@ def _measured() -> _Measured:
 
 @dataclass(frozen=True)
 class _Planner:
-    """One model's plans under one budget. runtime: settled but for `auto` modes and the context."""
+    """Plans one model under one budget. runtime: settled but for `auto` modes and the context."""
 
     bundle: Bundle
     tokenizer: Tokenizer | None
     runtime: RuntimeConfig
     draft: ResolvedDraft | None
-    operand_bytes: int
+    memory: MemoryModel
+    """Its sizes under `runtime`, without a second model."""
     measured: _Measured
     opening_bytes: int
-    """The process while the tokenizer is read."""
+    """Memory of the process while the tokenizer is read."""
     unread_bytes: int
-    """What the tokenizer may take, where it hasn't been read."""
+    """Most memory of the tokenizer, where it hasn't been read."""
     warnings: tuple[str, ...]
 
     @property
@@ -187,17 +212,18 @@ class _Planner:
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
 
     def resolved(self) -> ResolvedModel:
-        """With the context asked for; with the longest that fits where none was, down to LEAST_CONTEXT."""
+        """The model with the context asked for, or with the longest from LEAST_CONTEXT on that fits."""
         wanted = context_tokens(self.bundle.config, self.runtime)
         floor = wanted if self.runtime.max_context else min(wanted, LEAST_CONTEXT)
         whole = found = self._at(wanted)
         if not whole.plan.fits:
-            fitting = self._fitting_context(wanted)
-            whole = replace(whole, fitting_context=fitting)
+            fitting, options = self._fitting_context(wanted), self._fitting_options(whole)
+            whole = replace(whole, fitting_context=fitting, fitting_options=options)
             found = self._at(fitting, wanted) if fitting >= floor else whole
         least = whole.frugal if floor == wanted else self._at(floor, wanted).frugal
         if not found.plan.fits:
-            return replace(least, fitting_context=whole.fitting_context)
+            options = self._fitting_options(least)
+            return replace(least, fitting_context=whole.fitting_context, fitting_options=options)
         return replace(
             found,
             least=None if least.plan == found.plan else least,
@@ -212,10 +238,22 @@ class _Planner:
         fitting = bisect_left(shorter, True, key=lambda length: not self._at(length).plan.fits)
         return shorter[fitting - 1] if fitting else 0
 
-    def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
-        """The modes to take with such a context: those that need least where none fit.
+    def _fitting_options(self, missed: ResolvedModel) -> tuple[str, ...]:
+        """Options that would make room for a model whose plan doesn't fit: `dense`, no drafts, else both."""
+        runtime, dense, plain = missed.runtime, "--sparsity dense", "--speculation off"
+        planned = {
+            dense: self._plan(replace(runtime, sparsity="dense"), missed.draft),
+            plain: self._plan(replace(runtime, speculation="off"), None),
+            f"{dense} and {plain}": self._plan(replace(runtime, sparsity="dense", speculation="off"), None),
+        }
+        fitting = [options for options, plan in planned.items() if plan.fits]
+        alone = tuple(options for options in fitting if options in (dense, plain))
+        return alone or tuple(fitting)
 
-        wanted: the default one, if this isn't what was asked for.
+    def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
+        """The model in the modes to take with a context. Where none fits, it has those that need least.
+
+        wanted: the default context if it was shortened to this one.
         """
         runtime = replace(self.runtime, max_context=max_context)
         draft = None if self.draft is None else self.draft.within(max_context)
@@ -241,28 +279,18 @@ class _Planner:
                     warnings=self.warnings,
                 )
             )
-        # The first that needs no flash, else the first that fits; where none does, the one that needs least.
-        # Drafting comes before none: only where what it holds is what is missing, it isn't worth having.
-        chosen = min(possible, key=lambda it: (not it.plan.fits, it.plan.offloads_weights))
+        chosen = possible[_preferred([it.plan for it in possible])]
         least = min(possible, key=lambda it: it.plan.minimum_budget_bytes)
-        if not chosen.plan.fits or chosen is least:
-            return least
-        return replace(chosen, least=least)
+        if not chosen.plan.fits:
+            chosen = least
+        alternatives = tuple(possible) if len(possible) > 1 else ()
+        return replace(chosen, least=None if chosen is least else least, alternatives=alternatives)
 
     def _plan(self, runtime: RuntimeConfig, draft: ResolvedDraft | None) -> Plan:
         """The plan of a model whose options are settled, under its budget."""
-        plan = plan_memory(
-            self.bundle.config,
-            self.bundle.quant,
-            runtime,
-            budget_bytes=0,
-            process_bytes=self.measured.process_bytes,
-            threads=runtime.threads,
-            predictors=self.bundle.predictors,
-            streams=self.bundle.streams,
-            draft_model_bytes=0 if draft is None else draft.nbytes,
-            operand_bytes=self.operand_bytes,
-        )
+        draft_bytes = 0 if draft is None else draft.nbytes
+        memory = replace(self.memory, runtime=runtime, draft_model_bytes=draft_bytes)
+        plan = plan_memory(memory, budget_bytes=0, process_bytes=self.measured.process_bytes)
         plan = replace(
             plan,
             opening_bytes=self.opening_bytes,
@@ -283,73 +311,59 @@ class _Planner:
         return allowance(self.measured.held_bytes, self.measured.rooms)
 
     def _doubts(self, plan: Plan) -> tuple[str, ...]:
-        """Whether there is as much as the user's budget allows."""
+        """Warnings that the user's budget may be more than there is."""
         name, measured = self.bundle.name, self.measured
         if self._is_auto:
             return ()
         return tuple(budget_warnings(plan, name, measured.held_bytes, measured.rooms))
 
 
-def _without_damage(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
-    """Without the additions that these options may use and whose tensors, read once for it, are damaged."""
-    speculation = _speculation(runtime)
-    for sidecar, used in (
-        (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
-        (THRESHOLDS_SIDECAR, runtime.sparsity == "threshold"),
-        (STREAMS_SIDECAR, runs_streams(speculation, bundle.streams)),
-    ):
-        if used:
-            bundle = without_damage(bundle, sidecar, _native.crc32c)
-    return bundle
+def _preferred(plans: Sequence[Plan]) -> int:
+    """The index of the plan to take: the first that needs no flash, else the first that fits.
+
+    Drafting comes before none. It is given up only where its memory is what is missing.
+    """
+    return min(range(len(plans)), key=lambda at: (not plans[at].fits, plans[at].offloads_weights))
 
 
-def _warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
-    """What is damaged and not ruled out by an option that leaves it alone."""
-    may_use = {
-        "predictors": runtime.sparsity == "auto",
-        "thresholds": runtime.sparsity == "auto",
-        "hotness": runtime.sparsity != "dense",
-        "streams": runtime.speculation == "auto",
-    }
-    return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
+@dataclass(frozen=True)
+class ModeChange:
+    """The modes that `auto` takes below `budget_bytes`, which aren't those of now."""
+
+    budget_bytes: int
+    """The smallest budget that keeps the modes of now."""
+    sparsity: Sparsity
+    speculation: Speculation
 
 
-def _speculation(runtime: RuntimeConfig) -> Speculation:
-    """What `auto` means: the second model, if one is named; nothing where guesses could change a text."""
-    if runtime.speculation != "auto":
-        return runtime.speculation
-    if settled_backend(runtime.backend) != "cpu":
-        return "off"
-    return "model" if runtime.draft_model else "auto"
+def mode_change(resolved: ResolvedModel) -> ModeChange | None:
+    """The nearest budget below a model's own at which `auto` takes other modes, such as dense for exact.
 
-
-def tokenizer_bytes(bundle: Bundle) -> int:
-    """Memory that `open_tokenizer` takes at its peak, at most. Raises BundleError for a file that is gone."""
-    info = bundle.manifest.tokenizer
-    if info.kind is None or info.file is None:
-        return 0
-    return loading_bytes(info.kind, bundle.small_parts(info.file))
-
-
-def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
-    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
-    info = bundle.manifest.tokenizer
-    if info.kind is None or info.file is None:
+    The context and the process's memory are taken as they are now. None where the options name the modes,
+    where no smaller budget that fits changes them, and where the model doesn't fit now.
+    """
+    choices = resolved.alternatives
+    if not choices or not resolved.plan.fits:
         return None
-    data = bundle.read_small(info.file)
-    tokenizer = load_tokenizer(
-        info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
-    )
-    del data
-    # What parsing took would count as the process's own.
-    trim_heap()
-    return tokenizer
+    modes = resolved.runtime.sparsity, resolved.runtime.speculation
+    # Only there does a plan begin to fit, or to hold every weight.
+    limits = {it.plan.least_budget_bytes for it in choices}
+    limits |= {it.plan.resident_budget_bytes for it in choices}
+    for limit in sorted((it for it in limits if it <= resolved.plan.budget_bytes), reverse=True):
+        plans = [it.plan.with_budget(limit - 1) for it in choices]
+        at = _preferred(plans)
+        below = choices[at].runtime
+        if not plans[at].fits:
+            return None
+        if (below.sparsity, below.speculation) != modes:
+            return ModeChange(limit, below.sparsity, below.speculation)
+    return None
 
 
 def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0) -> None:
     """Refuse before loading what `generate` would refuse after it: UsageError and ContextOverflowError.
 
-    wanted: tokens that there must be room for behind these.
+    wanted: tokens that must fit behind these.
     """
     try:
         check_prompt(tokens, resolved.plan.max_context, resolved.bundle.config.max_context, wanted)
@@ -363,20 +377,20 @@ def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0
 
 
 def is_auto(budget: str | int) -> bool:
-    """Whether the budget is for the machine to say."""
+    """Whether the budget is `auto`: what the machine has."""
     return str(budget).strip().lower() == "auto"
 
 
 def budget_bytes(budget: str | int, plan: Plan) -> int:
-    """The budget that `budget` means for the planned model, loaded or not. Raises UsageError for no size."""
+    """The bytes that `budget` means for a planned model, loaded or not. Raises UsageError for no size."""
     if is_auto(budget):
-        # What a loaded model holds already is as good as free to it.
+        # Memory that a loaded model holds already is free to it.
         return auto_budget(plan, allowance(process_memory().current_bytes, memory_rooms()))
     return parse_budget(budget)
 
 
 def warn_of_budget(budget: str | int, plan: Plan, name: str) -> None:
-    """Log why a loaded model's new budget may be more than there is."""
+    """Log warnings if a loaded model's new budget may be more than there is."""
     if not is_auto(budget):
         for warning in budget_warnings(plan, name, process_memory().current_bytes, memory_rooms()):
             log.warning("%s", warning)

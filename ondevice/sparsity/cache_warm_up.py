@@ -1,16 +1,15 @@
-"""Neurons that nobody has asked for yet, read while others are multiplied or while nothing is asked at all,
-into slots that would stay empty.
+"""Cache warm-up: the likeliest neurons are read into empty slots, beside passes or while the model is idle.
 
-A cache with room fills sooner than the text asks for its neurons, the likeliest first; where every neuron
-fits, all are there after as many passes as the model has layers. These reads give way to those that a pass
-waits for, and what they bring counts only once all of it has arrived.
+A cache with room fills sooner than the text would fill it. Where every neuron fits, all are there after as
+many passes as the model has layers. These reads have a lower priority than those that a pass waits for, and
+their neurons count as held only once all of a reservation has arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.record_reads import Parts
@@ -18,15 +17,19 @@ from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 
 
 class CacheWarmUp:
-    """Fills what is spare in `cache`, one layer per pass, in turn.
+    """Fills spare slots of `cache`, one layer per pass, in turn.
 
-    parts: what is read of their records. pass_bytes: read per pass, or in a step while nothing is asked, at
-    most.
+    Args:
+        layers: of the model, in order.
+        reader: over the bundle's files.
+        cache: the one to fill.
+        parts: of each record, what is read.
+        pass_bytes: most bytes read per pass, or per step while the model is idle.
     """
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         cache: NeuronCache,
         parts: Parts,
@@ -41,22 +44,22 @@ class CacheWarmUp:
 
     @property
     def under_way(self) -> bool:
-        """Whether slots are claimed: the layers' shares must stay as they are."""
+        """Whether a reservation is open: the layers' shares must then stay as they are."""
         return self._reservation is not None
 
     def collect(self) -> bool:
-        """Take in what has been read beside the last passes, if all of it is there. False if it failed."""
+        """Commit the open reservation if all of its reads have ended. False if one failed."""
         return self._reservation is None or not self._reads.done() or self.stop()
 
     def fill(self) -> bool:
-        """While nothing is asked: take in what is there, and go on. False where that leads no further."""
+        """While the model is idle: commit what has arrived and begin more. False if nothing is left to do."""
         if not self.collect():
             return False
         self.begin()
         return self._reservation is not None
 
     def begin(self) -> None:
-        """Outside of passes: begin with the next layer that has room, if nothing is under way."""
+        """Begin to read for the next layer that has room, unless a reservation is open."""
         if self._reservation is not None or self._cache.is_full:
             return
         for _ in self._layers:
@@ -67,7 +70,7 @@ class CacheWarmUp:
                 return
 
     def stop(self) -> bool:
-        """Take in what is under way, waiting for it; slots may move or go after that. False if it failed."""
+        """Wait for the open reservation and commit it; slots may then be freed. False if a read failed."""
         reservation, self._reservation = self._reservation, None
         if reservation is None:
             return True
@@ -81,6 +84,6 @@ class CacheWarmUp:
         return arrived
 
     def close(self) -> None:
-        """End the reads under way; their slots are given back with the cache."""
+        """End the reads under way; their slots are freed with the cache."""
         self._reads.close()
         self._reservation = None

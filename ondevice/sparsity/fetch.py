@@ -1,25 +1,25 @@
-"""Selected neurons, from the cache or from flash, in batches that are in memory when they are handed out.
+"""The sparse `NeuronSource`: selected neurons from the cache or from flash, in batches that are in memory.
 
-While one batch is multiplied, the next one's records are read. A record that can't be read gives its slots
-back: nothing is ever multiplied that hasn't arrived whole.
+While one batch is multiplied, the next one's records are read. If a record can't be read, its batch's slots
+are freed: a neuron is never multiplied before its record has arrived whole.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.fed_layer import BLOCK_NEURONS, Batches, FedLayer, Whole, wants_none
-from ondevice.errors import FlashReadError, OndeviceError
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.neuron_source import Batches, ClosedNeurons, NeuronSource, ResidentLayer
+from ondevice.errors import FlashReadError
 from ondevice.flash.cost_model import CostModel
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.cache_warm_up import CacheWarmUp
@@ -30,12 +30,15 @@ from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
-"""The part of a neuron's record from which on it is read. Where gates select, gate rows are in memory."""
+"""First part of a neuron's record that is read. Where gates select, gate rows are in memory already."""
 BATCHES = 2
-WARM_SECONDS, WARM_READ_BYTES = 0.04, 64 << 10
-"""What is read ahead of the text per pass: as much as flash gives in so long a time, in runs of records."""
+"""Batches whose reads are under way at once."""
+WARM_UP_SECONDS = 0.04
+"""Reading time that cache warm-up may take per pass, in seconds."""
+WARM_UP_READ_BYTES = 64 << 10
+"""Bytes of a typical warm-up read, a run of records."""
 READ_WEIGHT = 0.1
-"""Of the newest measurement in the running mean of what a read takes."""
+"""EMA weight of the newest read time."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +50,41 @@ class _Batch:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How selected neurons are kept and read: it decides the time that passes take, never what they compute.
-
-    keep: let neurons stay in memory after the pass that read them (in dense mode, too). fill_ahead: read the
-    likeliest into slots that are spare. prefetch: begin to read the next layer's before they are known.
-    bundled: read what is wanted of a neuron at once, and near neighbours with it; else every checked part by
-    itself (but not what is prefetched or filled ahead), which are rows in files that are checked row by row.
-    """
+    """How selected neurons are kept and read. It affects how long passes take, never what they compute."""
 
     policy: PolicyName = DEFAULT_POLICY
+    """The cache's eviction policy."""
     keep: bool = True
+    """Let neurons stay in memory after the pass that read them, in dense mode too."""
     fill_ahead: bool = True
+    """Warm the cache up: read the likeliest neurons into spare slots."""
     prefetch: bool = True
+    """Begin to read the next layer's neurons before its selection is known."""
     bundled: bool = True
+    """Read all parts of a neuron in one read, with near neighbours. Otherwise each checked part is a read of
+    its own, except in prefetch and warm-up; in files that are checked row by row, a part is a row."""
 
 
 DEFAULT_FETCH = FetchOptions()
 
 
-class NeuronFetcher:
-    """Feeds the layers of a model from `cache`, at most `batch` neurons at a time.
+class NeuronFetcher(NeuronSource):
+    """Feeds the layers of a model from `cache` and, for what it lacks, from flash.
 
-    part_bytes: of the checked parts of a record. prefetched: neurons of the next layer that are
-    prefetched, at most. costs: of reads with the threads that `reader` has.
+    Args:
+        layers: of the model, in order; each gets this object as its `neurons`.
+        reader: over the bundle's files.
+        cache: this object's own from now on; `close` closes it.
+        part_bytes: sizes of the checked parts of a record.
+        batch: most neurons in a batch.
+        prefetched: most neurons of the next layer that are prefetched.
+        costs: of reads with as many threads as `reader` has.
+        options: how neurons are kept and read.
     """
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         cache: NeuronCache,
         *,
@@ -95,27 +105,22 @@ class NeuronFetcher:
         self._reads = deque(
             RecordReads(reader, groups, gap_bytes if options.bundled else 0) for _ in range(BATCHES)
         )
-        warm_bytes = int(costs.bytes_per_second(WARM_READ_BYTES, reader.threads) * WARM_SECONDS)
+        warm_bytes = int(costs.bytes_per_second(WARM_UP_READ_BYTES, reader.threads) * WARM_UP_SECONDS)
         self._warm_up = CacheWarmUp(layers, reader, cache, wanted, warm_bytes)
         self._prefetcher = Prefetcher(
             layers, reader, cache, parts=wanted, gap_bytes=gap_bytes, most=prefetched
         )
         self._fill_ahead = options.keep and options.fill_ahead
         self._prefetched_hits = 0
-        self._draft_tokens = 0
-        """Of the next pass's last tokens, how many may turn out to be no part of the text."""
-        self._held_back: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
-        """(layers, draft tokens, F) what the last pass scored for them."""
+        self._draft_scores: NDArray[np.float16] = np.zeros((0, 0, 0), dtype=np.float16)
+        """(layers, draft tokens, F) scores of the last pass's draft tokens, in the order of its batch."""
         self._since = 0.0
         self._waited = self._managed = 0.0
         self._read_seconds = 0.0
-        """What one missing neuron has lately taken those who waited for it."""
-        for index, layer in enumerate(layers):
-            layer.turn = partial(self._turn, index)
-            layer.selected = partial(self._selected, index)
-            if options.prefetch:
-                layer.prefetch = partial(self._prefetcher.prefetch, index)
-                layer.wants_prefetch = partial(self._prefetcher.wants, index)
+        """EMA of the waiting time per missing neuron, in seconds."""
+        self._prefetches = options.prefetch
+        for layer in layers:
+            layer.neurons = self
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +129,7 @@ class NeuronFetcher:
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that neurons hold for sure: slots come when they are needed. Safe from any thread."""
+        """Bytes of memory that are certainly in use: slots are made when needed. Safe from any thread."""
         return self._cache.nbytes
 
     @property
@@ -143,122 +148,117 @@ class NeuronFetcher:
 
     @property
     def prefetching(self) -> PrefetchQuality:
-        """What prefetching was worth."""
+        """Hits, waste and time of prefetching so far."""
         return self._prefetcher.quality
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to so many segments in all: those above go back at once, those below come when needed."""
+        """Keep to sum(quota) segments: surplus ones are freed now, missing ones are made when needed."""
         self._prefetcher.drop()
         self._warm_up.stop()
         self._cache.resize(sum(quota))
 
-    def hold_back(self, draft_tokens: int) -> None:
-        """The next passes' last `draft_tokens` tokens say nothing of the text until `accept`."""
-        self._draft_tokens = draft_tokens
-        self._prefetcher.begin_expected()
-        if draft_tokens > self._held_back.shape[1]:
-            neurons = self._layers[0].source.num_neurons
-            self._held_back = np.zeros((len(self._layers), draft_tokens, neurons), dtype=np.float16)
-
-    def prune(self, tokens: Sequence[int]) -> None:
-        """Of the pass's tokens under way, only those in `tokens` go through the layers that follow."""
-        rows = [token - 1 for token in tokens if token > 0]
-        self._held_back[:, : len(rows)] = self._held_back[:, rows]
-        self._draft_tokens = len(rows)
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Of the last pass's tokens, those in `tokens` are the text: the cache learns of those held back."""
-        rows = [token - 1 for token in tokens if token > 0]
-        if rows and not self._cache.holds_all:
-            for index in range(len(self._layers)):
-                self._cache.observe(index, self._held_back[index, rows].astype(np.float32))
+    def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
+        """Tell the cache about the accepted draft tokens."""
+        accepted = [row - batch.text_rows for row in rows if row >= batch.text_rows]
+        if accepted and not self._cache.holds_all:
+            for layer in range(len(self._layers)):
+                self._cache.observe(layer, self._draft_scores[layer, accepted].astype(np.float32))
 
     def fill(self) -> bool:
-        """While nothing is asked: read ahead what is likeliest, a little further. False: no further."""
+        """While the model is idle: warm the cache up a little further. False if nothing is left to do."""
         return self._fill_ahead and self._warm_up.fill()
 
     def close(self) -> None:
-        """Give back the slots, after the reads under way. The layers then refuse to be multiplied."""
+        """Wait for the reads under way and free the slots. The layers then refuse to be multiplied."""
         self._prefetcher.close()
         self._warm_up.close()
         for reads in self._reads:
             reads.close()
         self._cache.close()
         for layer in self._layers:
-            layer.turn = layer.selected = _closed
-            layer.prefetch, layer.wants_prefetch = None, wants_none
+            layer.neurons = ClosedNeurons()
 
-    def _turn(self, index: int, num_exact_rows: int) -> Whole | None:
-        """A layer's turn has come: where all its neurons lie, if nothing needs to know their scores."""
-        cache = self._cache
-        if index == 0 and num_exact_rows and not (cache.holds_all and cache.is_full):
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Begin to read what drafting lacked of the first layer, and manage the cache, once per pass."""
+        self._prefetcher.begin_expected()
+        if batch.draft_rows > self._draft_scores.shape[1]:
+            shape = len(self._layers), batch.draft_rows, self._layers[0].source.num_neurons
+            self._draft_scores = np.zeros(shape, dtype=np.float16)
+        if not (self._cache.holds_all and self._cache.is_full):
             self._since = time.perf_counter()
-            self._next_pass(num_exact_rows)
+            self._manage_cache(len(batch.tokens))
             self._managed += self._lap()
-        if not cache.holds_all or not cache.holds_layer(index):
-            return None
-        return None if self._prefetcher.awaits(index) else Whole(*cache.places(index), cache.count)
 
-    def _selected(self, index: int, scores: Float32, num_exact_rows: int) -> Batches:
-        """Neurons with a score above zero for any token of scores (T, F): ascending ids, where they lie.
+    def wants_prefetch(self, layer: int, rows: int) -> bool:
+        return self._prefetches and self._prefetcher.wants(layer, rows)
 
-        Of the tokens from `num_exact_rows` on, only those that have slots. Each batch is valid until the
-        next.
-        """
+    def prefetch(self, layer: int, rows: int, scores: Callable[[], Float32]) -> None:
+        if self._prefetches:
+            self._prefetcher.prefetch(layer, rows, scores)
+
+    def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
+        """Where all the layer's neurons lie, if they are in memory and nothing needs to know their scores."""
         cache = self._cache
-        if num_exact_rows == 0:
-            if not cache.holds_layer(index):
-                self._prefetcher.expect(index, scores)
-            held = cache.held(index, selected(scores))
-            yield held, cache.lie_at(index, held)
+        if batch.resident_only or not cache.holds_all or not cache.holds_layer(layer):
+            return None
+        return None if self._prefetcher.awaits(layer) else ResidentLayer(*cache.places(layer), cache.count)
+
+    def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
+        """Batches in ascending order; while one is multiplied, the next one's records are read."""
+        cache, num_exact_rows = self._cache, batch.num_exact_rows
+        if batch.resident_only:
+            if not cache.holds_layer(layer):
+                self._prefetcher.expect(layer, scores)
+            held = cache.held(layer, selected(scores))
+            yield held, cache.lie_at(layer, held)
             return
         self._since = time.perf_counter()
         if not cache.holds_all:
-            self._observe(index, scores[:num_exact_rows])
+            self._observe(layer, scores[:num_exact_rows], batch)
         ids = selected(scores[:num_exact_rows])
         if num_exact_rows < len(scores):
-            ids = np.union1d(ids, cache.held(index, selected(scores[num_exact_rows:])))
-        prefetched = self._prefetcher.commit(index)
-        if cache.holds_layer(index) and not len(prefetched):
-            yield from self._whole(index, ids)
+            ids = np.union1d(ids, cache.held(layer, selected(scores[num_exact_rows:])))
+        prefetched = self._prefetcher.commit(layer)
+        if cache.holds_layer(layer) and not len(prefetched):
+            yield from self._whole(layer, ids)
             return
         waiting, done = deque(self._cut(ids)), 0
         under_way: deque[_Batch] = deque()
         try:
             while waiting or under_way:
                 while waiting and len(under_way) < BATCHES:
-                    under_way.append(self._begin(index, waiting.popleft()))
+                    under_way.append(self._begin(layer, waiting.popleft()))
                 if not self._prefetched_arrived(ids, prefetched):
                     while under_way:
-                        self._give_up(index, under_way.popleft())
+                        self._give_up(layer, under_way.popleft())
                     waiting, prefetched = deque(self._cut(ids)), prefetched[:0]
                     continue
                 prefetched = prefetched[:0]
-                batch = under_way[0]
-                if batch.reads is not None:
-                    self._wait(batch.reads, len(batch.placement.missing))
+                first = under_way[0]
+                if first.reads is not None:
+                    self._wait(first.reads, len(first.placement.missing))
                 under_way.popleft()
                 self._managed += self._lap()
-                yield batch.ids, batch.placement.addresses
+                yield first.ids, first.placement.addresses
                 self._since = time.perf_counter()
-                done += len(batch.ids)
+                done += len(first.ids)
                 if waiting and not cache.has_room(len(waiting[0])):
-                    cache.evict_to_share(index, ids[done:])
+                    cache.evict_to_share(layer, ids[done:])
         finally:
             self._prefetched_arrived(ids, prefetched)
-            for batch in under_way:
-                self._give_up(index, batch)
-            cache.evict_to_share(index)
+            for begun in under_way:
+                self._give_up(layer, begun)
+            cache.evict_to_share(layer)
             self._managed += self._lap()
 
-    def _whole(self, index: int, ids: Int32) -> Batches:
-        """Those of a layer that is in memory, all at once: there is nothing to read meanwhile."""
+    def _whole(self, layer: int, ids: Int32) -> Batches:
+        """One batch with all selected neurons of a layer that is in memory: there is nothing to read."""
         self._prefetcher.arrived()
-        placement = self._cache.acquire(index, ids)
+        placement = self._cache.acquire(layer, ids)
         self._managed += self._lap()
         yield ids, placement.addresses
         self._since = time.perf_counter()
-        self._cache.evict_to_share(index)
+        self._cache.evict_to_share(layer)
         self._managed += self._lap()
 
     def _lap(self) -> float:
@@ -266,26 +266,27 @@ class NeuronFetcher:
         before, self._since = self._since, time.perf_counter()
         return self._since - before
 
-    def _next_pass(self, tokens: int) -> None:
-        """A pass of `tokens` tokens comes to the first layer."""
+    def _manage_cache(self, tokens: int) -> None:
+        """Before a pass over `tokens` tokens: divide the slots among layers, continue cache warm-up."""
         self._prefetcher.next_pass()
-        # A long chunk wants nearly everything: what is filled ahead beside it would be read twice.
-        alone = tokens > PREFETCH_TOKENS
-        if alone:
+        # A long chunk needs nearly every neuron: warm-up reads beside it would be read twice.
+        is_long = tokens > PREFETCH_TOKENS
+        if is_long:
             self._warm_up.stop()
         else:
             self._warm_up.collect()
         self._cache.divide(tokens, keep=self._warm_up.under_way)
-        if self._fill_ahead and not alone:
+        if self._fill_ahead and not is_long:
             self._warm_up.begin()
 
-    def _observe(self, index: int, scores: Float32) -> None:
-        """The cache learns of the text's tokens now, of draft tokens when they are accepted."""
-        of_text = len(scores) - self._draft_tokens
-        self._cache.observe(index, scores[:of_text])
-        if self._draft_tokens:
+    def _observe(self, layer: int, scores: Float32, batch: ForwardBatch) -> None:
+        """Tell the cache about the text's tokens now, and keep draft tokens' scores until `accept`."""
+        text_rows = batch.text_rows
+        self._cache.observe(layer, scores[:text_rows])
+        if batch.draft_rows:
+            rows = range(len(scores)) if batch.unpruned_rows is None else batch.unpruned_rows
             with np.errstate(over="ignore"):
-                self._held_back[index, : self._draft_tokens] = scores[of_text:]
+                self._draft_scores[layer, [row - text_rows for row in rows[text_rows:]]] = scores[text_rows:]
 
     def _wait(self, reads: RecordReads, missing: int) -> None:
         self._managed += self._lap()
@@ -297,7 +298,7 @@ class NeuronFetcher:
         self._read_seconds += READ_WEIGHT * (waited / missing - self._read_seconds)
 
     def _prefetched_arrived(self, ids: Int32, prefetched: Int32) -> bool:
-        """Wait for what was prefetched of `ids`. False if it can't be read: it is absent again."""
+        """Wait for the prefetched neurons. False if a read failed: they are absent again."""
         if not len(prefetched):
             return self._prefetcher.arrived()
         self._managed += self._lap()
@@ -313,30 +314,30 @@ class NeuronFetcher:
         self._prefetcher.count(len(prefetched), used, waited, self._read_seconds)
         return arrived
 
-    def _begin(self, index: int, ids: Int32) -> _Batch:
-        placement = self._cache.acquire(index, ids)
+    def _begin(self, layer: int, ids: Int32) -> _Batch:
+        placement = self._cache.acquire(layer, ids)
         missing = placement.missing
         if not len(missing):
             return _Batch(ids, placement, None)
         reads = self._reads[0]
         self._reads.rotate()
-        file, started = self._layers[index].source.file, False
+        file, started = self._layers[layer].source.file, False
         try:
             reads.start(file, ids[missing], placement.addresses[missing])
             started = True
         finally:
             if not started:
-                self._cache.evict(index, ids[missing])
+                self._cache.evict(layer, ids[missing])
         return _Batch(ids, placement, reads)
 
-    def _give_up(self, index: int, batch: _Batch) -> None:
+    def _give_up(self, layer: int, batch: _Batch) -> None:
         if batch.reads is not None:
             with suppress(FlashReadError, ValueError):
                 batch.reads.finish()
-            self._cache.evict(index, batch.ids[batch.placement.missing])
+            self._cache.evict(layer, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
-        """Pieces of at most `batch` ids; a block of 64 neurons is never cut, as it is summed as one."""
+        """Pieces of at most `batch` ids. A block of 64 neurons is summed as one, so it is never split."""
         start = 0
         while start < len(ids):
             stop = min(start + self._batch, len(ids))
@@ -344,7 +345,3 @@ class NeuronFetcher:
                 stop = int(np.searchsorted(ids, ids[stop] // BLOCK_NEURONS * BLOCK_NEURONS))
             yield ids[start:stop]
             start = stop
-
-
-def _closed(*_: object) -> NoReturn:
-    raise OndeviceError("the model's feed-forward memory was given back: it is closed")

@@ -1,11 +1,11 @@
-"""The neuron cache: slots of record size in equal segments, who holds which, and who goes.
+"""The neuron cache: slots of record size in equal segments, which neuron is in which slot, and eviction.
 
-A policy scores neurons (`policies.py`): the layers' shares follow where the best of the model are, and in
-each layer the best keep their slots. Slots are taken from any segment, so that nothing ever moves: a neuron
-gets a free slot when it is read and gives it back when it goes. The memory plan says how many segments there
-are; this is their one owner.
+A policy scores neurons (`policies.py`). Layers' shares of the slots follow where the best scores of the whole
+model are, and in each layer the best keep their slots. A slot may come from any segment, so nothing ever
+moves: a neuron gets a free slot when it is read and frees it when it is evicted. The memory plan says how
+many segments there are; this is their one owner.
 
-Legend: L layers, F neurons of a layer, n neurons at hand.
+Legend: L layers, F neurons of a layer, n neurons of a request.
 """
 
 from __future__ import annotations
@@ -23,27 +23,36 @@ from ondevice.sparsity.policies import Policy
 Addresses = NDArray[np.uint64]
 
 ROWS_AT_ONCE = 16
+"""Tokens that a policy observes in one call."""
 DIVIDE_TOKENS = 16
-"""Tokens between two divisions of the slots among layers: 0.1 points of hit rate below every token's."""
+"""Tokens between two divisions of the slots among layers. Dividing at every token adds 0.1 points of hits."""
 _NONE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where neurons lie: addresses[i] belongs to the i-th asked for; `missing` are those still to be read."""
+    """Where the neurons of a request are: the i-th one's record is at addresses[i]."""
 
     addresses: Addresses
     missing: NDArray[np.intp]
-    """(m,) positions among those asked for."""
+    """(m,) indices of the neurons that are still to be read."""
 
 
 class NeuronCache:
-    """L x F neurons in slots of `slot_bytes`, `segment_slots` to a segment; `reserve` slots belong to no
-    layer.
+    """L x F neurons in slots, each of which belongs to a layer's share or to a common reserve.
 
-    What a layer reads gets a slot at once, from the reserve where its share is used up; `evict_to_share` lets
-    the lowest scores go until the share is kept. So at most `reserve` missing neurons may be placed between
-    two calls of `evict_to_share`. Without `keep` no share is more than nothing: nobody outstays a pass.
+    A neuron that is read gets a slot at once, from the reserve where its layer's share is used up. Then
+    `evict_to_share` evicts the lowest scores until the layer keeps to its share. So at most `reserve` missing
+    neurons may get slots between two calls of `evict_to_share`.
+
+    Args:
+        layers: L.
+        neurons: F.
+        slot_bytes: size of a slot.
+        segment_slots: slots in a segment.
+        reserve: slots that belong to no layer.
+        policy: scores neurons.
+        keep: whether neurons may stay after the pass that read them; otherwise all shares are 0.
     """
 
     def __init__(
@@ -64,10 +73,10 @@ class NeuronCache:
         self._policy = policy
         self._quota = 0
         self.holds_all = False
-        """Whether every neuron may stay, so that nobody needs to choose."""
+        """Whether there is room for every neuron, so that nothing is ever evicted."""
         self._segments: list[Bytes] = []
         self._address: Addresses = np.zeros(0, dtype=np.uint64)
-        """Where every slot that exists lies."""
+        """Address of every slot that exists."""
         self._slot_of: Int32 = np.full((layers, neurons), -1, dtype=np.int32)
         self._owner: Int32 = np.zeros(0, dtype=np.int32)
         """layer * F + neuron, or -1, of every slot that exists."""
@@ -76,30 +85,30 @@ class NeuronCache:
         self._num_free = 0
         self._counts = [0] * layers
         self._reserved = [0] * layers
-        """Slots of each layer that are being read into and hold nobody yet."""
+        """Slots of each layer that are being read into and don't count as held yet."""
         self._shares = [0] * layers
         """Slots that each layer may keep."""
         self._tokens = 0
-        """Tokens since the shares were last drawn up."""
+        """Tokens since slots were last divided."""
         self.lookups = 0
-        """Neurons that were asked for."""
+        """Neurons that were requested."""
         self.hits = 0
-        """Those of them that had a slot."""
+        """Requested neurons that had a slot."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist; those within the quota that aren't needed yet don't."""
+        """Bytes of the segments that exist. Segments within the quota are made when they are needed."""
         return len(self._segments) * self._segment_slots * self.slot_bytes
 
     @property
     def _room(self) -> int:
-        """Slots that layers may keep, all together."""
+        """Slots of all layers' shares together."""
         return max(0, self._quota * self._segment_slots - self._reserve) if self._keep else 0
 
     def resize(self, segments: int) -> None:
-        """Keep to so many segments: those above go at once, with the neurons in them.
+        """Set the quota of segments. Segments above it are freed at once, with the neurons in them.
 
-        No reservation may be open: slots that are read into would be gone.
+        No reservation may be open: its slots are being written to.
         """
         self._quota = segments
         self.holds_all = self._room >= self._slot_of.size
@@ -118,9 +127,9 @@ class NeuronCache:
         self._draw_shares()
 
     def divide(self, tokens: int, keep: bool = False) -> None:
-        """Draw up the layers' shares anew, from time to time; called before each pass with its tokens.
+        """Divide the slots among layers anew, every `DIVIDE_TOKENS`; called before each pass.
 
-        keep: not now, as there are claims, which were made by the shares as they are.
+        tokens: of the pass. keep: not now, as open reservations rely on the present shares.
         """
         self._tokens += tokens
         if self._tokens >= DIVIDE_TOKENS and not self.holds_all and not keep:
@@ -129,14 +138,14 @@ class NeuronCache:
     def observe(self, layer: int, gates: Float32) -> None:
         """Tell the policy what the gates (T, F) of accepted tokens were."""
         if not self.holds_all:
-            # A few tokens at a time, to keep what the policy computes in between small.
+            # A few tokens at a time, to keep the policy's temporary arrays small.
             for first in range(0, len(gates), ROWS_AT_ONCE):
                 self._policy.observe(layer, gates[first : first + ROWS_AT_ONCE])
 
     def acquire(self, layer: int, ids: Int32) -> Placement:
-        """Give every neuron of `ids` (n,) a slot. The missing are to be read there before anything else.
+        """Give every neuron of `ids` (n,) a slot; the missing ones must then be read into theirs.
 
-        Raises OndeviceError if more are missing than slots can be had.
+        Raises OndeviceError if more are missing than there are slots.
         """
         slots = self._slot_of[layer]
         own = slots[ids]
@@ -151,21 +160,21 @@ class NeuronCache:
         return Placement(self._address[own], missing)
 
     def places(self, layer: int) -> tuple[Int32, Addresses]:
-        """Of a layer that is held: every neuron's slot, (F,), and where slots lie."""
+        """Every neuron's slot, (F,), and every slot's address, for a layer that is wholly held."""
         return self._slot_of[layer], self._address
 
     def count(self, multiplied: int) -> None:
-        """So many neurons were multiplied that nobody asked to acquire, as their layer is held."""
+        """Count neurons that were multiplied without `acquire`, as their layer is wholly held."""
         self.lookups += multiplied
         self.hits += multiplied
 
     def has_room(self, count: int) -> bool:
-        """Whether so many more neurons can be placed before anybody has to go."""
+        """Whether `count` more neurons can get slots before any must be evicted."""
         segments = self._quota - len(self._segments)
         return self._num_free + segments * self._segment_slots >= count
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
-        """Let the layer's lowest scores go until it keeps to its share; those of `keep` stay in any case."""
+        """Evict the layer's lowest scores until it keeps to its share, but never the neurons in `keep`."""
         over = self._counts[layer] + self._reserved[layer] - self._shares[layer]
         if over <= 0:
             return
@@ -193,7 +202,7 @@ class NeuronCache:
         return found
 
     def lie_at(self, layer: int, ids: Int32) -> Addresses:
-        """Where neurons lie that have slots. Who only drafts with them counts for nothing here."""
+        """Addresses of neurons that have slots. Not counted as lookups: drafting uses it."""
         places: Addresses = self._address[self._slot_of[layer, ids]]
         return places
 
@@ -202,7 +211,7 @@ class NeuronCache:
         return np.flatnonzero(self._slot_of[layer] < 0)
 
     def likeliest(self, layer: int, most: int) -> Int32:
-        """Ascending ids of up to `most` absent neurons, the likeliest, for which its share has room."""
+        """Ascending ids of the likeliest absent neurons: `most` at most, as far as the share has room."""
         spare = min(most, self._shares[layer] - self._counts[layer] - self._reserved[layer])
         if spare <= 0:
             return np.zeros(0, dtype=np.int32)
@@ -213,19 +222,19 @@ class NeuronCache:
         return absent.astype(np.int32)
 
     def reserve(self, layer: int, count: int) -> tuple[Int32, Addresses]:
-        """Slots for `count` absent neurons of a layer, and their addresses.
+        """Slots for `count` absent neurons of a layer, and the slots' addresses.
 
-        They are absent until `commit`. What the share has no room for must fit the reserve.
+        The neurons stay absent until `commit`. What exceeds the layer's share must fit the reserve.
         """
         slots = self._take(count)
         self._reserved[layer] += count
         return slots, self._address[slots]
 
     def commit(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
-        """Those neurons of a reservation that nobody has read meanwhile have their slots from now on.
+        """The neurons of a reservation that are still absent get their reserved slots.
 
-        Returns their ids, and the slots of the others, which stay claimed: `release` them once nothing is
-        read into them any more.
+        Returns their ids, and the slots of the others, which stay reserved: `release` them once nothing
+        writes to them any more.
         """
         absent = self._slot_of[layer, ids] < 0
         new, held = ids[absent], slots[absent]
@@ -236,12 +245,12 @@ class NeuronCache:
         return new, slots[~absent]
 
     def release(self, layer: int, slots: Int32) -> None:
-        """A reservation came to nothing."""
+        """Free reserved slots."""
         self._reserved[layer] -= len(slots)
         self._give_back(slots)
 
     def evict(self, layer: int, ids: NDArray[np.integer]) -> None:
-        """Give back the slots of these neurons, which all have one."""
+        """Free the slots of these neurons, all of which have one."""
         slots = self._slot_of[layer]
         freed = slots[ids]
         slots[ids] = -1
@@ -250,13 +259,13 @@ class NeuronCache:
         self._counts[layer] -= len(freed)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self.resize(0)
 
     def _draw_shares(self) -> None:
-        """Shares by where the best scores of the whole model are: a slot is worth the same in every layer.
+        """Set the layers' shares by where the best scores of the whole model are.
 
-        Shares from calibrated miss-rate curves hold as much of what fires, in small caches 0.3 points less
+        Shares from calibrated miss-rate curves give the same hit rate, in small caches 0.3 points less
         (tests/benchmarks/explain/cache_hit_rates.py).
         """
         layers, neurons = self._slot_of.shape
@@ -268,7 +277,7 @@ class NeuronCache:
         scores = np.concatenate([self._policy.scores(layer) for layer in range(layers)])
         rest = scores.size - self._room
         best = np.argpartition(scores, min(rest, scores.size - 1))[rest:]
-        # What nobody has seen fire says nothing of its layer: its slots are divided evenly.
+        # Neurons that were never seen to fire say nothing about their layer: divide their slots evenly.
         seen = best[scores[best] > scores.min()]
         even = (self._room - len(seen)) // layers
         shares = np.bincount(seen // neurons, minlength=layers) + even

@@ -1,8 +1,8 @@
-"""Which neurons are worth their place in memory: cache policies, functions of what gates have computed.
+"""Cache policies: which neurons stay in memory, as functions of the gates of past tokens.
 
-A policy sees the gates of every accepted token (or what a predictor says of them, or by how much they exceed
-a threshold) and gives each neuron a score; the cache keeps the highest of a layer, and gives layers shares by
-where the highest of the model are. What isn't a number counts as fired.
+A policy sees the gates of every accepted token (or a predictor's scores, or by how much gates exceed their
+thresholds) and gives each neuron a score. The cache keeps the highest scores of a layer, and divides slots
+among layers by where the highest scores of the model are. NaN counts as fired.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """
@@ -21,11 +21,15 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_POLICY: PolicyName = "gate"
 
 FREQUENCY_DECAY = 0.9
+"""Decay per token of the `frequency` policy's count."""
 # Measured on the shipped model's held-out text (tests/benchmarks/explain/cache_hit_rates.py): a slow mean of
 # 0.98 or 0.995, or half or double the weight, changes hit rates by at most half a point.
 SLOW_DECAY = 0.99
+"""Decay per token of the share of tokens for which a neuron fired, in the `gate` policy."""
 FAST_DECAY = 0.8
+"""Decay per token of how near a neuron's gate came to firing."""
 GATE_WEIGHT = 0.3
+"""Weight of the second in the score."""
 
 
 class Policy(Protocol):
@@ -36,20 +40,20 @@ class Policy(Protocol):
         ...
 
     def scores(self, layer: int) -> Float32:
-        """(F,) the higher the likelier to fire again; -inf: the first to go."""
+        """(F,) the higher, the likelier to fire again. -inf: evicted first."""
         ...
 
     def fit(self, slots: int) -> None:
-        """Neurons of the whole model that may stay from now on; told from time to time."""
+        """Adapt to the number of slots of the whole model; called when slots are divided."""
         ...
 
 
 class Recency:
-    """Least recently used goes first."""
+    """Evicts the least recently used neuron first."""
 
     def __init__(self, layers: int, neurons: int) -> None:
         self._used = np.full((layers, neurons), -np.inf, dtype=np.float32)
-        """The last token that used each, counted from 1."""
+        """The last token that used each neuron, counted from 1."""
         self._tokens = [0] * layers
 
     def observe(self, layer: int, gates: Float32) -> None:
@@ -63,15 +67,15 @@ class Recency:
         return used
 
     def fit(self, slots: int) -> None:
-        """Recency doesn't depend on it."""
+        """Recency doesn't depend on the number of slots."""
 
 
 class Window(Recency):
-    """What the last k tokens used stays, the rule of "LLM in a flash" (arXiv 2312.11514, section 3.1).
+    """Keeps the neurons that the last k tokens used: the rule of "LLM in a flash" (arXiv 2312.11514, 3.1).
 
-    k is the largest for which that fits, or 1: it shrinks under pressure. What flash costs has no say in it:
-    a token that leaves the window saves no read, and may bring some. What else has a slot keeps it while
-    nobody needs the room, where the paper drops it; it goes first, all alike.
+    k is the largest window that fits, or 1, so it shrinks under memory pressure. The cost of flash doesn't
+    matter: a smaller window saves no read and may cause some. Neurons outside the window keep their slots
+    until the room is needed, where the paper drops them at once; they are evicted first, in no order.
     """
 
     def __init__(self, layers: int, neurons: int) -> None:
@@ -85,13 +89,13 @@ class Window(Recency):
 
     def fit(self, slots: int) -> None:
         ages = (np.array(self._tokens, dtype=np.float32)[:, None] - self._used).ravel()
-        # Tokens since the most recent use that doesn't fit: 0 for what the newest used.
+        # Tokens since the most recent use that doesn't fit; a neuron that the newest token used has age 0.
         longest = np.partition(ages, slots)[slots] if slots < ages.size else np.float32(np.inf)
         self._window = max(longest, np.float32(1))
 
 
 class Frequency:
-    """A decayed count of how often a neuron fired, from `frequencies` (L, F) on where they are known."""
+    """A decayed count of how often a neuron fired, which starts at `frequencies` (L, F) if they are known."""
 
     def __init__(self, layers: int, neurons: int, decay: float, frequencies: Float32 | None = None) -> None:
         self._fired = _known(layers, neurons, frequencies)
@@ -105,15 +109,15 @@ class Frequency:
         return scores
 
     def fit(self, slots: int) -> None:
-        """Counts don't depend on it."""
+        """Counts don't depend on the number of slots."""
 
 
 class GateScore:
-    """How often a neuron fired over a long while, and how near its gate came to it lately.
+    """How often a neuron fired over many tokens, plus how near its gate has recently come to firing.
 
-    A gate just below zero is likelier to be above it next than one far below. Gates are measured in root mean
-    squares of their layer's, so the score means the same in every layer and model. The long while begins with
-    `frequencies` (L, F), where they are known: kept for good beside it, they cost hits.
+    A gate just below zero is likelier to fire next than one far below. Gates are measured in units of their
+    layer's root mean square, so a score means the same in every layer and model. The slow count starts at
+    `frequencies` (L, F) if they are known; keeping them as a separate constant term gave fewer hits.
     """
 
     def __init__(self, layers: int, neurons: int, frequencies: Float32 | None = None) -> None:
@@ -124,7 +128,7 @@ class GateScore:
         _decayed_mean(self._fired[layer], SLOW_DECAY, fires(gates))
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             scale = np.sqrt(np.mean(gates * gates, axis=1, keepdims=True))
-            # What isn't a number is as far as can be.
+            # NaN counts as far below zero.
             near = np.fmin(np.fmax(np.float32(0.5) + gates / scale, 0), 1)
         _decayed_mean(self._near[layer], FAST_DECAY, near)
 
@@ -133,14 +137,14 @@ class GateScore:
         return scores
 
     def fit(self, slots: int) -> None:
-        """Scores don't depend on it."""
+        """Scores don't depend on the number of slots."""
 
 
 def make_policy(name: PolicyName, layers: int, neurons: int, frequencies: Float32 | None = None) -> Policy:
     """The policy called `name`, before it has seen a token.
 
-    frequencies: (L, F) share of tokens for which each neuron fired on some text, from 0 to 1, for policies
-    that count; how recently neurons fired is known of no text before the first token.
+    frequencies: (L, F) share of tokens, from 0 to 1, for which each neuron fired on some text. Policies that
+    count start with them; policies of recency can't use them.
     """
     if name == "lru":
         return Recency(layers, neurons)
@@ -152,7 +156,7 @@ def make_policy(name: PolicyName, layers: int, neurons: int, frequencies: Float3
 
 
 def fires(gates: Float32) -> np.ndarray:
-    """Whether a gate, or a score, lets its neuron count: (same shape) booleans."""
+    """Whether each gate or score is above zero or NaN: booleans of the same shape."""
     return ~(gates <= 0)
 
 

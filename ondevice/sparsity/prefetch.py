@@ -1,10 +1,11 @@
-"""Reads begun from a guess: the next layer's neurons, chosen on what enters this one's feed-forward.
+"""Prefetch: reads of the next layer's neurons, chosen by the input of this layer's feed-forward.
 
-The stream changes little from a layer to the next ("LLM in a flash", arXiv 2312.11514, overlaps transfer and
-compute; Deja Vu, arXiv 2310.17157, found the similarity), so the next layer's own gate or predictor on the
-stream of now knows most of what it will select. The surest of what isn't in memory is read while this layer
-and the next one's attention are computed, behind all that somebody waits for. A guess only warms the cache:
-when the true selection comes, what hasn't begun is given up, and nothing else changes.
+The residual stream changes little from one layer to the next ("LLM in a flash", arXiv 2312.11514, overlaps
+transfer and compute; Deja Vu, arXiv 2310.17157, found the similarity). So the next layer's own gate or
+predictor, applied to the current stream, predicts most of its selection. The highest-scoring neurons that
+aren't in memory are read while this layer and the next one's attention are computed, at a lower priority than
+reads that a pass waits for. Prefetch only fills the cache: once the true selection is known, reads that
+haven't begun are cancelled, and no result depends on it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ondevice.backends.base import Float32, Int32
-from ondevice.backends.fed_layer import FedLayer
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import fires
@@ -27,26 +28,28 @@ from ondevice.sparsity.reserved_reads import Reservation, ReservedReads
 log = logging.getLogger(__name__)
 
 PREFETCH_TOKENS = 16
-"""Passes of more tokens need so much of every layer that their reads never pause."""
-TRIAL_PASSES, REST_PASSES = 8, 120
-"""Prefetcher is judged after so many passes, and tried again after so many without it."""
+"""Most tokens of a pass that prefetches. Wider passes read so much of every layer that reads never pause."""
+TRIAL_PASSES = 8
+"""Passes with prefetch after which its cost is compared with its gain."""
+BACK_OFF_PASSES = 120
+"""Passes without prefetch before it is tried again."""
 
 
 @dataclass(frozen=True)
 class PrefetchQuality:
-    """What guesses were worth so far. Neurons are counted once per pass and layer.
-
-    begun: read from a guess; used: those of them that the true selection had. wasted_bytes: of the others.
-    hidden_seconds: reading time that passes didn't wait for, at the rate of the reads that they did wait for.
-    spent_seconds: choosing, waiting for guesses, and wasted reads at the same rate, as if each had kept a
-    wanted one waiting.
-    """
+    """Gain and cost of prefetching so far. Neurons are counted once per pass and layer."""
 
     begun: int = 0
+    """Neurons whose prefetch began."""
     used: int = 0
+    """Prefetched neurons that were then selected."""
     wasted_bytes: int = 0
+    """Bytes of the prefetched neurons that weren't."""
     hidden_seconds: float = 0.0
+    """Reading time that passes didn't wait for, at the rate of the reads that they did wait for."""
     spent_seconds: float = 0.0
+    """Time to choose neurons and to wait for prefetches, and wasted reads at the same rate, as if each had
+    delayed a read that a pass waited for."""
 
 
 @dataclass
@@ -65,15 +68,23 @@ class _Prefetch:
 
 
 class Prefetcher:
-    """Guesses for one model, at most `most` neurons of a layer at a time, and of two layers at once.
+    """Prefetches for one model: at most `most` neurons of a layer, and at most two layers at once.
 
-    parts: what is read of records. Begun by `prefetch`, halted when the layer's own turn comes (`commit`),
-    and waited for by `arrived`.
+    A prefetch begins in `prefetch`, starts no more reads once the layer's own turn has come (`commit`), and
+    has ended when `arrived` returns.
+
+    Args:
+        layers: of the model, in order.
+        reader: over the bundle's files.
+        cache: slots are reserved in it.
+        parts: of each record, what is read.
+        gap_bytes: records with at most this many bytes between them are one read.
+        most: neurons of a layer.
     """
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         cache: NeuronCache,
         *,
@@ -86,11 +97,11 @@ class Prefetcher:
         self._most = most
         self._idle = [ReservedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
         self._prefetches: list[_Prefetch] = []
-        """Of a layer whose turn is about to come, and of the one behind it."""
+        """For the layer whose turn comes next, and for the one after it."""
         self._arriving: _Prefetch | None = None
-        """Adopted: its reservation has the neurons that are held, and the slots that are claimed still."""
+        """Committed: its reservation has the neurons that count as held, and the slots still reserved."""
         self._expected: dict[int, Float32] = {}
-        """By layer, the highest scores (F,) that drafting has seen since the layer was last prefetched."""
+        """By layer, the highest scores (F,) that drafting computed since the layer was last prefetched."""
         self._passes = 0
         self._on = True
         self._judged = PrefetchQuality()
@@ -99,21 +110,22 @@ class Prefetcher:
 
     @property
     def on(self) -> bool:
-        """Whether guesses are made: not as long as they have lately cost more than they hid."""
+        """Whether prefetch is enabled: it backs off when it costs more time than it hides."""
         return self._on
 
     def wants(self, layer: int, tokens: int) -> bool:
-        """Whether scores of so many tokens are of use to a layer."""
+        """Whether `prefetch` would use the scores of this many tokens."""
         return self._on and tokens <= PREFETCH_TOKENS and not self._cache.holds_layer(layer)
 
     def prefetch(self, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
-        """Begin to read what scores() (T, F) selects of a layer, the highest scores first.
+        """Begin to read the neurons of a layer with the highest of scores() (T, F) above zero.
 
-        Called before the layer ahead of it selects, whose own guess is halted: what has begun still comes.
+        Called before the previous layer selects. That layer's own prefetch starts no more reads; those that
+        have begun still complete.
         """
         expected = self._expected.pop(layer, None)
         if self._prefetches:
-            # A pass that was given up leaves others behind.
+            # A cancelled pass leaves prefetches of other layers behind.
             for stale in [one for one in self._prefetches if one.reservation.layer != layer - 1]:
                 self._prefetches.remove(stale)
                 self._release(stale)
@@ -121,7 +133,7 @@ class Prefetcher:
             return
         started = time.perf_counter()
         highest = scores().max(axis=0)
-        ids = self._surest(layer, highest if expected is None else np.maximum(highest, expected))
+        ids = self._likeliest(layer, highest if expected is None else np.maximum(highest, expected))
         for prefetch in self._prefetches:
             prefetch.halt()
         if len(ids):
@@ -129,36 +141,36 @@ class Prefetcher:
         self._chosen_seconds += time.perf_counter() - started
 
     def awaits(self, layer: int) -> bool:
-        """Whether some of the layer's neurons, whose turn has come, are read from a guess."""
+        """Whether neurons of the layer, whose turn has come, are being prefetched."""
         return bool(self._prefetches) and self._prefetches[0].reservation.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
-        """Drafting selects of a layer what has scores (T, F) above zero: the next pass will want it."""
+        """Drafting selected what has scores (T, F) above zero: the next pass will likely need it."""
         highest, before = scores.max(axis=0), self._expected.get(layer)
         self._expected[layer] = highest if before is None else np.maximum(highest, before)
 
     def begin_expected(self) -> None:
-        """A pass is about to begin: read what it is expected to want of the first layer."""
+        """Before a pass: prefetch what drafting selected of the first layer."""
         if 0 in self._expected:
             self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
     def commit(self, layer: int) -> Int32:
-        """The layer's turn has come: its neurons that are read from a guess, which count as held from now on.
+        """At the layer's turn: the neurons being prefetched, which count as held from now on.
 
-        `arrived` must hold before one of them is multiplied.
+        `arrived` must return True before one of them is multiplied.
         """
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
         prefetch = self._prefetches.pop(0)
         reservation, read = prefetch.reservation, prefetch.halt()
         self._cache.release(layer, reservation.slots[read:])
-        # What was filled ahead meanwhile is there twice; the second is being written to.
+        # A neuron that cache warm-up read meanwhile has two slots; the second is still being written to.
         ids, spare = self._cache.commit(layer, reservation.ids[:read], reservation.slots[:read])
         self._arriving = replace(prefetch, reservation=Reservation(layer, ids, spare))
         return ids
 
     def arrived(self) -> bool:
-        """Wait for what was adopted. False if some of it can't be read: all of it is then absent again."""
+        """Wait for what was committed. False if a read failed: all of it is then absent again."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return True
@@ -169,7 +181,14 @@ class Prefetcher:
         return arrived
 
     def count(self, begun: int, used: int, waited: float, read_seconds: float) -> None:
-        """What became of a layer's guess: read_seconds is what a wanted record has lately taken."""
+        """Record the outcome of a layer's prefetch.
+
+        Args:
+            begun: neurons prefetched.
+            used: those that were selected.
+            waited: seconds spent waiting for them.
+            read_seconds: recent waiting time per neuron that wasn't prefetched.
+        """
         so_far, wasted = self.quality, begun - used
         self.quality = PrefetchQuality(
             so_far.begun + begun,
@@ -181,9 +200,9 @@ class Prefetcher:
         self._chosen_seconds = 0.0
 
     def next_pass(self) -> None:
-        """A pass begins: now and then, judge what prefetching was worth."""
+        """Before a pass: now and then, compare what prefetch cost with what it hid."""
         self._passes += 1
-        if self._passes < (TRIAL_PASSES if self._on else REST_PASSES):
+        if self._passes < (TRIAL_PASSES if self._on else BACK_OFF_PASSES):
             return
         self._passes = 0
         if not self._on:
@@ -197,17 +216,17 @@ class Prefetcher:
         self._judged = self.quality
 
     def drop(self) -> None:
-        """Give up the guesses under way, with what they have read."""
+        """Cancel the prefetches under way and discard what they have read."""
         while self._prefetches:
             self._release(self._prefetches.pop())
 
     def close(self) -> None:
-        """End the reads under way; their slots are given back with the cache."""
+        """End the reads under way; their slots are freed with the cache."""
         under_way = [*self._prefetches, *([] if self._arriving is None else [self._arriving])]
         for reads in (*self._idle, *(prefetch.reads for prefetch in under_way)):
             reads.close()
 
-    def _surest(self, layer: int, scores: Float32) -> Int32:
+    def _likeliest(self, layer: int, scores: Float32) -> Int32:
         """Ascending ids of the absent neurons with the highest scores above zero, `most` of them at most."""
         ids = self._cache.absent(layer)
         ids = ids[fires(scores[ids])]
@@ -229,7 +248,7 @@ class Prefetcher:
             self._cache.release(prefetch.reservation.layer, prefetch.reservation.slots)
 
     def _ends(self, prefetch: _Prefetch) -> bool:
-        """Whether all that was begun has come."""
+        """Wait for the reads that have begun. False if one failed."""
         try:
             return prefetch.reads.ends()
         finally:

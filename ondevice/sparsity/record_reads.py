@@ -29,7 +29,7 @@ def one_by_one(parts: Parts, part_bytes: Sequence[int]) -> list[Parts]:
 
 
 class RecordReads:
-    """One set of records under way at a time, for somebody who waits.
+    """The reads of one batch of records at a time, for a pass that waits for them.
 
     Each of `groups` is a read of its own. Records with at most `gap_bytes` between them are one read.
     """
@@ -67,6 +67,6 @@ class RecordReads:
             raise failed
 
     def close(self) -> None:
-        """Give up what hasn't begun and wait for what has."""
+        """Cancel the reads that haven't begun and wait for the others."""
         for batch, _ in self._batches:
             batch.close()

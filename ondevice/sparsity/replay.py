@@ -1,6 +1,6 @@
-"""What a cache of another size or policy would have held: recorded gates run through the runtime's own cache.
+"""Hit rates of a cache of any size and policy, from recorded gates that are run through the runtime's cache.
 
-Nothing is read and nothing multiplied; it knows neither the model nor where its gates came from.
+Nothing is read or multiplied. It knows neither the model nor where its gates came from.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """
@@ -18,14 +18,18 @@ from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.sparsity.policies import PolicyName, fires, make_policy
 
 SLOT_BYTES = 64
-"""Nothing is read into the slots."""
+"""Size of a slot, in bytes; nothing is read into it."""
 
 
 def hit_rate(gates: Float32, policy: PolicyName, slots: int, warm_up: int, equal: bool = False) -> float:
-    """Of what fires in gates (L, T, F), the share that a cache of `slots` neurons in all has, from 0 to 1.
+    """Share of what fires in gates (L, T, F) that a cache holds, from 0 to 1. 1 where nothing fires.
 
-    Counted from token `warm_up` on. equal: every layer has as many slots, where the runtime's layers share
-    them by score. 1 where nothing fires.
+    Args:
+        gates: of T tokens.
+        policy: the cache's.
+        slots: of the cache, for all layers together.
+        warm_up: the first token that is counted.
+        equal: give every layer the same number of slots, where the runtime divides them by score.
     """
     hits = lookups = 0
     for group in _groups(len(gates), equal):
@@ -50,10 +54,10 @@ def hit_rate(gates: Float32, policy: PolicyName, slots: int, warm_up: int, equal
 
 
 class Optimum:
-    """What no policy can exceed: the cache that knows the future and keeps what fires again soonest (Belady).
+    """The upper bound of all policies: a cache that keeps the neurons that fire again soonest (Belady).
 
-    A step is one token's pass through one layer. Which neuron is which doesn't matter to it: a cache is how
-    many of its neurons fire next at each step.
+    A step is one token's pass through one layer. The cache is represented by the number of its neurons that
+    fire next at each step, as it doesn't matter which neurons they are.
     """
 
     def __init__(self, gates: Float32, warm_up: int, equal: bool = False) -> None:
@@ -62,7 +66,7 @@ class Optimum:
         self._groups = [_Schedule(gates, group, warm_up) for group in _groups(len(gates), equal)]
 
     def hit_rate(self, slots: int) -> float:
-        """Of what fires, the share that it has in `slots` neurons in all, from 0 to 1."""
+        """Share of what fires that a cache of `slots` neurons in all holds, from 0 to 1."""
         hits = lookups = 0
         for group in self._groups:
             hits += group.hits(slots * group.layers // self._layers)
@@ -71,7 +75,7 @@ class Optimum:
 
 
 class _Schedule:
-    """What fires in each step of layers that share slots, as the steps in which it fires next."""
+    """Layers that share slots: for the neurons that fire in each step, the steps of their next firing."""
 
     def __init__(self, gates: Float32, group: Sequence[int], warm_up: int) -> None:
         self.layers = len(group)
@@ -79,7 +83,7 @@ class _Schedule:
         tokens, neurons = gates.shape[1:]
         end = tokens - warm_up
         self._steps = end * self.layers
-        # Nothing counts before, so all that matters then is to keep what is wanted first afterwards.
+        # Hits before `warm_up` don't count, so the cache then holds what fires first afterwards.
         self._at_first = np.zeros(self._steps, dtype=np.int64)
         self._follow: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = [_NONE] * self._steps
         for index, layer in enumerate(group):
@@ -118,9 +122,9 @@ _NONE = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int) -> int:
-    """Let go what fires last until `slots` are held; returns how many there are.
+    """Evict what fires last until `slots` neurons are held; returns how many there are.
 
-    farthest: a heap of the steps negated, which may name some that hold nothing any more.
+    farthest: a heap of negated steps; some may hold no neurons any more.
     """
     while count > slots:
         step = -farthest[0]

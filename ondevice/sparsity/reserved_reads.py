@@ -1,4 +1,4 @@
-"""Neurons that nobody waits for, on their way from flash into slots that are claimed for them."""
+"""Low-priority reads of neurons into slots that are reserved for them: for prefetch and cache warm-up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reservation:
-    """Neurons of one layer, ascending, and the slots that are theirs once they have come."""
+    """Neurons of one layer, ascending, and the slots that they get once they have been read."""
 
     layer: int
     ids: Int32
@@ -25,9 +25,10 @@ class Reservation:
 
 
 class ReservedReads:
-    """One reservation at a time; its reads give way to those that somebody waits for.
+    """The reads of one reservation at a time, at a lower priority than those that a pass waits for.
 
-    parts: what is read of records; those with at most `gap_bytes` between them are one read.
+    parts: of each record, what is read. gap_bytes: records with at most this many bytes between them are one
+    read.
     """
 
     def __init__(self, reader: FlashReader, cache: NeuronCache, parts: Parts, gap_bytes: int) -> None:
@@ -57,19 +58,19 @@ class ReservedReads:
         return self._reads.done()
 
     def halt(self) -> int:
-        """Begin no more reads. Returns how many neurons, from the first on, are in memory or on their way."""
+        """Begin no more reads. Returns how many neurons, from the first on, are read or being read."""
         return self._reads.halt()
 
     def ends(self) -> bool:
-        """Wait for what has begun; no slot is written to after that. False if some of it can't be read."""
+        """Wait for the reads that have begun; no slot is written to after that. False if one failed."""
         try:
             self._reads.finish()
         except FlashReadError as error:
-            # Nobody asked for these; whoever does will read them again and be told.
+            # No pass needs these yet. One that does reads them again and raises.
             log.info("reading ahead failed: %s", error)
             return False
         return True
 
     def close(self) -> None:
-        """End the reads under way; their slots are given back with the cache."""
+        """End the reads under way; their slots are freed with the cache."""
         self._reads.close()

@@ -1,13 +1,13 @@
-"""Feed-forward memory: equal segments allocated to layers by quota, and the stream of the other neurons.
+"""The dense `NeuronSource`: segments allocated to layers by quota, and a stream of all other neurons.
 
-Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed as the
-kernels want them; a layer's segments are a prefix of its neurons. What isn't resident is streamed from
-flash in stored order on every pass, read ahead of use. The memory plan decides how many segments there are;
-this is their one owner.
+Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed for the
+kernels; a layer's segments are a prefix of its neurons. Neurons that aren't resident are streamed from flash
+in stored order on every pass, read ahead of use. The memory plan decides how many segments there are; this is
+their one owner.
 
-Segments are filled by the passes themselves, from what streams by, as fast as a thread of the pool's own
-gets memory from the operating system. That starts with the second pass: fresh pages can cost more time than
-flash (a virtual machine's host may give 0.7 GB/s), and the first token waits for one pass and no longer.
+Passes fill the segments with neurons that they stream anyway, as fast as a thread of the pool gets memory
+from the operating system. That starts with the second pass: fresh pages can cost more time than flash (a
+virtual machine's host may give 0.7 GB/s), and the first token should wait for one pass and no longer.
 """
 
 from __future__ import annotations
@@ -20,28 +20,36 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from ondevice.backends.base import Bytes
-from ondevice.backends.fed_layer import FedLayer, Segment
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
 from ondevice.bundle.layout import DATA_OFFSET
-from ondevice.errors import OndeviceError
 from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
+from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.stats import PassTimes
 
 log = logging.getLogger(__name__)
 
 SEGMENTS_AHEAD = 4
-"""Segments that may be waiting, empty, for the neurons that will fill them."""
+"""Most empty segments that wait for neurons."""
 
 
-class SegmentPool:
-    """Allocates segments of `segment_bytes` to `layers` and streams the rest in pieces of `stream_neurons`.
+class SegmentPool(NeuronSource):
+    """Allocates segments to layers, and streams the neurons that have none.
 
-    slot_bytes, slots: the buffers of the stream, which hold what is read ahead.
+    Args:
+        layers: of the model, in order; each gets this object as its `neurons`.
+        reader: over the bundle's files.
+        segment_bytes: size of a segment.
+        stream_neurons: neurons in a streamed piece.
+        slot_bytes: size of a read-ahead buffer.
+        slots: number of read-ahead buffers.
     """
 
     def __init__(
         self,
-        layers: Sequence[FedLayer],
+        layers: Sequence[FeedForwardLayer],
         reader: FlashReader,
         *,
         segment_bytes: int,
@@ -62,20 +70,20 @@ class SegmentPool:
         self._stream: ExtentStream | None = None
         self._memory = layers[0].stream_memory
         self._held: deque[Any] = deque()
-        """Of the pieces that the stream hasn't got back: what was asked for of each."""
+        """The computations on each piece that hasn't been released to the stream yet."""
         self._position = 0
         self._pieces: list[list[tuple[int, int, Extent]]] = []
-        """Per layer, what the stream reads; empty when residency has changed since it was scheduled."""
+        """Per layer, the pieces of the stream's schedule. Empty when residency has changed since then."""
         self._starts: list[int] = []
         self._complete = False
-        """Whether the last pass found every segment filled; until the next `resize`, all stay so."""
+        """Whether every neuron is resident, as the last pass found. Stays true until the next `resize`."""
         self._waited = 0.0
         self.lookups = 0
         """Neurons that passes have multiplied, counted once per pass and layer."""
         self.hits = 0
-        """Those of them that were in memory when the pass came to their layer."""
-        for index, layer in enumerate(layers):
-            layer.streamed = lambda index=index: self._streamed(index)  # type: ignore[misc]
+        """Multiplied neurons that were in memory when the pass came to their layer."""
+        for layer in layers:
+            layer.neurons = self
 
     @property
     def nbytes(self) -> int:
@@ -89,11 +97,20 @@ class SegmentPool:
 
     @property
     def times(self) -> PassTimes:
-        """Segments are filled while passes compute, so there is nothing to manage."""
+        """Waiting alone: segments are filled while passes compute."""
         return PassTimes(waited=self._waited)
 
+    @property
+    def prefetching(self) -> PrefetchQuality:
+        """Every neuron is multiplied, so none is prefetched in vain."""
+        return PrefetchQuality()
+
+    def fill(self) -> bool:
+        """Passes fill the segments."""
+        return False
+
     def resize(self, quota: Sequence[int]) -> None:
-        """Let layer i have quota[i] segments: those above go back at once, those below fill in passes."""
+        """Allow layer i quota[i] segments. Surplus ones are freed at once; passes fill missing ones."""
         self._quota = list(quota)
         self._complete = False
         for layer, count in zip(self._layers, quota, strict=True):
@@ -104,7 +121,7 @@ class SegmentPool:
             self._drop_empty()
 
     def close(self) -> None:
-        """Give back the buffers, every segment and the thread. The layers then refuse to be multiplied."""
+        """Free the buffers, the segments and the thread. The layers then refuse to be multiplied."""
         self._stop_stream()
         self._quota = [0] * len(self._layers)
         self._complete = False
@@ -115,8 +132,8 @@ class SegmentPool:
             self._allocator = None
         for layer in self._layers:
             layer.segments.clear()
-            # Without the pool in it, no cycle keeps the layer's memory until the collector comes by.
-            layer.streamed = _closed
+            # Breaks the cycle of pool and layer, so that memory needn't wait for the garbage collector.
+            layer.neurons = ClosedNeurons()
 
     @property
     def _missing(self) -> int:
@@ -124,14 +141,14 @@ class SegmentPool:
         return sum(self._quota) - sum(len(layer.segments) for layer in self._layers)
 
     def _allocate(self, missing: int) -> None:
-        """Have up to SEGMENTS_AHEAD empty segments under way for `missing` ones."""
+        """Request empty segments for `missing` ones, SEGMENTS_AHEAD at most at a time."""
         while len(self._empty) < min(SEGMENTS_AHEAD, missing):
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
             try:
                 self._empty.append(self._allocator.submit(self._layers[0].new_segment))
             except RuntimeError as error:
-                # The system has no thread for it just now, or the program ends: passes go on from flash.
+                # The system has no thread left, or the program is exiting: passes go on from flash.
                 log.info("no thread to allocate feed-forward segments: %s", error)
                 self._allocator = None
                 return
@@ -139,7 +156,7 @@ class SegmentPool:
     def _drop_empty(self) -> None:
         future = self._empty.pop()
         if not future.cancel():
-            # Its memory goes with it; whether it got any doesn't matter any more.
+            # Its memory is freed with it; an error in getting it no longer matters.
             future.exception()
 
     def _stop_stream(self) -> None:
@@ -151,7 +168,7 @@ class SegmentPool:
         self._memory.free()
 
     def _schedule(self) -> None:
-        """Plan the reads of a pass over all layers: (segment, first neuron, bytes), within segments."""
+        """Plan the reads of a pass over all layers: (segment, first neuron, extent), within segments."""
         self._pieces = []
         self._starts = []
         for layer in self._layers:
@@ -167,19 +184,14 @@ class SegmentPool:
                 ]
             )
 
-    def _streamed(self, index: int) -> Iterable[Bytes | Segment]:
-        """A layer's neurons that aren't resident, ascending: records (n, stride), or a segment just filled.
-
-        Each is valid until the next, if its engine doesn't say otherwise (`StreamMemory`). Layers come in
-        order in a pass, from the first.
-        """
-        if index == 0:
-            self._begin_pass()
-        layer = self._layers[index]
-        neurons, resident = layer.source.num_neurons, layer.resident_neurons
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
+        """A layer's neurons that aren't resident: records, or a segment that has just been filled."""
+        if batch.resident_only:
+            return ()
+        neurons, resident = self._layers[layer].source.num_neurons, self._layers[layer].resident_neurons
         self.lookups += neurons
         self.hits += resident
-        return () if resident == neurons else self._read(index)
+        return () if resident == neurons else self._read(layer)
 
     def _read(self, index: int) -> Iterator[Bytes | Segment]:
         layer = self._layers[index]
@@ -188,7 +200,7 @@ class SegmentPool:
         filling: Segment | None = None
         for segment, first, _ in self._pieces[index]:
             neurons = layer.segment_range(segment)
-            # Until the piece is released the position is unknown: what is raised here restarts the stream.
+            # The position is unknown until the piece is released, so an error here restarts the stream.
             self._position = -1
             asked = time.perf_counter()
             records = stream.next().reshape(-1, layer.source.layout.stride)
@@ -207,14 +219,14 @@ class SegmentPool:
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
     def _let_go(self, stream: ExtentStream, keep: int) -> None:
-        """The piece at hand is done with: give back all but the latest `keep`, which may still be read."""
+        """Release all pieces but the latest `keep`, which may still be in use."""
         self._held.append(self._memory.asked())
         while len(self._held) > keep:
             self._memory.wait(self._held.popleft())
             stream.release()
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
-        """An empty segment for the next range of a layer, if it is to have one and memory has arrived."""
+        """An empty segment for the next range of a layer, if its quota allows one and memory is ready."""
         if segment != len(self._layers[index].segments) or segment >= self._quota[index]:
             return None
         ready = bool(self._empty) and self._empty[0].done()
@@ -222,17 +234,16 @@ class SegmentPool:
             return None
         future = self._empty.popleft()
         if future.exception() is not None:
-            # The system has no memory for residency just now: this pass goes on from flash.
+            # The system has no memory to spare now: this pass goes on from flash.
             log.warning("no memory for a feed-forward segment: %s", future.exception())
             return None
         self._allocate(self._missing - 1)
         return future.result()
 
-    def _begin_pass(self) -> None:
-        """What became resident in the last pass leaves the schedule; what is empty within the quota gets
-        memory.
+    def begin_pass(self, batch: ForwardBatch) -> None:
+        """Drop newly resident neurons from the schedule, and request memory for missing segments.
 
-        Where nothing is left to stream, its buffers go.
+        Where nothing is left to stream, the buffers are freed.
         """
         if self._complete:
             return
@@ -249,7 +260,7 @@ class SegmentPool:
             self._stop_stream()
 
     def _stream_at(self, index: int) -> ExtentStream:
-        """The stream, about to give a layer's first piece."""
+        """The stream, positioned at a layer's first piece."""
         if self._stream is None or not self._pieces:
             self._schedule()
             extents = [extent for pieces in self._pieces for _, _, extent in pieces]
@@ -271,22 +282,17 @@ class SegmentPool:
         return self._stream
 
     def _forget_held(self) -> None:
-        """Nothing reads any more what the stream is about to overwrite."""
+        """Wait until no computation uses the buffers, which the stream is about to overwrite."""
         self._held.append(self._memory.asked())
         while self._held:
             self._memory.wait(self._held.popleft())
 
 
-def _packed(layer: FedLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
-    """Whether a piece got into a segment: where that takes its memory only now, it may be refused."""
+def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
+    """Pack a piece into a segment. False if that needs memory only now, and the system refuses it."""
     try:
         layer.pack(filling, segment, first, records)
     except MemoryError as error:
         log.warning("no memory for a feed-forward segment: %s", error)
         return False
     return True
-
-
-def _closed() -> Iterator[Bytes | Segment]:
-    """Neurons that are gone must not read as zeros."""
-    raise OndeviceError("the model's feed-forward memory was given back: it is closed")

@@ -17,6 +17,7 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget import sizes
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
@@ -88,6 +89,26 @@ def test_a_text_that_the_context_ends_says_so(model: Model) -> None:
     assert (cut.finish_reason, len(cut.tokens), cut.stats.context_full) == ("length", 3, True)
     asked = model.generate(tokens=[1] * 8, max_tokens=3, logit_bias={EOS: -math.inf})
     assert (asked.finish_reason, asked.stats.context_full) == ("length", False)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.chat_ids("hi"),
+        lambda model: model.chat_ids(5),
+        lambda model: model.chat_ids(["hi"]),
+        lambda model: model.tokenizer.encode(5),
+        lambda model: model.tokenizer.decode(5),
+        lambda model: model.tokenizer.decode([10**9]),
+        lambda model: model.tokenizer.decode([-1]),
+        lambda model: model.tokenizer.decode(["a"]),
+        lambda model: model.plan.with_budget("4GB"),
+        lambda model: model.generate("a", sampling=5),
+    ],
+)
+def test_wrong_types_are_usage_errors(model: Model, call: Callable[[Model], object]) -> None:
+    with pytest.raises(UsageError):
+        call(model)
 
 
 def test_prompts_of_a_wrong_type_never_become_work(model: Model) -> None:
@@ -273,7 +294,7 @@ def test_an_engine_runs_on_its_owners_thread_only(model: Model) -> None:
     kv = engine.kv.new_cache()
     uses: list[Callable[[], Any]] = [
         lambda: engine._generator.transformer.forward(tokens, kv),
-        lambda: engine._generator.transformer.run(tokens, kv, last=True),
+        lambda: engine._generator.transformer.run(ForwardBatch(tokens, last_only=True), kv),
         lambda: next(engine.generate(None, tokens, SamplingConfig(), lambda: False)),
         lambda: next(engine.logits(tokens, lambda: False)),
         lambda: engine.fork(0, 1),

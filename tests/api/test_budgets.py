@@ -14,6 +14,7 @@ import pytest
 
 import ondevice
 from ondevice.api import Model, load
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget import plan as budget_plan
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.errors import BackendUnavailableError, BudgetError
@@ -202,9 +203,9 @@ def test_neurons_have_the_scratch_memory_of_long_prompts_while_tokens_are_decode
     with load(bundle, sparsity=sparsity, dram_budget=budget) as model:
         engine, plan, quota = model._engine, model.plan, []
 
-        def note(tokens: int, guesses: int) -> None:
-            engine._before_pass(tokens, guesses)
-            quota.append((tokens, engine._segments))
+        def note(batch: ForwardBatch) -> None:
+            engine._before_pass(batch)
+            quota.append((len(batch.tokens), engine._segments))
 
         engine._generator = dataclasses.replace(engine._generator, before_pass=note)
         for _ in range(2):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.config import SamplingConfig
 from ondevice.errors import BudgetError, BundleError, ContextOverflowError, UsageError
@@ -89,17 +90,13 @@ class CountingTransformer:
         self.lengths: list[int] = []
         self._inner = inner
 
-    def forward(self, tokens: Sequence[int], *rest: Any) -> Any:
-        self.lengths.append(len(tokens))
-        return self._inner.forward(tokens, *rest)
+    def run(self, batch: ForwardBatch, *rest: Any, **more: Any) -> Any:
+        self.lengths.append(len(batch.tokens))
+        return self._inner.run(batch, *rest, **more)
 
-    def run(self, tokens: Sequence[int], *rest: Any, **more: Any) -> Any:
-        self.lengths.append(len(tokens))
-        return self._inner.run(tokens, *rest, **more)
-
-    def every_logits(self, tokens: Sequence[int], *rest: Any) -> Any:
-        self.lengths.append(len(tokens))
-        return self._inner.every_logits(tokens, *rest)
+    def every_logits(self, batch: ForwardBatch, *rest: Any) -> Any:
+        self.lengths.append(len(batch.tokens))
+        return self._inner.every_logits(batch, *rest)
 
 
 def generator(after: dict[int, int] | None = None, **changes: Any) -> Generator:

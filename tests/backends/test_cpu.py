@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Bytes, Float32
-from ondevice.backends.cpu import CpuBackend, make_engine
-from ondevice.backends.cpu_weights import CpuFeedForward
+from ondevice.backends.base import Float32
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, ModelConfig, QuantConfig
@@ -19,7 +18,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
 from tests.support.engines import every_logits
-from tests.support.sources import ArrayFeedForward, RandomWeights, quantise_rows, tiny_config
+from tests.support.sources import ArrayFeedForward, RandomWeights, RecordSource, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
 
@@ -41,11 +40,7 @@ def lend(layer: CpuFeedForward, segments: int) -> None:
         layer.pack(segment, index, neurons.start, layer.source.read(neurons.start, len(neurons)))
         layer.segments.append(segment)
 
-    def streamed() -> Iterator[Bytes]:
-        for first in range(layer.resident_neurons, layer.source.num_neurons, 64):
-            yield layer.source.read(first, min(64, layer.source.num_neurons - first))
-
-    layer.streamed = streamed
+    layer.neurons = RecordSource(layer)
 
 
 def load(config: ModelConfig, backend: CpuBackend, bits: Any, segments: int = 99) -> Transformer:
@@ -100,7 +95,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
     source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
-    x = normal(tokens, hidden, seed=9)
+    x, batch, single = normal(tokens, hidden, seed=9), ForwardBatch(range(tokens)), ForwardBatch([0])
     results = []
     for target in TARGETS:
         for threads in (1, 2):
@@ -108,8 +103,8 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
             layer = backend.load_feed_forward(0, source)
             for segments in (0, 1, 3, 4):
                 lend(layer, segments)
-                results.append(backend.feed_forward(x, layer, activation).copy())
-                alone = [backend.feed_forward(row[None], layer, activation).copy() for row in x]
+                results.append(backend.feed_forward(x, layer, activation, batch).copy())
+                alone = [backend.feed_forward(row[None], layer, activation, single).copy() for row in x]
                 results.append(np.concatenate(alone))
     assert len({result.tobytes() for result in results}) == 1
     exact = ArrayFeedForward(
@@ -118,7 +113,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
         neuron_layout(config, QuantConfig(16)),
     )
     reference = ReferenceBackend()
-    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation)
+    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation, batch)
     # float16 weights: rounding alone. Quantised: activations carry 7 bits, twice in a row.
     tolerance = 2e-3 if bits == 16 else 2e-2
     assert np.abs(results[0] - expected).max() <= tolerance * np.abs(expected).max()

@@ -70,9 +70,9 @@ class ThresholdReference(ReferenceBackend):
         x: Any,
         weight: Any,
         activation: Any,
+        batch: Any,
         norm: Any = None,
         added: Any = None,
-        num_exact_rows: Any = None,
     ) -> Any:
         entering, cutoff = self.rms_norm(x, *norm), self._loaded[id(weight)]
         gates = activate(entering @ weight.gate.T, activation)

@@ -16,7 +16,7 @@ import ondevice
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.reference import ReferenceBackend, _stored
 from ondevice.backends.token_tree import TokenTree
-from ondevice.budget.mlx_sizes import MLX_CACHE_BYTES, mlx_activation_bytes
+from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MlxMemory
 from ondevice.config import ModelConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError
@@ -307,7 +307,8 @@ def test_what_a_long_context_takes_is_what_is_planned(long_bundle: Path, chunk: 
         before = mx.get_active_memory()
         model.generate(tokens=random_tokens(config, context - 10), max_tokens=5)
         taken = mx.get_peak_memory() - before - plan.kv_cache_bytes
-        planned = mlx_activation_bytes(config, engine._runtime, chunk, 4) - MLX_CACHE_BYTES
+        memory = MlxMemory(config, engine._bundle.quant, engine._runtime, operand_bytes=4)
+        planned = memory.activation_bytes(chunk) - MLX_CACHE_BYTES
         assert 0.4 * planned < taken < planned
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.budget.mlx_sizes import MLX_STAGES
+from ondevice.budget.mlx_memory import MLX_STAGES
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError

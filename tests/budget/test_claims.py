@@ -18,6 +18,7 @@ import ondevice
 from ondevice.api import Model, load
 from ondevice.budget import claims
 from ondevice.budget.claims import Claim, Others, others
+from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError, FlashReadError
@@ -51,7 +52,7 @@ class Holder:
 
 def plan_under(budget: int) -> Plan:
     runtime = RuntimeConfig(speculation="off")
-    plan = plan_memory(SHAPE, QuantConfig(4), runtime, budget_bytes=0, process_bytes=PROCESS)
+    plan = plan_memory(CpuMemory(SHAPE, QuantConfig(4), runtime), budget_bytes=0, process_bytes=PROCESS)
     return plan.with_budget(budget)
 
 
@@ -307,7 +308,7 @@ def test_a_second_model_that_drafts_is_claimed_once(bundle: Path) -> None:
 def test_a_fork_has_none_of_its_parents_claims(bundle: Path) -> None:
     program = (
         "import os, sys, ondevice\n"
-        "from ondevice import claims\n"
+        "from ondevice.budget import claims\n"
         "model = ondevice.load(sys.argv[1], threads=1)\n"
         "assert claims.others().claimed_bytes == model.plan.claim_bytes\n"
         "with claims._lock:\n"

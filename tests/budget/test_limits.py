@@ -14,6 +14,7 @@ import pytest
 import ondevice
 from ondevice.api import load
 from ondevice.budget import claims
+from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import allowance, auto_budget, budget_warnings, require_fit
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
@@ -36,9 +37,8 @@ def group(limit: int, available: int | None = None) -> MemoryRoom:
 
 
 def plan_under(budget: int, limit: MemoryRoom | None = None) -> Plan:
-    plan = plan_memory(
-        SMALL, QuantConfig(4), RuntimeConfig(speculation="off"), budget_bytes=budget, process_bytes=60 * MB
-    )
+    memory = CpuMemory(SMALL, QuantConfig(4), RuntimeConfig(speculation="off"))
+    plan = plan_memory(memory, budget_bytes=budget, process_bytes=60 * MB)
     return replace(plan, limit=limit)
 
 

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.backends.base import KVLayout
+from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import require_fit
 from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
+from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import (
-    activation_bytes,
     context_tokens,
     interleaved_bytes,
     segment_shape,
-    sparse_activation_bytes,
     stream_bytes,
     stream_shape,
 )
@@ -37,7 +37,9 @@ def plan_for(
 ) -> Plan:
     """Without drafts: what they hold is added as it is."""
     runtime = RuntimeConfig(**{"speculation": "off", **options})
-    return plan_memory(config, quant, runtime, budget_bytes=budget, process_bytes=60 * MB, streams=streams)
+    kind = ReferenceMemory if runtime.backend == "reference" else CpuMemory
+    memory = kind(config, quant, runtime, streams=streams)
+    return plan_memory(memory, budget_bytes=budget, process_bytes=60 * MB)
 
 
 def streams_of(mode: Any, bits: Any = 8) -> MultiStreams:
@@ -193,16 +195,14 @@ def test_a_pass_is_counted_with_what_it_takes_or_more(
     config: ModelConfig, bits: Any, sparsity: Any, chunk: int, tokens: int
 ) -> None:
     quant, runtime = QuantConfig(bits), RuntimeConfig(prefill_chunk=chunk, sparsity=sparsity)
-    plan = plan_memory(config, quant, runtime, budget_bytes=1 << 40, process_bytes=0)
+    memory = CpuMemory(config, quant, runtime)
+    plan = plan_memory(memory, budget_bytes=1 << 40, process_bytes=0)
     tokens = min(tokens, plan.pass_tokens)
-    takes = activation_bytes(config, quant, runtime, 1, tokens) * 5 // 4
-    if sparsity != "dense":
-        takes += sparse_activation_bytes(config, runtime, None, tokens)
-    assert takes <= plan.working_bytes(tokens) <= plan.activation_bytes
+    assert memory.activation_bytes(tokens) <= plan.working_bytes(tokens) <= plan.activation_bytes
     assert plan.working_bytes(plan.pass_tokens) == plan.activation_bytes
 
 
-def test_segments_are_lent_evenly() -> None:
+def test_segments_are_divided_evenly() -> None:
     shape = segment_shape(LLAMA_7B, Q4)
     for segments in (0, 1, 5, 31, 32, 33, 100, shape.total - 1, shape.total):
         quota = shape.quota(segments)
@@ -217,15 +217,15 @@ def test_segments_are_lent_evenly() -> None:
 def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:
     full = plan_for(LLAMA_7B, Q4, 1 << 40).full_bytes
     at_full = plan_for(LLAMA_7B, Q4, full)
-    assert (at_full.streams, at_full.total_bytes) == (False, full)
+    assert (at_full.offloads_weights, at_full.total_bytes) == (False, full)
     assert at_full.staging_bytes == at_full.stream.nbytes
     assert at_full.resident_weights_bytes == at_full.weights_bytes + at_full.embedding_bytes
     below = plan_for(LLAMA_7B, Q4, full - 1)
-    assert not below.streams
+    assert not below.offloads_weights
     assert below.resident_weights_bytes == below.weights_bytes
     assert below.segments_for(below.kv_cache_bytes) == below.segment.total
     streaming = plan_for(LLAMA_7B, Q4, below.total_bytes - 1)
-    assert streaming.streams
+    assert streaming.offloads_weights
     assert streaming.staging_bytes == streaming.stream.nbytes
     assert streaming.segments_for(streaming.kv_cache_bytes) < streaming.segment.total
     assert streaming.total_bytes < below.total_bytes

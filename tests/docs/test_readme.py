@@ -21,18 +21,12 @@ from tests.support.command_line import command
 from tests.support.paths import ROOT
 
 DOCUMENTS = [
-    ROOT / name
-    for name in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        "weights/README.md",
-        "weights/small-relu/README.md",
-        "docs/embedding.md",
-        "docs/mlx.md",
-        "examples/macos_app/README.md",
-    )
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "weights/README.md")),
+    ROOT / "weights/small-relu/README.md",
+    ROOT / "examples/macos_app/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
+README_BYTES = 8192
 
 
 def code_lines(path: Path) -> list[str]:
@@ -58,9 +52,10 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def make_targets() -> set[str]:
+    """Every target, of included files too."""
     text = (ROOT / "Makefile").read_text()
-    included = re.findall(r"^include (.+)", text, flags=re.MULTILINE)
-    text += "".join((ROOT / name).read_text() for line in included for name in line.split())
+    for names in re.findall(r"^include (.+)$", text, re.MULTILINE):
+        text += "".join((ROOT / name).read_text() for name in names.split())
     return {
         name for names in re.findall(r"^([a-z][a-z -]*):(?!=)", text, re.MULTILINE) for name in names.split()
     }
@@ -72,10 +67,14 @@ def python_blocks(path: Path) -> list[str]:
 
 def option_violations(arguments: list[str]) -> list[str]:
     """Commands and options of one line that the command line doesn't have."""
-    name = arguments[0]
-    if name not in cli.commands:
-        return [name]
-    known = {flag for p in cli.commands[name].params if isinstance(p, click.Option) for flag in p.opts}
+    command: click.Command | None = cli
+    for name in arguments:
+        if not isinstance(command, click.Group):
+            break
+        if (command := command.commands.get(name)) is None:
+            return [name]
+    assert command is not None
+    known = {flag for p in command.params if isinstance(p, click.Option) for flag in p.opts}
     return [
         flag for flag in arguments if flag.startswith("--") and flag.split("=")[0] not in known | {"--help"}
     ]
@@ -97,7 +96,7 @@ def test_documented_make_targets_exist(path: Path) -> None:
 def test_every_public_make_target_is_in_the_help() -> None:
     text = (ROOT / "Makefile").read_text()
     head = text[: text.index("SHELL :=")]
-    public = {"chat", "test", "test-slow", "check", "format", "bench", "clean"}
+    public = {"chat", "test", "test-slow", "check", "format", "docs", "options", "bench", "clean"}
     public |= {"test-native", "test-neon", "test-sanitize", "test-tsan"}
     assert public <= make_targets()
     assert [name for name in sorted(public) if not re.search(rf"\b{name}\b", head)] == []
@@ -109,12 +108,19 @@ def test_documented_commands_and_options_exist(path: Path) -> None:
 
 
 def test_the_readme_shows_the_main_job() -> None:
-    assert {"convert", "inspect", "chat", "generate"} <= {line[0] for line in commands(ROOT / "README.md")}
+    assert {"convert", "inspect", "chat"} <= {line[0] for line in commands(ROOT / "README.md")}
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert (ROOT / "README.md").stat().st_size <= README_BYTES
 
 
 def test_an_undocumented_option_is_seen() -> None:
     assert option_violations(["chat", "--model", "m", "--no-such-option"]) == ["--no-such-option"]
+    assert option_violations(["train", "predictors", "--mode", "shared"]) == ["--mode"]
+    assert option_violations(["train", "streams", "--mode", "shared"]) == []
     assert option_violations(["sing"]) == ["sing"]
+    assert option_violations(["train", "songs"]) == ["songs"]
 
 
 def test_python_examples_use_names_that_exist() -> None:
@@ -127,17 +133,38 @@ def test_python_examples_use_names_that_exist() -> None:
                 assert owner is None or hasattr(owner, node.attr), ast.unparse(node)
 
 
+def anchors(text: str) -> set[str]:
+    """What a link may name of a page: its headings as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(path: Path, text: str) -> list[str]:
+    """Links of a page to files that aren't there, or to headings that those don't have."""
+    found = []
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text):
+        target = path.parent / link if link else path
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            found.append(f"{link}#{anchor}")
+    return found
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", path.read_text())
-    local = [link for link in links if "://" not in link]
-    assert [link for link in local if not (path.parent / link).exists()] == []
+    assert dead_links(path, path.read_text()) == []
+
+
+def test_a_dead_link_is_seen() -> None:
+    page = "[a](docs/none.md) [b](docs/api.md#nothing) [c](docs/api.md#errors) [d](https://example.org)"
+    assert dead_links(ROOT / "README.md", page) == ["docs/none.md#", "docs/api.md#nothing"]
 
 
 def small_budgets() -> list[tuple[str, list[str]]]:
     """Documents, and their commands that run the shipped model under a budget, inline ones too."""
     found = []
-    for path in [*DOCUMENTS, *sorted((ROOT / "docs").glob("*.md"))]:
+    for path in DOCUMENTS:
         inline = re.findall(r"`(ondevice [^`]*)`", path.read_text())
         for line in [*commands(path), *(shlex.split(text)[1:] for text in inline)]:
             if "--dram-budget" in line and not {"-m", "--model"} & set(line):
@@ -147,7 +174,7 @@ def small_budgets() -> list[tuple[str, list[str]]]:
 
 def test_budgets_of_the_examples_hold_on_any_machine() -> None:
     """What a process takes before it loads anything differs: a fifth more than the smallest here is room."""
-    assert ("README.md", "100MB") in [(name, line[-1]) for name, line in small_budgets()]
+    assert ("memory.md", "100MB") in [(name, line[-1]) for name, line in small_budgets()]
     for name, line in small_budgets():
         budget = parse_size(line[line.index("--dram-budget") + 1])
         kept = [f"{flag}={line[line.index(flag) + 1]}" for flag in ("--sparsity",) if flag in line]
@@ -163,7 +190,38 @@ def test_budgets_of_the_examples_hold_on_any_machine() -> None:
         assert budget >= 1.2 * least, f"{name}: {shlex.join(line)}: {least} bytes are the smallest here"
 
 
-def test_files_named_in_the_readme_exist() -> None:
-    names = re.findall(r"`((?:ondevice|converters|weights|tests)/[\w./]*)`", (ROOT / "README.md").read_text())
-    assert names
-    assert [name for name in names if not (ROOT / name).exists()] == []
+PARTS = ("ondevice", "converters", "weights", "tests", "docs", "examples")
+
+
+def missing_files(text: str) -> list[str]:
+    """Paths and benchmark modules in code spans and code blocks that aren't in the source tree."""
+    paths = re.findall(rf"(?<![\w/.-])(?:{'|'.join(PARTS)})/[\w./-]*\w/?", text)
+    modules = re.findall(r"python -m (tests\.benchmarks\.[a-z_]+\.[a-z_]+)", " ".join(text.split()))
+    paths += [f"{name.replace('.', '/')}.py" for name in modules]
+    # In diagrams a path begins below `ondevice/`.
+    below = re.findall(r"^ {4,}[|\\ ]*([a-z_]+/[a-z_]+\.(?:py|cc))", text, re.MULTILINE)
+    paths += [f"ondevice/{name}" for name in below if not name.startswith(PARTS)]
+    return [name for name in paths if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_documents_name_exist(path: Path) -> None:
+    code = re.findall(r"`([^`\n]+)`", path.read_text())
+    assert missing_files("\n".join([*code, "    " + "\n    ".join(code_lines(path))])) == []
+
+
+def test_a_missing_file_is_seen() -> None:
+    assert missing_files("    ondevice/none.py\n      |  flash/none.cc") == [
+        "ondevice/none.py",
+        "ondevice/flash/none.cc",
+    ]
+    assert missing_files("python -m tests.benchmarks.explain.none") == ["tests/benchmarks/explain/none.py"]
+
+
+def test_results_of_the_readme_stand_among_the_benchmarks() -> None:
+    rows = re.findall(
+        r"^\| .+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "README.md").read_text(), re.M
+    )
+    known = set(re.findall(r"[\d.]*\d", (ROOT / "docs/benchmarks.md").read_text()))
+    assert len(rows) == 5
+    assert [number for row in rows for number in row if number not in known] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.errors import OndeviceError
 from ondevice.flash import cost_model, throughput
 from ondevice.flash.cost_model import GAP_BYTES, MAX_RUN_BYTES, THREADS, UNMEASURED, CostModel, device_costs
 from ondevice.flash.throughput import ReadRate
@@ -199,3 +201,20 @@ def test_files_too_small_to_measure(
 def test_a_file_that_is_gone_has_the_costs_of_unmeasured(files: list[CheckedFile], tmp_path: Path) -> None:
     gone = dataclasses.replace(files[0], path=tmp_path / "gone")
     assert device_costs([gone], tmp_path / "flash.json") == UNMEASURED
+
+
+def test_a_device_that_cant_be_measured_is_warned_of_once(
+    files: list[CheckedFile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refused(*arguments: Any) -> Any:
+        raise OndeviceError("no reads today")
+
+    monkeypatch.setattr(cost_model, "measure_records", refused)
+    monkeypatch.setattr(cost_model, "_warned", set())
+    for _ in range(2):
+        assert device_costs(files, tmp_path / "flash.json") == UNMEASURED
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "couldn't be measured, so reads are planned for a typical one: no reads today" in warning.message

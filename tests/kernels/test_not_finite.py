@@ -9,11 +9,12 @@ import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
-from tests.support.sources import ArrayFeedForward, tiny_config
+from tests.support.sources import ArrayFeedForward, RecordSource, tiny_config
 
 TARGETS = _native.available_targets()
 BROKEN = [np.nan, np.inf, -np.inf]
@@ -48,10 +49,8 @@ def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
     def run(target: str, x: Float32) -> Float32:
         backend = make_backend(target)
         layer = backend.load_feed_forward(0, source)
-        layer.streamed = lambda: iter(
-            [source.read(first, min(64, 200 - first)) for first in (0, 64, 128, 192)]
-        )
-        return backend.feed_forward(x, layer, activation).copy()
+        layer.neurons = RecordSource(layer)
+        return backend.feed_forward(x, layer, activation, ForwardBatch(range(len(x)))).copy()
 
     out = one([run(target, broken) for target in TARGETS])
     assert np.isnan(out[2]).all()

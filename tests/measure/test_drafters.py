@@ -26,6 +26,7 @@ from ondevice.errors import (
 )
 from ondevice.generate import Event
 from ondevice.measure import drafters, plots
+from ondevice.measure.drafter_switch import DrafterSwitch
 from ondevice.measure.drafters import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
 from ondevice.measure.prompts import BUILT_IN, Task, paragraphs
 from ondevice.runtime.engine import Engine
@@ -162,9 +163,12 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
         # Before the other engine, not beside it: the budget is that of one.
         with closing(Engine(plan, lambda: False)) as engine:
             alone[name] = run(engine)
-    with closing(Engine(plans["streams"], lambda: False)) as engine:
+    with (
+        closing(Engine(plans["streams"], lambda: False)) as engine,
+        closing(DrafterSwitch(engine)) as switch,
+    ):
         for name in (OFF, "streams", OFF):
-            engine.draft_as(plans[name])
+            switch.draft_as(plans[name])
             assert engine.plan == plans[name].plan
             tokens, stats = run(engine)
             assert stats.speculation == name
@@ -175,7 +179,7 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
                 # Less, if anything: which neurons fire has been learned. Never what a warm cache would read.
                 assert 0.5 < stats.flash_bytes_read / own.flash_bytes_read < 1.25
         with pytest.raises(BudgetError):
-            engine.draft_as(replace(plans[OFF], plan=engine.plan.with_budget(1 << 20)))
+            switch.draft_as(replace(plans[OFF], plan=engine.plan.with_budget(1 << 20)))
         assert engine.plan == plans[OFF].plan
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, Activation, ModelConfig, QuantConfig
@@ -46,7 +47,7 @@ def test_feed_forward_reads_gate_up_and_down_from_the_records(bits: Any) -> None
     gate, up, down = (normal(72, 40, seed=seed) for seed in range(3))
     source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
     x = normal(2, 40, seed=9)
-    out = BACKEND.feed_forward(x, BACKEND.load_feed_forward(0, source), "relu")
+    out = BACKEND.feed_forward(x, BACKEND.load_feed_forward(0, source), "relu", ForwardBatch(range(len(x))))
     gate, up, down = (quantise_rows(matrix, bits)[3] for matrix in (gate, up, down))
     np.testing.assert_allclose(out, np.maximum(x @ gate.T, 0) * (x @ up.T) @ down, rtol=1e-4, atol=1e-4)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32, KVLayout
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.config import ModelConfig
@@ -72,7 +73,7 @@ def run(
     kv = cache(model)
     model.forward(PROMPT, kv, "none")
     chosen = PrunedDraft(range(len(TREE)) if tokens is None else tokens, streams)
-    return model.run(TOKENS, kv, tree=TREE, prune=lambda x: chosen), kv
+    return model.run(ForwardBatch(TOKENS, TREE), kv, prune=lambda x: chosen), kv
 
 
 # --- an oracle: one token, one stream, one head at a time -------------------------------------------------
@@ -191,13 +192,13 @@ def test_streams_have_the_same_bits_in_the_pass_and_after_it(target: str) -> Non
 def test_the_last_token_of_a_prompt_has_streams_too() -> None:
     model = cpu()
     kv = cache(model)
-    found = model.run(PROMPT, kv, last=True)
+    found = model.run(ForwardBatch(PROMPT, last_only=True), kv)
     assert found.branches is not None
     assert found.branches.shape == (GAMMA, model.config.hidden_size)
     after = model.stream_states(found.branches.copy(), kv).copy()
     whole = cache(model)
     last = len(PROMPT) - 1
-    inside = model.run(PROMPT, whole, prune=lambda x: PrunedDraft(range(len(PROMPT)), [last]))
+    inside = model.run(ForwardBatch(PROMPT), whole, prune=lambda x: PrunedDraft(range(len(PROMPT)), [last]))
     assert after.tobytes() == inside.streams[last].tobytes()
     assert found.hidden.tobytes() == inside.hidden[-1:].tobytes()
 
@@ -236,16 +237,15 @@ def test_shared_adapters_are_the_text_s_own() -> None:
     np.testing.assert_allclose(model.forward(PROMPT[4:], split), shared, atol=1e-4)
 
 
-def test_a_pass_of_guesses_streams_nothing() -> None:
+def test_a_pass_over_resident_neurons_streams_nothing() -> None:
     """In dense mode, the neurons that aren't in memory count as nothing."""
     model, whole = cpu(segments=1), cpu()
-    read = []
-    for layer in model.backend.feed_forwards:  # type: ignore[attr-defined]
-        layer.streamed = lambda: read.append(1) or iter(())
+    sources = [layer.neurons for layer in model.backend.feed_forwards]  # type: ignore[attr-defined]
     kvs = [cache(model) for _ in range(2)]
-    some = model.run(PROMPT, kvs[0], resident=True).hidden
-    assert not read
-    assert np.abs(some - whole.run(PROMPT, kvs[1], resident=True).hidden).max() > 0.01
+    batch = ForwardBatch(PROMPT, resident_only=True)
+    some = model.run(batch, kvs[0]).hidden
+    assert [source.streams for source in sources] == [0, 0, 0]
+    assert np.abs(some - whole.run(batch, kvs[1]).hidden).max() > 0.01
 
 
 def test_the_pruning_adapter_speaks_before_the_stream_layers() -> None:
@@ -258,7 +258,7 @@ def test_the_pruning_adapter_speaks_before_the_stream_layers() -> None:
         return PrunedDraft(range(len(x)))
 
     kv = cache(model)
-    model.run(TOKENS, kv, tree=TREE, prune=prune)
+    model.run(ForwardBatch(TOKENS, TREE), kv, prune=prune)
     entering, logits = seen
     assert model.streams is not None
     assert model.streams.pruning is not None

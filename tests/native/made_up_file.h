@@ -21,9 +21,15 @@ constexpr int64_t kHeader = 4096, kRecords = 2000;
 const std::vector<uint64_t> kUnits = {640, 1408};
 constexpr int64_t kStride = 640 + 1408;
 
+// Where a program of many rounds is, for what `expect` prints.
+inline std::string& failure_place() {
+  static std::string place;
+  return place;
+}
+
 inline void expect(bool condition, const char* what) {
   if (condition) return;
-  fprintf(stderr, "%s\n", what);
+  fprintf(stderr, "\n%s%s\n", failure_place().c_str(), what);
   _exit(1);
 }
 

@@ -17,6 +17,7 @@ mx = pytest.importorskip("mlx.core")
 from torch.nn import functional  # noqa: E402
 
 from ondevice.backends.base import KVLayout  # noqa: E402
+from ondevice.backends.forward_batch import ForwardBatch  # noqa: E402
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
 from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
@@ -71,9 +72,8 @@ def mlx_logits(model: Transformer, arrays: Arrays) -> Any:
     transformer = Transformer(model.config, model.backend, model.weights, streams)
     layout = KVLayout(model.config, 32)
     every = range(len(TOKENS))
-    found = transformer.run(
-        TOKENS, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=lambda x: PrunedDraft(every, every)
-    )
+    kv = KVCache(layout, no_block, arrays=MlxKV(layout))
+    found = transformer.run(ForwardBatch(TOKENS), kv, prune=lambda x: PrunedDraft(every, every))
     return mx.stack([transformer.logits(found.streams[token]) for token in every])
 
 
@@ -131,12 +131,12 @@ def entering(model: Transformer, tokens: list[int]) -> Any:
     """(tokens, D) what enters the stream layers."""
     seen: list[Any] = []
 
-    def narrow(x: Any) -> PrunedDraft:
+    def prune(x: Any) -> PrunedDraft:
         seen.append(x)
         return PrunedDraft(range(len(tokens)))
 
     layout = KVLayout(model.config, 32)
-    model.run(tokens, KVCache(layout, no_block, arrays=MlxKV(layout)), narrow=narrow)
+    model.run(ForwardBatch(tokens), KVCache(layout, no_block, arrays=MlxKV(layout)), prune=prune)
     return seen[0]
 
 

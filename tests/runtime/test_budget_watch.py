@@ -19,6 +19,7 @@ import pytest
 
 from ondevice import host
 from ondevice.api import Model, load
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.pressure import DEFAULT_PRESSURE, Reading
 from ondevice.errors import BackendUnavailableError, BudgetError, OndeviceError
 from ondevice.runtime import budget_watch
@@ -125,11 +126,11 @@ def test_a_long_prompt_is_no_reason_to_wait(bundle: Path, monkeypatch: pytest.Mo
     looking = threading.Thread(target=watched.look, args=(SCARCE,))
     streaming: list[bool] = []
 
-    def note(tokens: int, guesses: int) -> None:
+    def note(batch: ForwardBatch) -> None:
         if not streaming:
             looking.start()
             assert settles(lambda: not watched.model._owner._jobs._urgent.empty())
-        before_pass(tokens, guesses)
+        before_pass(batch)
         streaming.append(engine.plan.offloads_weights)
 
     before_pass = engine._generator.before_pass

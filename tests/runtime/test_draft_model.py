@@ -14,6 +14,7 @@ import pytest
 import ondevice
 from ondevice.api import load
 from ondevice.backends.base import Float32
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
@@ -28,7 +29,7 @@ from ondevice.errors import (
 )
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
-from ondevice.runtime.resolving import open_tokenizer
+from ondevice.runtime.opening import open_tokenizer
 from ondevice.speculation.draft_context import DraftContext
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
@@ -114,7 +115,8 @@ def test_a_draft_can_be_cancelled_and_leaves_nothing_behind(
 
         def draft() -> None:
             drafting.begin(prompt, SamplingConfig())
-            drafting.entered(model._engine._generator.transformer.run(prompt[:-1], kv, last=True), 0)
+            batch = ForwardBatch(prompt[:-1], last_only=True)
+            drafting.entered(model._engine._generator.transformer.run(batch, kv), 0)
             with pytest.raises(Cancelled):
                 drafting.draft(prompt[-1], kv, 8, 8, cancelled)
 

@@ -14,7 +14,7 @@ from ondevice.api import Model, load
 from ondevice.backends.base import Float32, Int32
 from ondevice.runtime.models import shipped_folder
 from ondevice.sparsity.fetch import NeuronFetcher
-from ondevice.sparsity.prefetch import REST_PASSES, TRIAL_PASSES, Prefetcher
+from ondevice.sparsity.prefetch import BACK_OFF_PASSES, TRIAL_PASSES, Prefetcher
 from ondevice.sparsity.record_reads import Parts
 from ondevice.sparsity.reserved_reads import ReservedReads
 from tests.support.bundles import convert_bundle, write_chat_checkpoint
@@ -161,7 +161,7 @@ def test_guesses_that_only_cost_rest_and_try_again(
         ids = guess._cache.absent(layer)
         return np.sort(ids[np.argsort(scores[ids])[:200]]).astype(np.int32)
 
-    monkeypatch.setattr(Prefetcher, "_surest", unlikeliest)
+    monkeypatch.setattr(Prefetcher, "_likeliest", unlikeliest)
     on = []
 
     def passing(guess: Prefetcher, original: Any = Prefetcher.next_pass) -> None:
@@ -169,10 +169,10 @@ def test_guesses_that_only_cost_rest_and_try_again(
         on.append(guess.on)
 
     monkeypatch.setattr(Prefetcher, "next_pass", passing)
-    while len(on) < 2 * (TRIAL_PASSES + REST_PASSES):
+    while len(on) < 2 * (TRIAL_PASSES + BACK_OFF_PASSES):
         assert greedy(model, TOKENS) == expected
     changes = [index for index in range(1, len(on)) if on[index] != on[index - 1]]
-    again = TRIAL_PASSES + REST_PASSES
+    again = TRIAL_PASSES + BACK_OFF_PASSES
     assert changes[:3] == [TRIAL_PASSES - 1, again - 1, again + TRIAL_PASSES - 1]
     assert not on[TRIAL_PASSES]
 

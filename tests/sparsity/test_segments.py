@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.sizes import stream_shape
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
@@ -85,6 +86,17 @@ def test_every_division_gives_the_same_logits(bundle: Path) -> None:
         expected = logits(model)
         for quota in ([1, 1, 1], [4, 0, 2], [0, 0, 4], [4, 4, 4], [2, 3, 4], [0, 0, 0]):
             assert_settles(model, pool, quota, expected)
+
+
+def test_a_pass_over_resident_neurons_streams_nothing(bundle: Path) -> None:
+    with pooled(bundle) as (model, pool, _):
+        expected = logits(model)
+        assert_settles(model, pool, [1, 1, 1], expected)
+        before = pool.lookups
+        some = model.run(ForwardBatch(TOKENS, resident_only=True), KVCache(KVLayout(model.config))).hidden
+        assert pool.lookups == before
+        assert np.isfinite(some).all()
+        assert logits(model) == expected
 
 
 def test_bytes_read_are_what_is_not_resident(bundle: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from ondevice.api import Model, inspect, load, verify
 from ondevice.backends.base import Float32, Norm
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward, activate
 from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.reader import Bundle
@@ -135,9 +136,9 @@ class MaskedReference(ReferenceBackend):
         x: Float32,
         weight: ReferenceFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
-        num_exact_rows: int | None = None,
     ) -> Float32:
         assert norm is not None
         assert added is not None

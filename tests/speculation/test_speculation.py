@@ -18,7 +18,7 @@ from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
 from ondevice.model.transformer import Transformer
-from ondevice.runtime.key_value_store import KVMemory
+from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
@@ -164,13 +164,13 @@ def test_guesses_take_no_block_that_the_text_does_not_need(
     relu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
-    allocate = KVMemory._allocate
+    allocate = KVCachePool._allocate
 
-    def note(memory: KVMemory, nbytes: int) -> Any:
+    def note(memory: KVCachePool, nbytes: int) -> Any:
         taken[-1] += 1
         return allocate(memory, nbytes)
 
-    monkeypatch.setattr(KVMemory, "_allocate", note)
+    monkeypatch.setattr(KVCachePool, "_allocate", note)
     with load(relu_bundle, speculation="lookup") as model:
         for seed in range(4):
             draft_by(model, [], seed)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 import ondevice.runtime.engine
 from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import segment_shape, stream_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
@@ -68,7 +69,7 @@ def every_logits(
     model: Transformer, tokens: list[int], kv: KVCache, cancelled: Callable[[], bool] | None = None
 ) -> np.ndarray:
     """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
-    return np.concatenate(list(model.every_logits(tokens, kv, 3, cancelled)))
+    return np.concatenate(list(model.every_logits(ForwardBatch(tokens), kv, 3, cancelled)))
 
 
 def random_tokens(config: ModelConfig, count: int, seed: int = 7) -> list[int]:

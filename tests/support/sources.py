@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk
+from ondevice.backends.feed_forward_layer import FeedForwardLayer
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
 from ondevice.model.transformer import Transformer
@@ -215,3 +218,21 @@ class RandomWeights:
         head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
         weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head)
         return Transformer(config, backend, weights)
+
+
+class RecordSource(NeuronSource):
+    """Streams one layer's neurons behind its resident ones, a block at a time, without a flash reader."""
+
+    def __init__(self, layer: FeedForwardLayer) -> None:
+        self._layer = layer
+        self.streams = 0
+        """Layers that were streamed."""
+
+    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes]:
+        if batch.resident_only:
+            return ()
+        self.streams += 1
+        source, first = self._layer.source, self._layer.resident_neurons
+        return (
+            source.read(at, min(64, source.num_neurons - at)) for at in range(first, source.num_neurons, 64)
+        )

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import FeedForwardSource, Float32, KVLayout, LinearSource, Norm, Selector
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
 from ondevice.backends.mlx_ops import MlxLinear, activate
@@ -88,15 +89,15 @@ class ResidentBackend(MlxFloatBackend):
         x: mx.array,
         weight: MlxFeedForward,
         activation: Activation,
+        batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
-        num_exact_rows: int | None = None,
     ) -> mx.array:
         if not self._tokens:
-            return super().feed_forward(x, weight, activation, norm, added, num_exact_rows)
+            return super().feed_forward(x, weight, activation, batch, norm, added)
         x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
         gates = activate(x @ weight.gate.T, activation)
-        own = x.shape[0] if num_exact_rows is None else num_exact_rows
+        own = batch.num_exact_rows
         used = mx.stop_gradient(gates[:own]) != 0
         if id(weight) in self._used:
             used = mx.concatenate([self._used[id(weight)], used])
@@ -263,10 +264,10 @@ def states(model: Transformer, window: Window, runs: Sequence[range], stop: int)
     for run in (*runs, range(stop, stop)):
         if at < run.start:
             tokens, x = window.tokens[at : run.start], window.entering[at : run.start]
-            main.append(model.run(tokens, kv, x=x).hidden)
+            main.append(model.run(ForwardBatch(tokens), kv, x=x).hidden)
         if len(run):
             tokens, x = window.tokens[run.start : run.stop], window.entering[run.start : run.stop]
-            found = model.run(tokens, kv, x=x, prune=_all_with_streams)
+            found = model.run(ForwardBatch(tokens), kv, x=x, prune=_all_with_streams)
             main.append(found.hidden)
             ends += [found.streams[token] for token in range(len(run))]
         at = run.stop

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
@@ -44,7 +45,8 @@ class ResidentDrafter(Drafter):
         most = min(most_nodes - 1, MOST_GUESSES, kv.room - start)
         try:
             while len(self._chain) < most and chance >= LEAST_CHANCE:
-                found = self._transformer.run([last], kv, cancelled, resident=True)
+                batch = ForwardBatch([last], resident_only=True)
+                found = self._transformer.run(batch, kv, cancelled)
                 logits = self._transformer.checked_logits(found.hidden)[0]
                 history = [*self._text, *self._chain]
                 self._guesses.append(self._ranking.rank(logits, len(history), history))

@@ -21,9 +21,10 @@ import numpy as np
 
 from ondevice.backends.mlx import compute_type
 from ondevice.backends.mlx_weights import RecordMemory
-from ondevice.budget.mlx_sizes import mlx_stream_shape
+from ondevice.budget.mlx_memory import MlxMemory
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout
 from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
 from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from tests.benchmarks.lib.measure import machine, spread
@@ -50,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     bundle = Bundle.open(args.model)
     config, layout = bundle.config, bundle.neuron_layout
-    shape = mlx_stream_shape(config, bundle.quant, compute_type().size)
+    shape = MlxMemory(config, bundle.quant, RuntimeConfig(), operand_bytes=compute_type().size).stream
     files = [bundle.neuron_file(layer) for layer in range(config.num_layers)]
     extents = [
         Extent(file, DATA_OFFSET + first * layout.stride, count * layout.stride)

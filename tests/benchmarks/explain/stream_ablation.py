@@ -25,12 +25,13 @@ from typing import Any, cast
 import numpy as np
 
 from ondevice.api import Model, load
-from ondevice.backends.token_tree import TokenTree
+from ondevice.backends.base import Float32
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.neuron_source import Batches
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Speculation
-from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
@@ -154,22 +155,22 @@ def hold_to(model: Model, share: float) -> None:
 
 def read_for_streams(engine: Engine) -> None:
     """Streams multiply every neuron that fires for them, read where it isn't held, as tokens do."""
-    transformer, neurons = engine._generator.transformer, engine._neurons
+    neurons = engine._neurons
     assert isinstance(neurons, NeuronFetcher)
-    rows = transformer._rows
+    select, most = neurons.select, 4 * DECODE_TOKENS
     # Room for the scores of all rows of a pass that are no part of the text.
-    neurons.hold_back(4 * DECODE_TOKENS)
-    neurons.hold_back(0)
+    config = engine._bundle.config
+    neurons._draft_scores = np.zeros((config.num_layers, 2 * most, config.intermediate_size), np.float16)
 
-    def all_exact(kv: KVCache, count: int, tree: TokenTree | None, num_exact_rows: int | None = None) -> Any:
-        found = rows(kv, count, tree, num_exact_rows)
-        if num_exact_rows is None:
-            return found
-        # The text's own is the first, where there is one: the cache learns nothing of the others yet.
-        neurons._draft_tokens = count - min(num_exact_rows, 1)
-        return found._replace(num_exact_rows=count)
+    def all_exact(layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
+        if batch.stream_rows:
+            # The cache learns nothing of streams: their rows lie behind those that are ever accepted.
+            tokens = range(len(batch.tokens)) if batch.unpruned_rows is None else batch.unpruned_rows
+            rows = [*tokens, *range(most, most + batch.stream_rows)]
+            batch = ForwardBatch(rows, draft_rows=len(rows) - batch.text_rows, unpruned_rows=rows)
+        return select(layer, scores, batch)
 
-    transformer._rows = all_exact  # type: ignore[method-assign]
+    neurons.select = all_exact  # type: ignore[method-assign]
 
 
 class Runner:

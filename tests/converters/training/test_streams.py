@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from ondevice.api import load, verify
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_MANIFEST, MultiStreams
 from ondevice.config import ModelConfig
@@ -123,10 +124,10 @@ def test_masks_change_streams_and_nothing_else() -> None:
         rng.standard_normal((4, 8)).astype(np.float32),
     )
     plain, masked = MlxFloatBackend(), ResidentBackend(2)
-    first = masked.feed_forward(mx.array(text[:5]), weight, "relu")
+    first = masked.feed_forward(mx.array(text[:5]), weight, "relu", ForwardBatch(range(5)))
     x = mx.array(np.concatenate([text[5:], ends]))
-    second = np.array(masked.feed_forward(x, weight, "relu", num_exact_rows=2))
-    both = np.array(plain.feed_forward(mx.array(text), weight, "relu"))
+    second = np.array(masked.feed_forward(x, weight, "relu", ForwardBatch(range(2), stream_rows=4)))
+    both = np.array(plain.feed_forward(mx.array(text), weight, "relu", ForwardBatch(range(7))))
     np.testing.assert_allclose(np.concatenate([np.array(first), second[:2]]), both, atol=1e-5)
     fired = text @ gate.T > 0
     for row, end in enumerate(ends):

@@ -1,0 +1,60 @@
+"""Run the example that docs/memory.md shows, and write what it prints today below its command.
+
+    python docs/tools/record.py
+
+A test runs it too and compares: the text word for word, the rest but for its numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "memory.md"
+_EXAMPLE = re.compile(r"^    \$ (?P<command>ondevice .*)\n(?P<output>(?:    .*\n|RECORDED\n)+)", re.MULTILINE)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?: ?(?:[kMG]?B|%))?")
+_OPTIONAL = re.compile(r"; prefetched [^;]*|; guessed [^;]*")
+
+
+def example(page: str) -> re.Match[str]:
+    """The command and its output, as they stand in the page."""
+    match = _EXAMPLE.search(page)
+    assert match is not None, "docs/memory.md shows no recorded run"
+    return match
+
+
+def run(command: str) -> str:
+    """What the command prints on both streams, where no model has been converted, by our own kernels."""
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)],
+            env=os.environ | {"ONDEVICE_HOME": home, "ONDEVICE_BACKEND": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+        )
+    return done.stdout
+
+
+def words(output: str) -> str:
+    """The output without what differs from run to run."""
+    return _NUMBER.sub("N", _OPTIONAL.sub("", output))
+
+
+def main() -> None:
+    """Record it anew."""
+    page = PAGE.read_text(encoding="utf-8")
+    match = example(page)
+    output = "".join(f"    {line}\n" for line in run(match["command"]).splitlines())
+    start, stop = match.span("output")
+    PAGE.write_text(page[:start] + output + page[stop:], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""One layer's neurons as backends under a budget see them: a resident prefix, and a source of the rest.
+
+It owns neither the memory nor the reads: `sparsity` moves neurons in and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.backends.base import Bytes, FeedForwardSource, Selector
+from ondevice.backends.neuron_source import NeuronSource, Segment
+from ondevice.config import GROUP_SIZE
+
+BLOCK_NEURONS = GROUP_SIZE
+"""Neurons in a block, the unit in which they are packed, allocated and streamed."""
+
+
+class StreamMemory:
+    """Memory that streamed neurons are read into, and when it may be written to again."""
+
+    pieces_read = 0
+    """Latest pieces that may still be in use when the next one is asked for."""
+
+    def allocate(self, nbytes: int) -> Bytes | None:
+        """(nbytes,) from a page boundary on, or None: the stream allocates its own. Raises MemoryError."""
+        return None
+
+    def free(self) -> None:
+        """Free what was allocated; nothing writes to it any more."""
+
+    def asked(self) -> Any:
+        """The computations on streamed neurons begun since the last call, to be given to `wait`."""
+        return None
+
+    def wait(self, asked: Any) -> None:
+        """Wait until these computations have ended and no longer read their neurons."""
+
+
+class FeedForwardLayer:
+    """One layer's neurons, in ascending order: a resident prefix in segments, the rest from `neurons`.
+
+    With a `selector`, only the neurons that it selects are multiplied, and all of them come from `neurons`.
+    """
+
+    def __init__(
+        self, index: int, source: FeedForwardSource, segment_neurons: int, selector: Selector | None
+    ) -> None:
+        self.index = index
+        self.selector = selector
+        self.neurons = NeuronSource()
+        """Given once by whoever manages the model's memory, and replaced when that memory is given back."""
+        self.source = source
+        self.segment_neurons = segment_neurons
+        self.segments: list[Segment] = []
+        self.stream_memory = StreamMemory()
+        """Where a pool streams several layers, it uses the first one's."""
+
+    @property
+    def resident_neurons(self) -> int:
+        """Neurons 0 .. resident_neurons - 1 are held in segments."""
+        return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments that hold all neurons."""
+        return -(-self.source.num_neurons // self.segment_neurons)
+
+    def segment_range(self, index: int) -> range:
+        """The neurons that segment `index` of this layer holds."""
+        first = index * self.segment_neurons
+        return range(first, min(first + self.segment_neurons, self.source.num_neurons))
+
+    def new_segment(self) -> Segment:
+        """An empty segment for `segment_neurons` neurons. Any thread may call it. Raises MemoryError."""
+        raise NotImplementedError
+
+    def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
+        """Put records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
+
+        Raises MemoryError, for the first records only: the segment then stays empty.
+        """
+        raise NotImplementedError

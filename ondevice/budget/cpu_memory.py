@@ -1,0 +1,64 @@
+"""A model's memory under the cpu backend. All sizes are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ondevice.budget.memory_model import MemoryModel, input_bytes
+from ondevice.budget.sizes import (
+    SegmentShape,
+    SlotShape,
+    StreamShape,
+    logits_rows,
+    segment_shape,
+    stream_shape,
+)
+from ondevice.bundle.layout import padded
+from ondevice.config import GROUP_SIZE
+
+HIDDEN_BYTES = 2 << 20
+"""Hidden activations of feed-forward segments that are multiplied together."""
+QUERY_ROWS = 32
+"""Query rows that share one walk over the keys."""
+
+
+@dataclass(frozen=True)
+class CpuMemory(MemoryModel):
+    """Memory of the native kernels: packed weights, segments of packed neurons, slots of records."""
+
+    @property
+    def segment(self) -> SegmentShape | SlotShape:
+        return self._slots if self.selects_neurons else segment_shape(self.config, self.quant)
+
+    @property
+    def stream(self) -> StreamShape:
+        return self._fetch if self.selects_neurons else stream_shape(self.config, self.quant)
+
+    def activation_bytes(self, tokens: int) -> int:
+        # The heap keeps about a quarter more than is in use.
+        return self._kernel_bytes(tokens) * 5 // 4 + self._selecting_bytes(tokens)
+
+    def _kernel_bytes(self, tokens: int) -> int:
+        """Activations, attention scores, hidden values and logits of a dense forward pass.
+
+        Shared streams have adapters for every token, with or without drafts. The sum is convex in `tokens`:
+        between two widths a pass takes no more than a line from one to the other.
+        """
+        config, streams = self.config, self.streams
+        hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
+        # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
+        floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
+        per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * self._threads
+        per_token += input_bytes(self._widest_input, self.quant.bits)
+        if streams is not None and streams.mode == "shared":
+            per_token += self._adapted_row_bytes(streams)
+        rows = max(QUERY_ROWS, config.num_heads // config.num_kv_heads)
+        keys = padded(self.max_context, GROUP_SIZE) + 2 * padded(config.head_dim, 16)
+        scores = self._threads * 4 * rows * keys
+        segment = segment_shape(config, self.quant)
+        neurons = min(segment.neurons, padded(config.intermediate_size, GROUP_SIZE))
+        hidden_values = max(HIDDEN_BYTES, 4 * tokens * neurons)
+        sampling = 8 * 8 * vocab
+        # The head's output and the copy that the caller gets.
+        scoring = 2 * 4 * vocab * min(self.pass_tokens, logits_rows(config))
+        return tokens * per_token + max(sampling, scoring) + scores + hidden_values

@@ -1,0 +1,239 @@
+"""A model's memory, part by part: the sizes and shapes that a plan adds up and divides.
+
+`MemoryModel` has what all backends have in common. Each backend has a class of its own: `CpuMemory`,
+`MlxMemory`, `ReferenceMemory`. They are pure functions of the model's shape and the options; they open no
+file and hold no memory. All sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+from ondevice.backends.base import BLOCK_TOKENS, KVLayout
+from ondevice.budget.sizes import (
+    SegmentShape,
+    SlotShape,
+    StreamShape,
+    context_tokens,
+    draft_nodes,
+    fetch_shape,
+    interleaved_bytes,
+    slot_shape,
+    stream_bytes,
+    widest_pass,
+)
+from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded
+from ondevice.bundle.predictors import Predictors
+from ondevice.bundle.streams import MultiStreams
+from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.speculation.registry import drafter_bytes, runs_streams
+from ondevice.speculation.tree import LOGITS_AHEAD
+
+GATED = ("exact", "threshold")
+"""Sparsity modes in which every layer's gate rows stay in memory."""
+NEURON_TABLE_BYTES = 52
+"""Bytes of tables per neuron: its slot and scores, its slot's address, owner and place among the free ones,
+and the temporary arrays that divide slots among layers."""
+
+
+@dataclass(frozen=True)
+class MemoryModel(ABC):
+    """A model's memory under one backend and one set of options.
+
+    runtime: settled. A mode `predicted` without `predictors` counts as dense. draft_model_bytes: memory of a
+    second model that drafts, loaded and with its context full.
+    """
+
+    config: ModelConfig
+    quant: QuantConfig
+    runtime: RuntimeConfig
+    predictors: Predictors | None = None
+    streams: MultiStreams | None = None
+    draft_model_bytes: int = 0
+
+    @property
+    @abstractmethod
+    def segment(self) -> SegmentShape | SlotShape:
+        """The pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots else."""
+
+    @property
+    @abstractmethod
+    def stream(self) -> StreamShape:
+        """Buffers for feed-forward weights that come from flash."""
+
+    @abstractmethod
+    def activation_bytes(self, tokens: int) -> int:
+        """Scratch memory of a forward pass over `tokens` tokens."""
+
+    @cached_property
+    def max_context(self) -> int:
+        """Tokens that a session may hold. Raises UsageError for more than the model was made for."""
+        return context_tokens(self.config, self.runtime)
+
+    @cached_property
+    def pass_tokens(self) -> int:
+        """Tokens of the widest forward pass."""
+        return widest_pass(self.config, self.runtime)
+
+    @property
+    def kv(self) -> KVLayout:
+        return KVLayout(self.config, self.runtime.kv_bits)
+
+    @property
+    def sparsity(self) -> str:
+        """The sparsity mode that is planned."""
+        return self.runtime.sparsity if self.selects_neurons else "dense"
+
+    @property
+    def selects_neurons(self) -> bool:
+        """Whether some neurons are multiplied for a token, and not all of them."""
+        return self.runtime.sparsity in GATED or self._used_predictors is not None
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights of every token: attention, norms, head, checksum tables, and what selects neurons."""
+        selecting = 0
+        if self.selects_neurons:
+            selecting = self.config.num_layers * self.config.intermediate_size * NEURON_TABLE_BYTES
+        if self.runtime.sparsity in GATED:
+            selecting += self._gates_bytes
+        return self._matrices_bytes + selecting
+
+    @property
+    def embedding_bytes(self) -> int:
+        """The embedding table as it lies in memory where it is resident."""
+        return self.config.vocab_size * embedding_layout(self.config, self.quant).stride
+
+    @property
+    def predictor_bytes(self) -> int:
+        """Every layer's two predictor matrices, packed, and the biases."""
+        found = self._used_predictors
+        if found is None:
+            return 0
+        neurons, hidden, bits = self.config.intermediate_size, self.config.hidden_size, found.bits
+        return sum(
+            interleaved_bytes(rank, hidden, bits) + interleaved_bytes(neurons, rank, bits) + 4 * neurons
+            for rank in found.ranks
+        )
+
+    @property
+    def draft_bytes(self) -> int:
+        """Memory that drafting holds.
+
+        That is the drafters' state, adapters, scores held back until draft tokens are accepted, and
+        attention's values along the paths of a draft tree.
+        """
+        config, runtime = self.config, self.runtime
+        nodes = draft_nodes(runtime)
+        held = self._adapter_bytes(nodes)
+        drafter = self.draft_model_bytes + drafter_bytes(runtime.speculation, config, self.max_context, nodes)
+        if not drafter:
+            return held
+        if runtime.sparsity != "dense":
+            neurons = config.num_layers * config.intermediate_size
+            if runs_streams(runtime.speculation, self.streams) or runtime.speculation == "resident":
+                # Scores of neurons that drafting went without: the next pass reads them first.
+                held += 4 * neurons
+            held += 2 * (nodes - 1) * neurons
+        # Each thread's values along a path through the tree.
+        paths = self._threads * 4 * BLOCK_TOKENS * padded(config.head_dim, 16)
+        # Logits of the likely path beyond those of plain decoding: the head's output and its copy.
+        ahead = 2 * 4 * config.vocab_size * (LOGITS_AHEAD - 1)
+        return held + drafter + paths + ahead
+
+    @property
+    def _threads(self) -> int:
+        return max(1, self.runtime.threads)
+
+    @property
+    def _used_predictors(self) -> Predictors | None:
+        return self.predictors if self.runtime.sparsity == "predicted" else None
+
+    @property
+    def _slots(self) -> SlotShape:
+        """Slots for selected neurons: of whole records where no gate row is in memory."""
+        return slot_shape(self.config, self.quant, whole=self._used_predictors is not None)
+
+    @property
+    def _fetch(self) -> StreamShape:
+        """Staging for the records of selected neurons."""
+        return fetch_shape(self._slots.slot_bytes)
+
+    @property
+    def _matrices_bytes(self) -> int:
+        """Attention, norms and head, packed, and the checksums of what is read piece by piece."""
+        config, bits = self.config, self.quant.bits
+        hidden = config.hidden_size
+        matrices = interleaved_bytes(config.qkv_size, hidden, bits)
+        matrices += interleaved_bytes(hidden, config.query_size, bits)
+        vectors = 2 * hidden
+        vectors += config.qkv_size if config.attention_bias else 0
+        vectors += hidden if config.attention_output_bias else 0
+        vectors += 2 * config.head_dim if config.qk_norm else 0
+        weights = config.num_layers * (matrices + 4 * vectors) + 4 * hidden
+        weights += interleaved_bytes(config.vocab_size, hidden, bits)
+        records = config.num_layers * config.intermediate_size
+        checksums = records * len(neuron_layout(config, self.quant).parts)
+        checksums += config.vocab_size + weights // CRC_BLOCK_BYTES
+        return weights + 4 * checksums
+
+    @property
+    def _gates_bytes(self) -> int:
+        """Every layer's gate projection, packed, with each row's checksum or importance."""
+        neurons, hidden = self.config.intermediate_size, self.config.hidden_size
+        return self.config.num_layers * (interleaved_bytes(neurons, hidden, self.quant.bits) + 4 * neurons)
+
+    def _adapter_bytes(self, nodes: int) -> int:
+        """Adapters of multi-stream attention where it runs, and what drafts of `nodes` tokens add to it."""
+        streams, speculation = self.streams, self.runtime.speculation
+        if streams is None or not runs_streams(speculation, streams):
+            return 0
+        found = stream_bytes(self.config, streams)
+        if streams.mode == "lossless":
+            # The streams of a draft's tokens, or those of the last token alone.
+            found += max(nodes - 1, streams.streams) * self._adapted_row_bytes(streams)
+        if speculation == "auto":
+            found += drafter_bytes("streams", self.config, self.max_context, nodes)
+        return found
+
+    def _adapted_row_bytes(self, streams: MultiStreams) -> int:
+        """Scratch memory that a row with adapters takes beside that of a row without.
+
+        It holds the row between the two matrices, what they add, and a copy of the feed-forward block's
+        input, which is overwritten. Inputs of 16-bit matrices lie apart from those of other widths.
+        """
+        config = self.config
+        rank = max(streams.attention_rank, streams.feed_forward_rank)
+        inputs = input_bytes(max(self._widest_input, rank), streams.bits)
+        if (streams.bits == 16) == (self.quant.bits == 16):
+            inputs -= input_bytes(self._widest_input, self.quant.bits)
+        return 4 * (rank + max(config.qkv_size, config.hidden_size) + config.hidden_size) + inputs
+
+    @property
+    def _widest_input(self) -> int:
+        """Columns of the widest matrix outside the feed-forward blocks."""
+        return max(self.config.hidden_size, self.config.query_size)
+
+    def _selecting_bytes(self, tokens: int) -> int:
+        """Scratch memory that selecting neurons adds to a dense forward pass: all scores, and wider lanes.
+
+        With thresholds, gates as well; with predictors, the rows between their two matrices.
+        """
+        if not self.selects_neurons:
+            return 0
+        neurons = padded(self.config.intermediate_size, GROUP_SIZE)
+        arrays = 3 if self.runtime.sparsity == "threshold" else 2
+        found = self._used_predictors
+        rank = 0 if found is None else max(found.ranks)
+        groups = padded(self.config.hidden_size, GROUP_SIZE) // GROUP_SIZE
+        # Groups of outputs lie 16 side by side, however many there are.
+        lanes = 16 * (padded(groups, 16) - groups)
+        return 4 * tokens * (arrays * neurons + rank + lanes) + 64 * neurons
+
+
+def input_bytes(cols: int, bits: int) -> int:
+    """A row that a matrix multiplies: floats at 16 bits, else int8 codes, two sums and a scale per group."""
+    cols = padded(cols, GROUP_SIZE)
+    return 4 * cols if bits == 16 else cols + cols // GROUP_SIZE * 12

@@ -1,0 +1,138 @@
+"""A model's memory under the MLX backend. All sizes are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ondevice.backends.base import BLOCK_TOKENS
+from ondevice.budget.memory_model import GATED, MemoryModel
+from ondevice.budget.sizes import (
+    SegmentShape,
+    SlotShape,
+    StreamShape,
+    fetch_neurons,
+    logits_rows,
+    segment_shape,
+)
+from ondevice.bundle.layout import neuron_layout, padded
+from ondevice.config import GROUP_SIZE
+from ondevice.speculation.registry import runs_streams
+from ondevice.units import PAGE_BYTES
+
+MLX_CACHE_BYTES = 16 << 20
+"""Most bytes of freed arrays that MLX keeps for the next ones."""
+MLX_SEGMENT_BYTES = 16 << 20
+"""Target size of a segment: larger than the kernels', as each is a launch of its own."""
+MLX_STAGES = 2
+"""Stages in which gathered neurons are multiplied (`backends/mlx.py`)."""
+MLX_STREAM_SLOTS = 4
+"""Segments of records under way: two that are multiplied, two that are read from flash."""
+MLX_PIECES = 2
+"""Streamed segments under way together: MLX takes their records apart while it multiplies."""
+LAYERS_READ = 2
+"""Layers whose keys and values are read back at once: MLX begins a layer before the last one ends."""
+
+
+@dataclass(frozen=True)
+class MlxMemory(MemoryModel):
+    """Memory of MLX: a bundle's own codes, with scales, biases and 16-bit values in the operands' type.
+
+    operand_bytes: size of what matrices multiply in, 4 or 2.
+    """
+
+    operand_bytes: int = 4
+
+    @property
+    def ranges(self) -> SegmentShape:
+        """Ranges of neurons that are summed by themselves, whatever the sparsity mode."""
+        block = self._neurons_bytes(GROUP_SIZE)
+        return segment_shape(self.config, self.quant, block, MLX_SEGMENT_BYTES)
+
+    @property
+    def stage_neurons(self) -> int:
+        """Neurons of one stage: a token's of a layer, each range in whole blocks, or at least a segment's."""
+        ranges = self.ranges
+        selected = padded(fetch_neurons(self.config), GROUP_SIZE) + ranges.per_layer * GROUP_SIZE
+        return max(ranges.neurons, selected)
+
+    @property
+    def segment(self) -> SegmentShape | SlotShape:
+        return self._slots if self.selects_neurons else self.ranges
+
+    @property
+    def stream(self) -> StreamShape:
+        """In dense mode a piece is a whole segment: what is summed mustn't depend on what is resident."""
+        stride = neuron_layout(self.config, self.quant).stride
+        if self.selects_neurons:
+            stage = MLX_STAGES * self.stage_neurons * stride
+            return replace(self._fetch, packed_bytes=stage + self._neurons_bytes(self.stage_neurons))
+        neurons = self.ranges.neurons
+        return StreamShape(
+            neurons=neurons,
+            slot_bytes=padded(neurons * stride, PAGE_BYTES) + PAGE_BYTES,
+            slots=MLX_STREAM_SLOTS,
+            packed_bytes=PAGE_BYTES + MLX_PIECES * self._neurons_bytes(neurons),
+        )
+
+    @property
+    def weights_bytes(self) -> int:
+        config = self.config
+        hidden, neurons = padded(config.hidden_size, GROUP_SIZE), config.intermediate_size
+        gates = neurons * hidden if self.runtime.sparsity in GATED else 0
+        queries = padded(config.query_size, GROUP_SIZE)
+        layer = config.qkv_size * hidden + config.hidden_size * queries + gates
+        elements = config.num_layers * layer + config.vocab_size * hidden
+        more = self._wider_bytes(elements, self.quant.bits)
+        if self._used_predictors is not None:
+            low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
+            more += self._wider_bytes(low, self._used_predictors.bits)
+        return super().weights_bytes + more
+
+    @property
+    def draft_bytes(self) -> int:
+        streams = self.streams
+        if streams is None or not runs_streams(self.runtime.speculation, streams):
+            return super().draft_bytes
+        matrices = streams.matrices(self.config).values()
+        elements = sum(rows * padded(cols, GROUP_SIZE) for rows, cols in matrices)
+        return super().draft_bytes + self._wider_bytes(elements, streams.bits)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """A layer's activations before MLX frees them. Attention's scores and masks exist whole."""
+        config, context = self.config, self.max_context
+        neurons = max(fetch_neurons(config), config.intermediate_size)
+        per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
+        scores = (config.num_heads + 1) * context
+        rows = min(self.pass_tokens, logits_rows(config))
+        logits = max(8 * 8, 3 * 4 * rows) * config.vocab_size
+        computed = 4 * tokens * (per_token + scores) + self._stored_bytes + logits + MLX_CACHE_BYTES
+        return computed + self._selecting_bytes(tokens)
+
+    @property
+    def _stored_bytes(self) -> int:
+        """Copies of a full context's keys and values beside those that are stored (`backends/mlx_kv.py`).
+
+        A layer's exist twice while they grow. They are read in the operands' type, without a copy where they
+        are stored in it. Both happen layer by layer, and the next layer is begun meanwhile.
+        """
+        layout, context = self.kv, self.max_context
+        grown = layout.head_bytes * self.config.num_kv_heads * context // BLOCK_TOKENS
+        copied = 2 * self.operand_bytes * self.config.kv_size * context
+        if self.runtime.kv_bits == 8 * self.operand_bytes:
+            copied = 0
+        return LAYERS_READ * max(grown, copied)
+
+    def _neurons_bytes(self, neurons: int) -> int:
+        row = padded(self.config.hidden_size, GROUP_SIZE)
+        return 3 * held_bytes(neurons * row, self.quant.bits, self.operand_bytes)
+
+    def _wider_bytes(self, elements: int, bits: int) -> int:
+        """The bytes that operands wider than a bundle's float16 add to matrices."""
+        return held_bytes(elements, bits, self.operand_bytes) - held_bytes(elements, bits, 2)
+
+
+def held_bytes(elements: int, bits: int, operand_bytes: int) -> int:
+    """Matrices of `elements` elements, whose rows are whole groups."""
+    if bits == 16:
+        return elements * operand_bytes
+    return elements * bits // 8 + elements // GROUP_SIZE * 2 * operand_bytes

@@ -1,0 +1,41 @@
+"""A model's memory under the reference backend. All sizes are bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ondevice.budget.cpu_memory import CpuMemory
+from ondevice.budget.sizes import SegmentShape, StreamShape, segment_shape
+
+
+@dataclass(frozen=True)
+class ReferenceMemory(CpuMemory):
+    """Memory of numpy: every matrix in float32, embedding rows from flash, nothing offloaded."""
+
+    @property
+    def weights_bytes(self) -> int:
+        config = self.config
+        per_token = config.qkv_size + config.query_size + 3 * config.intermediate_size
+        return 4 * config.hidden_size * (config.num_layers * per_token + config.vocab_size)
+
+    @property
+    def embedding_bytes(self) -> int:
+        return 0
+
+    @property
+    def segment(self) -> SegmentShape:
+        return replace(segment_shape(self.config, self.quant), per_layer=0)
+
+    @property
+    def stream(self) -> StreamShape:
+        return StreamShape(0, 0, 0, 0)
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Numpy's temporaries beside what the kernels have, for a pass of any width.
+
+        They are wide hidden values, whole matrices of scores, and keys and values read back.
+        """
+        config, context, chunk = self.config, self.max_context, self.pass_tokens
+        hidden = 16 * chunk * config.intermediate_size
+        temporaries = hidden + 8 * chunk * context + 6 * config.kv_size * context
+        return super().activation_bytes(chunk) + 4 * temporaries

@@ -1,0 +1,71 @@
+"""Reads what a model needs before it is planned: its sidecars, checked for damage, and its tokenizer."""
+
+from __future__ import annotations
+
+from ondevice.bundle.predictors import PREDICTORS_SIDECAR
+from ondevice.bundle.reader import Bundle
+from ondevice.bundle.streams import STREAMS_SIDECAR
+from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
+from ondevice.bundle.verify import without_damage
+from ondevice.config import RuntimeConfig, Speculation
+from ondevice.kernels import _native
+from ondevice.runtime.backend_choice import settled_backend
+from ondevice.speculation.registry import runs_streams
+from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
+from ondevice.units import trim_heap
+
+
+def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
+    """The bundle without sidecars that the options use and whose tensors, which this reads, are damaged."""
+    speculation = settled_speculation(runtime)
+    for sidecar, used in (
+        (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
+        (THRESHOLDS_SIDECAR, runtime.sparsity == "threshold"),
+        (STREAMS_SIDECAR, runs_streams(speculation, bundle.streams)),
+    ):
+        if used:
+            bundle = without_damage(bundle, sidecar, _native.crc32c)
+    return bundle
+
+
+def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
+    """Damaged sidecars that the options don't rule out."""
+    may_use = {
+        "predictors": runtime.sparsity == "auto",
+        "thresholds": runtime.sparsity == "auto",
+        "hotness": runtime.sparsity != "dense",
+        "streams": runtime.speculation == "auto",
+    }
+    return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
+
+
+def settled_speculation(runtime: RuntimeConfig) -> Speculation:
+    """The speculation that `auto` means: a second model if one is named, none where drafts change texts."""
+    if runtime.speculation != "auto":
+        return runtime.speculation
+    if settled_backend(runtime.backend) != "cpu":
+        return "off"
+    return "model" if runtime.draft_model else "auto"
+
+
+def tokenizer_bytes(bundle: Bundle) -> int:
+    """Most memory that `open_tokenizer` takes at its peak. Raises BundleError for a file that is gone."""
+    info = bundle.manifest.tokenizer
+    if info.kind is None or info.file is None:
+        return 0
+    return loading_bytes(info.kind, bundle.small_parts(info.file))
+
+
+def open_tokenizer(bundle: Bundle) -> Tokenizer | None:
+    """The bundle's tokenizer, if it has one. Raises BundleError for a damaged or hostile file."""
+    info = bundle.manifest.tokenizer
+    if info.kind is None or info.file is None:
+        return None
+    data = bundle.read_small(info.file)
+    tokenizer = load_tokenizer(
+        info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=bundle.config.vocab_size
+    )
+    del data
+    # Freed memory of the parser would count as the process's own.
+    trim_heap()
+    return tokenizer
