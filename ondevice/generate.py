@@ -1,7 +1,7 @@
 """From prompt tokens to text: the only decode loop.
 
 A prompt runs in fixed chunks, after the part of it that the cache already holds; then tokens are sampled,
-turned into text and fed back, one at a time or with guesses at what follows, which a pass verifies. It knows
+turned into text and fed back, one at a time or with draft tokens, which a pass verifies. It knows
 nothing of files, budgets, threads or chat.
 """
 
@@ -22,10 +22,10 @@ from ondevice.meter import Counters, Meter
 from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Cancelled, ForwardOutput, Transformer
 from ondevice.sampling import StopMatcher, sample
-from ondevice.speculation.drafting import Drafting
+from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.tree import LOGITS_AHEAD, Draft, plain
 from ondevice.speculation.verify import verify
-from ondevice.stats import GenerationStats
+from ondevice.stats import DraftStats, GenerationStats
 from ondevice.tokenizer import StreamingDetokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -113,14 +113,17 @@ class Generator:
         room = min(sampling.max_tokens, self.max_context - prompt_tokens)
         text = _Text(self.tokenizer, sampling.stop, history)
         written = _Continuation(history, room, text, sampling, self.eos_ids)
+        drafting = self.drafting
+        if drafting is not None:
+            drafting.begin(history, sampling)
         try:
             prefilled = self._prefill(history, kv, meter, cancelled)
-            if self.drafting is not None:
-                self.drafting.begin(history, sampling)
             if room:
                 self._draw(written, self.transformer.checked_logits(prefilled.hidden)[0], meter)
-            if (drafting := self._listening) is not None:
-                drafting.entered(prefilled, 0)
+            if drafting is not None:
+                drafting.observe(
+                    PassOutcome(plain(history[prompt_tokens - 1]), [0], prefilled, None, written.ended)
+                )
             while True:
                 meter.pause()
                 yield from written.events()
@@ -134,12 +137,11 @@ class Generator:
             # What was drawn before it is the text all the same.
             yield from written.events()
             raise
-        if self.drafting is not None:
-            meter.drafts.decision = self.drafting.decision
         labels = replace(
             self.labels,
             seed=sampling.seed if sampling.is_random else None,
             context_full=written.reason == "length" and len(history) - prompt_tokens < sampling.max_tokens,
+            drafting=DraftStats() if drafting is None else drafting.stats,
         )
         stats = meter.stats(labels, self.counters(), prompt_tokens, len(history) - prompt_tokens)
         yield Event(text.finish(), None, written.reason, stats)
@@ -151,24 +153,20 @@ class Generator:
         meter: Meter,
         cancelled: Callable[[], bool] | None,
     ) -> None:
-        """One pass over the newest token and guesses at what follows it; what it says is written.
+        """One pass over the newest token and a draft behind it; the tokens that it gives are written.
 
         kv then holds the text but for its newest token, or, whatever is raised, what it held before.
         """
-        started, start = time.perf_counter(), kv.length
-        draft, drafting = plain(written.history[-1]), self._listening
-        if drafting is not None:
-            # Guesses take no block of keys and values that the newest token alone wouldn't.
-            places = min(self.max_context, max(start + 1, kv.room))
-            draft = drafting.draft(written.history[-1], kv, places - start, written.room, cancelled)
-            # A drafter that has failed hears of nothing any more.
-            drafting = self._listening
+        started, start, root = time.perf_counter(), kv.length, written.history[-1]
+        drafting = self.drafting
+        if drafting is None:
+            draft, prune = plain(root), None
+        else:
+            draft = drafting.propose(root, kv, self.max_context - start, written.room, cancelled)
+            prune = drafting.prune
         tree = draft.tree if len(draft) > 1 else None
         batch = ForwardBatch(draft.tokens, tree, draft_rows=len(draft) - 1)
         self.before_pass(batch)
-        prune = None
-        if drafting is not None and drafting.wants_streams:
-            prune = partial(drafting.prune, draft)
         found = self.transformer.run(batch, kv, cancelled, prune=prune)
         meter.passes += 1
         verified = draft if len(found.tokens) == len(draft) else draft.only(found.tokens)
@@ -184,25 +182,15 @@ class Generator:
         if len(draft) > 1:
             self.transformer.accept(batch, [found.tokens[node] for node in path])
         if drafting is not None:
-            if not drafting.resting:
-                meter.drafts.passed(verified, path, written.ended)
-                meter.drafts.spent(len(draft) - 1, drafting.preparing_seconds, drafting.growing_seconds)
-            drafting.entered(found, path[-1])
-            drafting.passed(draft, time.perf_counter() - started)
-        elif self.drafting is not None:
-            self.drafting.passed_plainly(time.perf_counter() - started)
-
-    @property
-    def _listening(self) -> Drafting | None:
-        """The drafting that hears of the pass at hand, if any does."""
-        return None if self.drafting is None or self.drafting.deaf else self.drafting
+            seconds = time.perf_counter() - started
+            drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
 
     def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
         """The text's next token, written, or None where it ends here."""
         token = sample(logits, written.sampling, len(written.history), written.history)
         meter.sampled += 1
-        if (drafting := self._listening) is not None:
-            drafting.drew(written.history[-1], token, logits)
+        if self.drafting is not None:
+            self.drafting.drew(token, logits)
         written.add(token)
         return None if written.ended else token
 

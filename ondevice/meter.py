@@ -1,11 +1,10 @@
-"""What one generation cost: an engine's running totals before and after, and the time between."""
+"""The cost of one generation: an engine's running totals before and after, and the time between."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
 
-from ondevice.speculation.draft_count import DraftCount
 from ondevice.stats import GenerationStats, per_second
 
 
@@ -34,7 +33,6 @@ class Meter:
     def __init__(self, counters: Counters) -> None:
         self.passes = 0
         self.sampled = 0
-        self.drafts = DraftCount()
         self._before = counters
         self._started = self._paused = time.perf_counter()
         self._prefill_seconds = 0.0
@@ -65,7 +63,7 @@ class Meter:
         decode_seconds = self.elapsed() - self._prefill_seconds
         lookups = after.neuron_cache_lookups - self._before.neuron_cache_lookups
         hits = after.neuron_cache_hits - self._before.neuron_cache_hits
-        guessed = after.prefetched_used - self._before.prefetched_used
+        prefetched = after.prefetched_used - self._before.prefetched_used
         return replace(
             labels,
             prompt_tokens=prompt_tokens,
@@ -78,7 +76,7 @@ class Meter:
             flash_read_seconds=after.flash_read_seconds - self._before.flash_read_seconds,
             flash_cpu_seconds=after.flash_cpu_seconds - self._before.flash_cpu_seconds,
             neuron_cache_hit_rate=hits / lookups if lookups else 0.0,
-            prefetch_recall=guessed / (lookups - hits) if lookups > hits else 0.0,
+            prefetch_recall=prefetched / (lookups - hits) if lookups > hits else 0.0,
             prefetch_wasted_bytes=after.prefetch_wasted_bytes - self._before.prefetch_wasted_bytes,
             forward_passes=self.passes,
             accepted_tokens_per_pass=later / decode_passes if decode_passes else 1.0,
@@ -86,5 +84,4 @@ class Meter:
             decode_seconds=decode_seconds if decode_passes else 0.0,
             synchronisations=after.synchronisations - self._before.synchronisations,
             synchronised_seconds=after.synchronised_seconds - self._before.synchronised_seconds,
-            drafting=self.drafts.stats,
         )

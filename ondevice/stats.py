@@ -14,18 +14,19 @@ from ondevice.errors import UsageError
 
 @dataclass(frozen=True)
 class DraftStats:
-    """What drafting did beside a generation's decode passes.
+    """Drafting beside a generation's decode passes.
 
-    `drafts` are passes that had guesses, `guesses` those of all of them. By depth, from 1 on: drafts that
-    had a guess there behind right ones alone, and those of them in which one was right. A guess at what
-    comes behind the end of the text counts for neither. Every right one is a token that its pass gave
-    beside the first. `preparing_seconds` were spent computing what drafts grow from, `growing_seconds`
-    choosing their nodes; what a drafter adds to the passes themselves is in neither. `decision` says in words
-    whether drafts were made at the end, and why.
+    `drafts` counts passes with draft tokens, and `draft_tokens` the draft tokens of all passes.
+    `drafted_by_depth` counts, from depth 1 on, drafts with a draft token there behind accepted ones, and
+    `accepted_by_depth` those in which one was accepted there. Draft tokens behind the end of the text count
+    for neither. Every accepted token is one that its pass gave beside the first. `preparing_seconds` is time
+    spent computing what drafts grow from, `growing_seconds` time spent choosing their nodes. The time that a
+    drafter adds to the passes themselves is in neither. `decision` says in words whether drafts were made at
+    the end, and why.
     """
 
     drafts: int = 0
-    guesses: int = 0
+    draft_tokens: int = 0
     drafted_by_depth: tuple[int, ...] = ()
     accepted_by_depth: tuple[int, ...] = ()
     preparing_seconds: float = 0.0
@@ -33,10 +34,10 @@ class DraftStats:
     decision: str = ""
 
     def __add__(self, other: DraftStats) -> DraftStats:
-        """Those of both generations, of which `other` is the later."""
+        """Sums over both generations, of which `other` is the later."""
         return DraftStats(
             self.drafts + other.drafts,
-            self.guesses + other.guesses,
+            self.draft_tokens + other.draft_tokens,
             _sums(self.drafted_by_depth, other.drafted_by_depth),
             _sums(self.accepted_by_depth, other.accepted_by_depth),
             self.preparing_seconds + other.preparing_seconds,
@@ -46,10 +47,10 @@ class DraftStats:
 
     @property
     def acceptance_by_depth(self) -> tuple[float, ...]:
-        """Share of the drafts with a guess at each depth, behind right ones, in which one was right."""
+        """By depth, accepted over drafted."""
         return tuple(
-            right / guessed
-            for right, guessed in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
+            accepted / drafted
+            for accepted, drafted in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
         )
 
     def to_dict(self) -> dict[str, Any]:

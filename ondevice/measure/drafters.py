@@ -1,6 +1,6 @@
-"""What every drafter brings, beside plain decoding, on one model in one run, and whether texts stay the same.
+"""Every drafter beside plain decoding, on one model in one run, and whether texts stay the same.
 
-Every prompt is continued without guesses and with each drafter in turn, in an order that rotates, by one
+Every prompt is continued without drafts and with each drafter in turn, in an order that rotates, by one
 loaded model: what else the machine does meets all alike. Each begins with memory as after loading, and with
 what it has learned of the prompts before. It knows nothing of files and tables.
 """
@@ -63,7 +63,7 @@ class _Text:
 class DrafterRow:
     """One drafter on one task: sums over its texts' decode passes, which gave `tokens`, in bytes and seconds.
 
-    speed_ups: of each text that has a decode pass, over the same text without guesses; none of `off` itself.
+    speed_ups: of each text that has a decode pass, over the same text without drafts; none of `off` itself.
     """
 
     task: str
@@ -97,7 +97,7 @@ class DrafterRow:
     @property
     def tokens_per_draft(self) -> float:
         """Nodes but for the root."""
-        return self.drafting.guesses / self.drafting.drafts if self.drafting.drafts else 0.0
+        return self.drafting.draft_tokens / self.drafting.drafts if self.drafting.drafts else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         known = len(self.speed_ups) > 0
@@ -203,7 +203,7 @@ def compare_drafters(
     sampling.max_tokens: of every text, 2 or more. on_progress gets the share done, and what is being done.
 
     Raises, before a weight is read, UsageError for texts of fewer tokens, no prompts or a model without a
-    tokenizer, ContextOverflowError for a prompt that is too long, BackendUnavailableError where guesses could
+    tokenizer, ContextOverflowError for a prompt that is too long, BackendUnavailableError where drafts could
     change texts, BudgetError if not even plain decoding fits; and what `load` and a generation raise.
     """
     if sampling.max_tokens < LEAST_TOKENS:

@@ -26,7 +26,7 @@ from ondevice.model.transformer import Transformer
 from ondevice.runtime.backend_choice import memory_model
 from ondevice.runtime.models import find_model
 from ondevice.sparsity.segments import SegmentPool
-from ondevice.speculation.draft_context import DraftModel
+from ondevice.speculation.drafters.model import DraftModel
 from ondevice.speculation.drafters.other_vocabulary import same_vocabulary
 from ondevice.tokenizer import Tokenizer
 

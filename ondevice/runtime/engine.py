@@ -36,7 +36,7 @@ from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMe
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
 from ondevice.speculation.drafting import Drafting
-from ondevice.speculation.registry import LEAST_PASS_SECONDS, Target, make_drafter
+from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, make_drafter
 from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes, process_memory, trim_heap
 
@@ -239,7 +239,7 @@ class Engine:
             second,
         )
         drafter = make_drafter(name, target)
-        least_seconds = LEAST_PASS_SECONDS if name == "auto" else 0.0
+        least_seconds = MIN_PASS_SECONDS if name == "auto" else 0.0
         return None if drafter is None else Drafting(drafter, nodes, least_seconds)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:

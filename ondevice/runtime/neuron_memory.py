@@ -157,7 +157,8 @@ class NeuronQuota:
         self._keep = keep
         self._pass_tokens = DECODE_TOKENS
         """Tokens of the widest pass whose scratch memory is held."""
-        self._segments = 0
+        self.segments = 0
+        """Segments within the quota now. Forward passes fill them."""
 
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
         """Have what a plan allows beside `kv_bytes` of keys and values."""
@@ -171,13 +172,13 @@ class NeuronQuota:
     def grow(self, kv_bytes: int) -> None:
         """Take the memory that keys and values of `kv_bytes` will leave."""
         room = self._room(kv_bytes)
-        if room > self._segments:
+        if room > self.segments:
             self._allocate(room)
 
     def yield_to(self, kv_bytes: int) -> None:
         """Give up the segments that keys and values of `kv_bytes` leave no room for."""
         room = self._room(kv_bytes)
-        if room < self._segments:
+        if room < self.segments:
             self._allocate(room)
 
     def before_pass(self, tokens: int, kv_bytes: int) -> None:
@@ -198,4 +199,4 @@ class NeuronQuota:
     def _allocate(self, segments: int) -> None:
         shape = self._plan.segment
         self._neurons.resize(shape.quota(segments if self._keep else shape.least))
-        self._segments = segments
+        self.segments = segments

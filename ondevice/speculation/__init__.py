@@ -1,1 +1,1 @@
-"""Guesses at what follows, verified together: the text of plain decoding, in fewer passes."""
+"""Draft tokens, verified together: the text of plain decoding, in fewer passes."""

@@ -1,93 +1,84 @@
-"""What every drafter is, and how often its guesses have lately been right."""
+"""The interface of a drafter, and the running estimate of how often its draft tokens are accepted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from ondevice.backends.base import Array, Float32
+from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.tree import Draft, Proposals
 
 IsCancelled = Callable[[], bool]
 
-SURENESS_DECAY = 0.97
-"""Of what is known about a kind of guess, per guess of its kind."""
-PRIOR_GUESSES = 4
-"""So many guesses are what is assumed at first worth."""
+ACCEPTANCE_DECAY = 0.97
+"""Decay of an acceptance rate's history with every judged draft token."""
+PRIOR_TOKENS = 4
+"""Weight of an acceptance rate's prior, in judged draft tokens."""
 
 
 class Drafter(ABC):
-    """Guesses tokens behind a text, which it is told as it grows.
+    """Proposes draft tokens behind a text, which it is told of as the text grows.
 
-    Only `propose` must be there: what else a drafter hears of, it may ignore. Nothing of it changes a text.
+    Only `propose` is required; a drafter ignores what it has no use for. It decides how many tokens a
+    forward pass gives, never which.
     """
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:  # noqa: B027
-        """From here on the text is `text`, token ids: the last one's continuation, or another.
+        """Begin with `text`, token ids: a continuation of the last text, or another one.
 
-        sampling: how its next tokens will be drawn. Noise is keyed by position, so it is known ahead.
+        sampling: how the next tokens will be drawn. Its noise is keyed by position, so it is known ahead.
         """
 
-    def add(self, token: int) -> None:  # noqa: B027
-        """`token` came behind the text."""
+    def observe(self, token: int, logits: Float32 | None) -> None:  # noqa: B027
+        """`token` follows the text: judge what would have been proposed, learn, and add it to the text.
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
-        """A draft is about to grow: run here what it takes. Its time counts against drafting.
+        logits: (V,) from which it was drawn. None for a token that was drawn while drafting was throttled,
+        which is added to the text only.
+        """
 
-        kv: the target's keys and values, which hold the text but for its last token. most_nodes: of the
-        draft, its root included. cancelled: what takes a model's pass asks it in every layer, here and in
-        `propose`, and raises Cancelled.
+    def end_pass(self, output: ForwardOutput, node: int) -> None:  # noqa: B027
+        """A forward pass is over, and `node` of `output` is the newest token in the target's cache.
+
+        The token drawn behind it has been observed already.
+        """
+
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
+        """Compute what the next draft grows from. The time counts as drafting's.
+
+        kv: the target's keys and values, which hold the text except its last token. max_nodes: nodes of the
+        draft, its root included. cancelled: checked in every layer of a drafter's forward pass, here and in
+        `propose`, which then raise Cancelled.
         """
 
     @abstractmethod
     def propose(self, path: Sequence[int]) -> Proposals:
-        """What may follow the text and the guesses `path` behind it, likeliest first.
+        """Tokens that may follow the text and the draft tokens `path`, likeliest first.
 
-        Asked only for what a draft has room for, after `prepare`, and without it by `judge`'s like.
+        Called after `prepare`, and only while the draft has room.
         """
 
-    def judge(self, token: int) -> None:  # noqa: B027
-        """`token` follows the text: learn how good `propose(())` was."""
+    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
+        """Called between the lower layers and the stream layers of the pass over `draft`. None: no pruning.
 
-    def learn(self, token: int, logits: Float32) -> None:  # noqa: B027
-        """logits (V,): what the model says may follow `token`, at the end of the text.
-
-        Where nothing is worth a guess, it isn't told of every token.
+        row_share: time that another row adds to a pass, as a share of a plain pass.
         """
-
-    @property
-    def wants_streams(self) -> bool:
-        """Whether the model's streams are any use in the next pass, which is then pruned by `prune`."""
-        return False
-
-    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
-        """Which nodes of `draft` go on into a model's stream layers, and which of them get streams there.
-
-        entering: (n, D) what enters those layers. row_share: of a plain pass, what another row takes.
-        """
-        return PrunedDraft(range(len(draft)))
-
-    def entered(self, found: ForwardOutput, node: int) -> None:  # noqa: B027
-        """A pass is over: `node` of those in `found` is the newest token that the target's cache holds.
-
-        One more has been drawn behind it, which `add` has been told of.
-        """
+        return None
 
     def close(self) -> None:  # noqa: B027
-        """Give back what it holds. Idempotent."""
+        """Release what it holds. Idempotent."""
 
 
-class Sureness:
-    """How often guesses of one kind are right: a decayed mean that begins with `prior`."""
+class AcceptanceRate:
+    """How often draft tokens of one kind are right: a decayed mean."""
 
     def __init__(self, prior: float) -> None:
-        self.chance = prior
-        self._weight = 1 / PRIOR_GUESSES
-        """Of the next guess: the first few count alike."""
+        self.value = prior
+        self._weight = 1 / PRIOR_TOKENS
+        """Weight of the next judgement. The first few weigh alike."""
 
-    def count(self, right: bool) -> None:
-        self._weight = max(1 - SURENESS_DECAY, self._weight / (1 + self._weight))
-        self.chance += self._weight * (right - self.chance)
+    def observe(self, right: bool) -> None:
+        self._weight = max(1 - ACCEPTANCE_DECAY, self._weight / (1 + self._weight))
+        self.value += self._weight * (right - self.value)

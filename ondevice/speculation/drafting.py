@@ -6,111 +6,206 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
-from ondevice.backends.base import Array, Float32
+from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
+from ondevice.stats import DraftStats
 
 log = logging.getLogger(__name__)
 
 TIMED_EVERY = 8
-"""Of passes that the drafter doesn't hear of, the first is timed and one in so many after it."""
+"""Interval between timed passes while drafting is disabled, in passes."""
+
+State = Literal["listening", "throttled", "disabled"]
+
+
+class PassOutcome(NamedTuple):
+    """A forward pass whose tokens have been drawn."""
+
+    draft: Draft
+    """What was verified: the proposed draft without the nodes that were pruned."""
+    path: Sequence[int]
+    """The nodes of `draft` that the text takes, root first. A token was drawn behind each."""
+    output: ForwardOutput
+    seconds: float | None
+    """From the proposal to the last draw. None for a prompt's pass, which says nothing of decoding."""
+    ended: bool
+    """Whether the text is over: what was drafted behind the path was never judged."""
 
 
 class Drafting:
-    """Drafts for one model's texts, one at a time: what was learned of one helps the next."""
+    """Drafts for one model's texts, one at a time. What was learned of one text helps the next.
 
-    def __init__(self, drafter: Drafter, most_nodes: int, least_pass_seconds: float = 0.0) -> None:
-        """most_nodes: of a draft, its root included. The drafter is this object's own: see `close`.
+    The decode loop calls `begin` for each text. For each pass it calls `propose`, then `drew` for each token
+    drawn, then `observe`; the prompt's pass has no `propose`. The states are nothing to the loop:
 
-        least_pass_seconds: models whose passes are shorter write their text plainly.
+        +------------------- listening -------------------+
+        |           drafts lose to plain passes           |  looking hasn't paid
+        |  drafting --------------------------> backing   | --------------------> throttled
+        |           <--------------------------   off     | <--------------------
+        |           48 to 1,536 passes are over           |  time for another look
+        +-------------------------------------------------+
+             |                              ^
+             | a plain pass takes less than | it takes more
+             | min_pass_seconds, or the     |
+             v drafter fails (for good)     |
+        +-------------------------------------------------+
+        |                    disabled                     |
+        +-------------------------------------------------+
+
+    drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both, the drafter
+    hears of every token and every pass is timed.
+    throttled: the pass is plain and untimed. The drafter is told what it missed before it is next asked. That
+    takes far less time at once than between passes.
+    disabled: passes are plain, and one in TIMED_EVERY is timed. The drafter begins anew with the whole text.
+    """
+
+    def __init__(self, drafter: Drafter, max_nodes: int, min_pass_seconds: float = 0.0) -> None:
+        """drafter: becomes this object's own, which closes it. max_nodes: of a draft, its root included.
+
+        min_pass_seconds: time of a plain pass below which drafting is disabled.
         """
         self._drafter = drafter
-        self._policy = TreePolicy(most_nodes)
-        self.preparing_seconds = self.growing_seconds = 0.0
-        """What the newest draft took to prepare, and to grow."""
-        self._learning_seconds = 0.0
-        """What its tokens took, once drawn."""
-        self._least_pass_seconds = least_pass_seconds
+        self._policy = TreePolicy(max_nodes)
+        self._min_pass_seconds = min_pass_seconds
+        self._state: State = "disabled" if min_pass_seconds > 0 else "listening"
         self._failure = ""
-        """Why nothing is drafted any more."""
-        self._passes = 0
+        """Why drafting is disabled for good."""
         self._text: list[int] = []
         self._sampling = SamplingConfig()
-        self.deaf = least_pass_seconds > 0
-        """Whether passes are too short to guess beside, or not known not to be: while it holds, nothing but
-        `begin`, and `passed_plainly` after every pass, is to be called."""
-        self._behind = False
-        """The drafter has missed some of the text."""
-        self._drawn = 0
-        """Tokens since the last draft."""
-        self._paused = False
-        """In this pass, for nothing is in sight: the drafter hears of it when guesses are wanted again."""
-        self._unheard: list[int] = []
-        """Tokens that came while paused."""
-        self._unseen: tuple[ForwardOutput, int] | None = None
-        """What the last pass left, if that was while paused."""
-
-    @property
-    def resting(self) -> bool:
-        """Whether this pass has no draft and the next will hardly have one: nothing is computed for it."""
-        return self._paused or self._policy.resting
+        self._told = 0
+        """Tokens of the text that the drafter knows; 0: it has yet to begin."""
+        self._missed_output: tuple[ForwardOutput, int] | None = None
+        """The newest pass that the drafter hasn't heard of, and its last accepted node."""
+        self._untimed = 0
+        """Passes until the next timed one while disabled."""
+        self._preparing_seconds = self._growing_seconds = self._learning_seconds = 0.0
+        """The pass's time in the drafter: before, while and after its draft grows."""
+        self._nodes = 1
+        """Nodes of the newest draft, pruned ones included."""
+        self._count = _DraftCount()
+        self.prune: Prune | None = None
+        """Called between the lower layers and the stream layers of the proposed pass. None: no pruning."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        """A text is about to be continued: its token ids, of which there is at least one; the list grows."""
-        self._text, self._sampling, self._behind = text, sampling, self.deaf
-        self._paused, self._unseen = False, None
-        self._unheard.clear()
-        if not self.deaf:
-            self._drafter.begin(text, sampling)
+        """A text of at least one token id is about to be continued. The list grows with the text."""
+        self._text = text
+        self._sampling = sampling
+        self._told = 0
+        self._missed_output = None
+        self._count = _DraftCount()
+        if self._state != "disabled":
+            self._state = "listening"
+            self._begin_drafter()
 
-    @property
-    def wants_streams(self) -> bool:
-        """Whether the next pass is to be pruned by `prune`, in a model that has streams."""
-        return not self.resting and self._drafter.wants_streams
-
-    def draft(
+    def propose(
         self,
         root: int,
         kv: KVCache,
-        most_nodes: int,
-        most_tokens: int,
+        max_nodes: int,
+        max_tokens: int,
         cancelled: IsCancelled | None = None,
     ) -> Draft:
-        """Guesses behind the text, whose last token is `root` and has not been through the model.
+        """The next pass's draft. A drafter that fails disables drafting, and the text goes on.
 
-        kv: holds the text but for `root`. most_nodes: that there is room for; most_tokens: that may still
-        be drawn. Raises Cancelled. A drafter that fails drafts no more, and the text goes on without.
+        Args:
+            root: the text's last token, which hasn't been through the model.
+            kv: the target's keys and values. They hold the text except `root`.
+            max_nodes: nodes that the context has room for.
+            max_tokens: tokens that may still be drawn.
+            cancelled: whether to give up. Raises Cancelled then.
         """
-        self._drawn, self.preparing_seconds, self.growing_seconds, self._learning_seconds = 0, 0.0, 0.0, 0.0
-        if self._behind:
-            self._drafter.begin(list(self._text), self._sampling)
-            self._behind, self._unseen = False, None
-            self._unheard.clear()
-        self._paused = self._policy.pause()
-        if self._paused:
+        if self._state == "disabled":
             return plain(root)
+        self._preparing_seconds = self._growing_seconds = self._learning_seconds = 0.0
+        self._nodes = 1
+        self.prune = None
+        if self._policy.throttle():
+            self._state = "throttled"
+            return plain(root)
+        self._state = "listening"
+        if not self._told:
+            self._begin_drafter()
         started = time.perf_counter()
         self._catch_up()
-        nodes = min(self._policy.begin(), most_nodes)
-        if nodes < 2 or most_tokens < 2:
-            return plain(root)
-        try:
-            self._drafter.prepare(kv, nodes, cancelled or _never)
-            return self._grown(root, nodes, most_tokens - 1, started)
-        except OndeviceError as error:
-            log.warning("no more drafts: %s", error)
-            self._failure, self._least_pass_seconds = str(error), math.inf
-            self.deaf = True
-            return plain(root)
+        # A draft takes no block of keys and values that the root alone wouldn't.
+        nodes = min(self._policy.begin(), max_nodes, max(1, kv.room - kv.length))
+        draft = plain(root)
+        if nodes > 1 and max_tokens > 1:
+            try:
+                self._drafter.prepare(kv, nodes, cancelled or _never)
+                draft = self._grown(root, nodes, max_tokens - 1, started)
+            except OndeviceError as error:
+                self._fail(error)
+                return plain(root)
+        self._nodes = len(draft)
+        if not self._policy.is_backing_off:
+            self.prune = self._drafter.pruner(draft, self._policy.row_share)
+        return draft
+
+    def drew(self, token: int, logits: Float32) -> None:
+        """`token` was drawn from logits (V,) and is about to follow the text.
+
+        It isn't part of the outcome: a pass may draw as many rows of logits as it has nodes, and each is as
+        large as the vocabulary.
+        """
+        if self._state == "listening":
+            started = time.perf_counter()
+            self._drafter.observe(token, logits)
+            self._told += 1
+            self._learning_seconds += time.perf_counter() - started
+
+    def observe(self, outcome: PassOutcome) -> None:
+        """The pass is over."""
+        if self._state == "disabled":
+            if outcome.seconds is not None:
+                self._time_plain(outcome.seconds)
+            return
+        if self._state == "throttled":
+            self._missed_output = outcome.output, outcome.path[-1]
+            return
+        self._drafter.end_pass(outcome.output, outcome.path[-1])
+        if outcome.seconds is None:
+            return
+        drafting_seconds = self._preparing_seconds + self._growing_seconds
+        if drafting_seconds:
+            self._count.add(outcome, self._nodes, self._preparing_seconds, self._growing_seconds)
+        drafting_seconds += self._learning_seconds
+        self._policy.record(self._nodes, len(outcome.path), outcome.seconds, drafting_seconds)
+        self._enable_or_disable()
+
+    @property
+    def stats(self) -> DraftStats:
+        """The text's so far, and in words whether drafts are made, and why."""
+        return self._count.stats(self._decision)
+
+    def close(self) -> None:
+        """Release what the drafter holds. Idempotent."""
+        self._drafter.close()
+
+    def _begin_drafter(self) -> None:
+        self._drafter.begin(list(self._text), self._sampling)
+        self._told = len(self._text)
+        self._missed_output = None
+
+    def _catch_up(self) -> None:
+        """Tell the drafter what it missed while throttled."""
+        for token in self._text[self._told :]:
+            self._drafter.observe(token, None)
+        self._told = len(self._text)
+        if self._missed_output is not None:
+            self._drafter.end_pass(*self._missed_output)
+            self._missed_output = None
 
     def _grown(self, root: int, nodes: int, depth: int, started: float) -> Draft:
-        """A draft of a drafter that is prepared; that began at `started`."""
+        """The draft of a drafter that is prepared. started: when its preparation began."""
         asked = 0
 
         def propose(path: Sequence[int]) -> Proposals:
@@ -119,79 +214,88 @@ class Drafting:
             return self._drafter.propose(path)
 
         prepared = time.perf_counter()
-        self.preparing_seconds = prepared - started
-        self._policy.prepared(self.preparing_seconds)
-        draft = grow(root, propose, self._policy.worth, nodes, depth, self._policy.promising)
-        self.growing_seconds = time.perf_counter() - prepared
-        self._policy.grown(self.growing_seconds, asked)
+        self._preparing_seconds = prepared - started
+        self._policy.prepared(self._preparing_seconds)
+        draft = grow(root, propose, self._policy.is_worth_adding, nodes, depth, self._policy.is_worth_asking)
+        self._growing_seconds = time.perf_counter() - prepared
+        self._policy.grown(self._growing_seconds, asked)
         return draft
 
-    def drew(self, last: int, token: int, logits: Float32) -> None:
-        """`token` was drawn from logits (V,) and comes behind the text, which ends with `last`."""
-        self._drawn += 1
-        if self._paused:
-            self._unheard.append(token)
+    def _time_plain(self, seconds: float) -> None:
+        """A pass while disabled took so long. The first is timed, and one in TIMED_EVERY after it."""
+        if self._untimed:
+            self._untimed -= 1
             return
-        started = time.perf_counter()
-        self._drafter.judge(token)
-        self._drafter.learn(last, logits)
-        self._drafter.add(token)
-        self._learning_seconds += time.perf_counter() - started
+        self._untimed = TIMED_EVERY - 1
+        self._policy.record(1, 1, seconds)
+        self._enable_or_disable()
 
-    def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
-        """Of a draft on its way, what goes on into the stream layers: asked in a model that has some."""
-        return self._drafter.prune(draft, entering, self._policy.row_share)
-
-    def entered(self, found: ForwardOutput, node: int) -> None:
-        """`node` of those that went through a pass is the newest token in the cache; one has been drawn."""
-        if self._paused:
-            self._unseen = found, node
+    def _enable_or_disable(self) -> None:
+        if self._policy.plain_seconds >= self._min_pass_seconds:
+            self._state = "listening"
         else:
-            self._drafter.entered(found, node)
+            self._disable()
 
-    def passed(self, draft: Draft, seconds: float) -> None:
-        """A pass over `draft`, growing it and drawing from it took so long."""
-        if not self._paused:
-            drafting_seconds = self.preparing_seconds + self.growing_seconds + self._learning_seconds
-            self._policy.record(len(draft), self._drawn, seconds, drafting_seconds)
-            self._listen()
+    def _disable(self) -> None:
+        self._state = "disabled"
+        self._told = 0
+        self.prune = None
 
-    def passed_plainly(self, seconds: float) -> None:
-        """A pass that was none of `draft`'s business, and drawing from it, took so long."""
-        if self._passes % TIMED_EVERY == 0:
-            self._policy.record(1, 1, seconds)
-            self._listen()
-        self._passes += 1
-
-    def _listen(self) -> None:
-        """Whether the drafter hears of the next pass, by what a plain one takes."""
-        self.deaf = self._policy.plain_seconds < self._least_pass_seconds
-        self._behind |= self.deaf
-
-    def _catch_up(self) -> None:
-        """Tell the drafter what it has missed: all at once takes far less time than between passes."""
-        for token in self._unheard:
-            self._drafter.add(token)
-        self._unheard.clear()
-        if self._unseen is not None:
-            self._drafter.entered(*self._unseen)
-            self._unseen = None
+    def _fail(self, error: OndeviceError) -> None:
+        log.warning("no more drafts: %s", error)
+        self._failure = str(error)
+        self._min_pass_seconds = math.inf
+        self._disable()
 
     @property
-    def decision(self) -> str:
-        """Whether drafts are made, and why, for people."""
+    def _decision(self) -> str:
+        """As in `DraftStats`."""
         if self._failure:
             return f"no drafts: {self._failure}"
-        if self.deaf:
+        if self._state == "disabled":
             return (
-                f"no drafts: a plain pass takes {1e3 * self._policy.plain_seconds:.2f} ms, and from "
-                f"{1e3 * self._least_pass_seconds:.2f} ms on there is time to guess beside it"
+                f"no drafts: a plain pass takes {1e3 * self._policy.plain_seconds:.2f} ms, and drafting pays "
+                f"from {1e3 * self._min_pass_seconds:.2f} ms on"
             )
         return self._policy.decision
 
-    def close(self) -> None:
-        """Give back what the drafter holds. Idempotent."""
-        self._drafter.close()
+
+class _DraftCount:
+    """Sums over a text's passes. `DraftStats` says what they are."""
+
+    def __init__(self) -> None:
+        self._drafts = self._draft_tokens = 0
+        self._preparing_seconds = self._growing_seconds = 0.0
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
+        """Both by depth, from 1 on, and equally long."""
+
+    def add(self, outcome: PassOutcome, nodes: int, preparing_seconds: float, growing_seconds: float) -> None:
+        """Count a pass. nodes: of the draft before it was pruned."""
+        self._drafts += nodes > 1
+        self._draft_tokens += nodes - 1
+        self._preparing_seconds += preparing_seconds
+        self._growing_seconds += growing_seconds
+        accepted = len(outcome.path) - 1
+        # Behind the path a draft token was judged, and wrong, unless the text ended there.
+        judged = accepted + (not outcome.ended and outcome.path[-1] in outcome.draft.parents[1:])
+        more = [0] * (judged - len(self._drafted))
+        self._drafted += more
+        self._accepted += more
+        for depth in range(judged):
+            self._drafted[depth] += 1
+            self._accepted[depth] += depth < accepted
+
+    def stats(self, decision: str) -> DraftStats:
+        return DraftStats(
+            drafts=self._drafts,
+            draft_tokens=self._draft_tokens,
+            drafted_by_depth=tuple(self._drafted),
+            accepted_by_depth=tuple(self._accepted),
+            preparing_seconds=self._preparing_seconds,
+            growing_seconds=self._growing_seconds,
+            decision=decision,
+        )
 
 
 def _never() -> bool:

@@ -1,4 +1,4 @@
-"""Drafters by the name of `--speculation`: what each needs, what it holds, how it is made."""
+"""Drafters by the name of `--speculation`: their needs, their memory, and how they are made."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from typing import Literal
 from ondevice.bundle.streams import MAX_STREAMS, MultiStreams
 from ondevice.config import ModelConfig
 from ondevice.model.transformer import Transformer
-from ondevice.speculation.draft_context import DraftModel
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileReading
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
-from ondevice.speculation.drafters.model import ModelDrafter
+from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter
 
 Needs = Literal["nothing", "streams", "draft model"]
-"""What there must be beside the model: nothing; streams in its bundle; a second model."""
+"""Requirement beside the model itself: streams in its bundle, or a second model."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The model that drafts are for; its transformer and a second model, which few drafters ask for.
+    """The model that drafts are for.
 
-    most_nodes: tokens of a pass with a draft, at most. reads: whether its passes wait for flash now.
+    max_nodes: nodes of a draft, its root included. reads: whether passes wait for flash now.
     """
 
     config: ModelConfig
     max_context: int
-    most_nodes: int
+    max_nodes: int
     transformer: Transformer
     reads: Callable[[], bool]
     draft_model: DraftModel | None = None
@@ -40,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A row of DRAFTERS. nbytes: memory that such a drafter may come to hold, of (config, context, nodes)."""
+    """A row of DRAFTERS. nbytes: the drafter's largest memory, given (config, context, nodes)."""
 
     needs: Needs
     nbytes: Callable[[ModelConfig, int, int], int]
@@ -48,15 +47,15 @@ class DrafterKind:
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """The text, logits of every stream twice, every node with what its streams begin with, and streams."""
+    """The text, every stream's logits twice, every node and its streams' beginnings, and the streams."""
     rows = (nodes * (1 + MAX_STREAMS) + MAX_STREAMS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
-LEAST_PASS_SECONDS = 0.001
-"""`auto` leaves models alone whose passes take less: looking for guesses takes a tenth of that by itself."""
+MIN_PASS_SECONDS = 0.001
+"""Seconds of a plain pass below which `auto` is disabled: looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Together in `auto`: those that need nothing. Streams join them in a model that has some."""
+"""Names of the drafters that `auto` combines. Streams join them in a model that has some."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {
@@ -71,7 +70,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: MultiStreamDrafter(target.transformer, target.most_nodes),
+        lambda target: MultiStreamDrafter(target.transformer, target.max_nodes),
     ),
     "resident": DrafterKind(
         "nothing",
@@ -92,9 +91,9 @@ DRAFTERS: dict[str, DrafterKind] = {
 }
 
 
-def drafter_bytes(name: str, config: ModelConfig, max_context: int, most_nodes: int) -> int:
-    """Memory that the drafter `name` may come to hold for such a model; 0 for what is none."""
-    return DRAFTERS[name].nbytes(config, max_context, most_nodes) if name in DRAFTERS else 0
+def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int) -> int:
+    """Largest memory of the drafter `name` for such a model; 0 for a name that is no drafter's."""
+    return DRAFTERS[name].nbytes(config, max_context, max_nodes) if name in DRAFTERS else 0
 
 
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:
@@ -103,12 +102,12 @@ def runs_streams(name: str, streams: MultiStreams | None) -> bool:
 
 
 def needs(name: str) -> Needs:
-    """What the drafter `name` needs beside the model."""
+    """Requirement of the drafter `name` beside the model itself."""
     return DRAFTERS[name].needs if name in DRAFTERS else "nothing"
 
 
 def make_drafter(name: str, target: Target) -> Drafter | None:
-    """A drafter of its own for `target`; None for what is none, such as `off`."""
+    """A new drafter for `target`; None for a name that is no drafter's, such as `off`."""
     return DRAFTERS[name].make(target) if name in DRAFTERS else None
 
 

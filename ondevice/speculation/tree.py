@@ -1,7 +1,7 @@
-"""Draft trees: what a pass verifies, grown where acceptance is likeliest.
+"""Draft trees, grown where acceptance is likeliest.
 
-Whatever the tree, what is verified is exact ("SpecExec", arXiv 2406.02532, grows trees the same way): a draft
-decides how many tokens a pass gives, never which.
+"SpecExec" (arXiv 2406.02532) grows trees the same way. Verification is exact for any tree: a draft decides
+how many tokens a forward pass gives, never which.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from functools import cached_property
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
+"""Rank of an entry in `grow`'s queue that stands for asking the drafter, not for a draft token."""
 LOGITS_AHEAD = 4
-"""Nodes of a draft whose logits are computed together, at most."""
-LIKELY = 0.5
-"""A node whose chance is this part of its parent's is likely to follow it."""
+"""Maximum nodes of a draft whose logits are computed together."""
+LIKELY_SHARE = 0.5
+"""Share of its parent's chance from which on a node is likely to be accepted behind it."""
 
 Proposals = Iterable[tuple[int, float]]
-"""Token ids, each once, with the chance from 0 to 1 that it is the one that follows."""
+"""Distinct token ids, each with the chance from 0 to 1 that it is the one that follows."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """n tokens as a tree. The first is decided and has no parent; the others are guesses at what follows."""
+    """A tree of n tokens. The root is part of the text and has no parent; the others are draft tokens."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     chances: tuple[float, ...] = (1.0,)
-    """That the text gets to each node, as whoever guessed has it."""
+    """The drafter's chance that the text reaches each node."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -45,7 +46,7 @@ class Draft:
         return {place: node for node, place in enumerate(nodes) if node}
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """The draft of these nodes, ascending; the parent of each is one of them."""
+        """The draft reduced to `nodes`, which ascend and include the parent of each."""
         index = {node: place for place, node in enumerate(nodes)} | {-1: -1}
         return Draft(
             tuple(self.tokens[node] for node in nodes),
@@ -55,64 +56,70 @@ class Draft:
 
     @cached_property
     def _likeliest(self) -> dict[int, int]:
-        """Of each node that has children, the likeliest."""
+        """The likeliest child of each node that has children."""
         found: dict[int, int] = {}
         for node, parent in enumerate(self.parents):
             if parent not in found or self.chances[node] > self.chances[found[parent]]:
                 found[parent] = node
         return found
 
-    def likely_path(self, node: int, most: int) -> list[int]:
-        """`node` and those behind it, at most `most`, that the text likely takes if it takes `node`."""
+    def likely_path(self, node: int, max_nodes: int) -> list[int]:
+        """`node` and the nodes behind it that are likely to be accepted if it is."""
         path = [node]
-        while len(path) < most and (child := self._likeliest.get(path[-1])) is not None:
-            if self.chances[child] < LIKELY * self.chances[path[-1]]:
+        while len(path) < max_nodes and (child := self._likeliest.get(path[-1])) is not None:
+            if self.chances[child] < LIKELY_SHARE * self.chances[path[-1]]:
                 break
             path.append(child)
         return path
 
     def child(self, node: int, token: int) -> int | None:
-        """The node that guesses `token` behind `node`, if one does."""
+        """The node that has `token` behind `node`, or None."""
         return self._children.get((node, token))
 
 
 def plain(token: int) -> Draft:
-    """No guesses: a pass of plain decoding."""
+    """A draft without draft tokens: a pass of plain decoding."""
     return Draft((token,), (-1,))
 
 
 def grow(
     root: int,
     propose: Callable[[Sequence[int]], Proposals],
-    worth: Callable[[int, float], bool],
-    nodes: int,
-    depth: int,
-    promising: Callable[[int, float], bool] = lambda nodes, chance: True,
+    is_worth_adding: Callable[[int, float], bool],
+    max_nodes: int,
+    max_depth: int,
+    is_worth_asking: Callable[[int, float], bool] = lambda nodes, chance: True,
 ) -> Draft:
-    """A tree behind the decided token `root`, its likeliest nodes first, of at most `nodes`, root included.
+    """Grow a draft behind `root`, likeliest nodes first.
 
-    propose(path): what may follow `root` and the guesses `path` behind it, asked only once no likelier guess
-    is left. worth(n, chance): whether a tree of n nodes should get another that is reached with that chance;
-    the first that it shouldn't ends it. promising(n, chance): whether to ask behind such a one.
-    depth: guesses in a row, at most.
+    Args:
+        root: the text's last token, which is decided.
+        propose: tokens that may follow `root` and the draft tokens of a path. Called for a path only once no
+            likelier draft token is left.
+        is_worth_adding: whether a draft of n nodes should get another that is reached with a given chance.
+            The first that it shouldn't get ends the draft.
+        max_nodes: nodes of the draft, its root included.
+        max_depth: draft tokens on a path.
+        is_worth_asking: whether, in a draft of n nodes, to ask what follows a node that is reached with a
+            given chance.
     """
     tokens, parents, chances = [root], [-1], [1.0]
     paths: list[tuple[int, ...]] = [()]
-    # Missed chance, parent, order among its guesses, token. Asking behind a node bounds what comes of it.
-    waiting: list[tuple[float, int, int, int]] = [(-1.0, 0, _ASK, root)] if depth > 0 else []
-    while waiting and len(tokens) < nodes:
-        missed, parent, order, token = heapq.heappop(waiting)
-        if order == _ASK:
-            if promising(len(tokens), -missed):
-                for place, (guess, likely) in enumerate(propose(paths[parent])):
-                    heapq.heappush(waiting, (missed * likely, parent, place, guess))
+    # Chance, negated, parent, rank among its proposals, token. A node's own chance bounds its children's.
+    queue: list[tuple[float, int, int, int]] = [(-1.0, 0, _ASK, root)] if max_depth > 0 else []
+    while queue and len(tokens) < max_nodes:
+        negated, parent, rank, token = heapq.heappop(queue)
+        if rank == _ASK:
+            if is_worth_asking(len(tokens), -negated):
+                for place, (proposed, chance) in enumerate(propose(paths[parent])):
+                    heapq.heappush(queue, (negated * chance, parent, place, proposed))
             continue
-        if not worth(len(tokens), -missed):
+        if not is_worth_adding(len(tokens), -negated):
             break
         tokens.append(token)
         parents.append(parent)
-        chances.append(-missed)
+        chances.append(-negated)
         paths.append((*paths[parent], token))
-        if len(paths[-1]) < min(depth, MAX_DEPTH):
-            heapq.heappush(waiting, (missed, len(tokens) - 1, _ASK, token))
+        if len(paths[-1]) < min(max_depth, MAX_DEPTH):
+            heapq.heappush(queue, (negated, len(tokens) - 1, _ASK, token))
     return Draft(tuple(tokens), tuple(parents), tuple(chances))

@@ -55,7 +55,7 @@ def test_five_budgets_hold_five_different_shares_of_a_model_and_say_the_same(tmp
         budget = budget_between(bundle, quarters, **options)
         with load(bundle, dram_budget=budget, **options) as model:
             response = model.generate(PROMPT, max_tokens=200, logit_bias={EOS: -math.inf})
-            segments.append(model._engine._segments)
+            segments.append(model._engine._quota.segments)
             texts.append(response.tokens)
             hit_rates.append(response.stats.neuron_cache_hit_rate)
             read.append(response.stats.flash_bytes_read)
@@ -180,12 +180,12 @@ def test_residency_yields_to_the_kv_cache_and_comes_back(chat_bundle: Path) -> N
     with load(chat_bundle) as model:
         squeeze(model, segments=1)
         greedy(model, 2)
-        at_start = model._engine._segments
+        at_start = model._engine._quota.segments
         greedy(model, 230)
-        after = model._engine._segments
+        after = model._engine._quota.segments
         greedy(model, 2)
         assert at_start > after
-        assert model._engine._segments > after
+        assert model._engine._quota.segments > after
         assert model._engine.kv.nbytes == 0
 
 
@@ -205,7 +205,7 @@ def test_neurons_have_the_scratch_memory_of_long_prompts_while_tokens_are_decode
 
         def note(batch: ForwardBatch) -> None:
             engine._before_pass(batch)
-            quota.append((len(batch.tokens), engine._segments))
+            quota.append((len(batch.tokens), engine._quota.segments))
 
         engine._generator = dataclasses.replace(engine._generator, before_pass=note)
         for _ in range(2):
@@ -223,9 +223,9 @@ def test_residency_comes_back_between_the_windows_of_a_score(chat_bundle: Path) 
         squeeze(model, segments=1)
         for call in (model.logits, lambda tokens: model.score(tokens=tokens)):
             call([1] * (model.plan.max_context - 1))
-            at_full_context = model._engine._segments
+            at_full_context = model._engine._quota.segments
             call([1, 2])
-            assert model._engine._segments > at_full_context
+            assert model._engine._quota.segments > at_full_context
 
 
 def test_auto_is_what_the_model_can_use(chat_bundle: Path) -> None:

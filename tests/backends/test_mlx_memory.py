@@ -223,7 +223,7 @@ bundle = Bundle.open(Path(sys.argv[1]))
 arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxStreamMemory(Synchronisations())
 with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
     records = NeuronRecords(bundle, reader, 0)
-    layer = MlxFeedForward(records, 1024, mx.float32, stream)
+    layer = MlxFeedForward(0, records, 1024, mx.float32, stream)
     piece = stream.allocate(1024 * records.layout.stride).reshape(1024, -1)
     piece[:] = records.read(0, 1024)
     arrays.resize(1)

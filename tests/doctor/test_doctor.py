@@ -63,7 +63,7 @@ def raising(error: Exception) -> Callable[..., NoReturn]:
 
 def at_work() -> int:
     """Threads but those that closed models on MLX left to the next."""
-    return threading.active_count() - len(owner._RESTING)
+    return threading.active_count() - len(owner._IDLE_THREADS)
 
 
 def test_this_machine_is_sound(ondevice: Run, small: None, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from ondevice.measure.drafter_switch import DrafterSwitch
 from ondevice.measure.drafters import ALL_TASKS, OFF, Changed, Comparison, compare_drafters
 from ondevice.measure.prompts import BUILT_IN, Task, paragraphs
 from ondevice.runtime.engine import Engine
-from ondevice.speculation.draft_count import DraftCount
+from ondevice.speculation.drafting import PassOutcome, _DraftCount
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, plain
 from ondevice.stats import DraftStats, GenerationStats, median_stats
@@ -118,7 +118,7 @@ def test_the_numbers_belong_together(found: Comparison) -> None:
             assert (drafting, row.speed_ups, row.tokens_per_pass) == (DraftStats(), (), 1.0)
             continue
         assert drafting.drafted_by_depth[0] <= drafting.drafts
-        assert drafting.drafts <= drafting.guesses <= (EAGER_NODES - 1) * drafting.drafts
+        assert drafting.drafts <= drafting.draft_tokens <= (EAGER_NODES - 1) * drafting.drafts
         assert 0 < row.drafting_seconds_per_pass < row.seconds_per_pass
         assert len(row.speed_ups) == row.prompts
     for name in found.held_bytes:
@@ -184,23 +184,23 @@ def test_each_begins_as_it_would_by_itself(relu_bundle: Path) -> None:
 
 
 def test_drafts_are_counted_as_they_are_judged() -> None:
-    count = DraftCount()
-    count.spent(0, 0.0, 0.25)
-    count.passed(plain(9), [0], ended=False)
-    assert count.stats == DraftStats(0, 0, (), (), 0.0, 0.25)
-    count.spent(4, 0.5, 0.25)
-    count.passed(TREE, [0, 1], ended=False)
-    assert count.stats == DraftStats(1, 4, (1, 1), (1, 0), 0.5, 0.5)
+    count = _DraftCount()
+
+    def add(draft: Draft, path: list[int], *seconds: float, ended: bool = False) -> None:
+        output: Any = None
+        count.add(PassOutcome(draft, path, output, 1.0, ended), len(draft), *seconds)
+
+    add(plain(9), [0], 0.0, 0.25)
+    assert count.stats("") == DraftStats(0, 0, (), (), 0.0, 0.25)
+    add(TREE, [0, 1], 0.5, 0.25)
+    assert count.stats("few") == DraftStats(1, 4, (1, 1), (1, 0), 0.5, 0.5, "few")
     # The end of the text, or of the tree: nothing further was judged.
-    count.spent(4, 0.0, 0.0)
-    count.passed(TREE, [0, 1], ended=True)
-    count.spent(4, 0.0, 0.0)
-    count.passed(TREE, [0, 1, 3, 4], ended=False)
-    count.spent(4, 0.0, 0.0)
-    count.passed(TREE, [0, 2], ended=False)
-    count.passed(TREE, [0], ended=False)
-    stats = count.stats
-    assert (stats.drafts, stats.guesses) == (4, 16)
+    add(TREE, [0, 1], 0.0, 0.0, ended=True)
+    add(TREE, [0, 1, 3, 4], 0.0, 0.0)
+    add(TREE, [0, 2], 0.0, 0.0)
+    add(TREE, [0], 0.0, 0.0)
+    stats = count.stats("")
+    assert (stats.drafts, stats.draft_tokens) == (5, 20)
     assert stats.drafted_by_depth == (5, 2, 1)
     assert stats.accepted_by_depth == (4, 1, 1)
     assert stats.acceptance_by_depth == (0.8, 0.5, 1.0)
@@ -269,8 +269,8 @@ def test_the_command(ondevice: Run, relu_bundle: Path, tmp_path: Path) -> None:
         "drafting", "speed_up", "speed_up_least", "speed_up_most",
     ]  # fmt: skip
     assert list(figures["rows"][1]["drafting"]) == [
-        "drafts", "guesses", "drafted_by_depth", "accepted_by_depth", "preparing_seconds", "growing_seconds",
-        "decision", "acceptance_by_depth",
+        "drafts", "draft_tokens", "drafted_by_depth", "accepted_by_depth", "preparing_seconds",
+        "growing_seconds", "decision", "acceptance_by_depth",
     ]  # fmt: skip
     assert [row["prompts"] for row in figures["rows"] if row["drafter"] == OFF] == [2, 2, 4]
     assert (figures["sampling"]["temperature"], figures["sampling"]["max_tokens"]) == (0.8, 5)

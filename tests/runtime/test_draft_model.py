@@ -30,9 +30,11 @@ from ondevice.errors import (
 from ondevice.model.kv_cache import common_prefix
 from ondevice.model.transformer import Cancelled
 from ondevice.runtime.opening import open_tokenizer
-from ondevice.speculation.draft_context import DraftContext
 from ondevice.speculation.drafters.lookup import Lookup
+from ondevice.speculation.drafters.model import DraftContext
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
+from ondevice.speculation.drafting import PassOutcome
+from ondevice.speculation.tree import Draft
 from ondevice.tokenizer import Tokenizer
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -116,9 +118,10 @@ def test_a_draft_can_be_cancelled_and_leaves_nothing_behind(
         def draft() -> None:
             drafting.begin(prompt, SamplingConfig())
             batch = ForwardBatch(prompt[:-1], last_only=True)
-            drafting.entered(model._engine._generator.transformer.run(batch, kv), 0)
+            output = model._engine._generator.transformer.run(batch, kv)
+            drafting.observe(PassOutcome(Draft((prompt[-2],), (-1,)), [0], output, None, False))
             with pytest.raises(Cancelled):
-                drafting.draft(prompt[-1], kv, 8, 8, cancelled)
+                drafting.propose(prompt[-1], kv, 8, 8, cancelled)
 
         # What the engine does ahead when it is idle runs on its owner's thread, and may run there only.
         model._owner.call(draft)
@@ -229,7 +232,7 @@ def test_drafted_text_becomes_the_targets_tokens(target: Path, direction: str) -
     assert theirs is not None
     model: Any = SimpleNamespace(tokenizer=own, target_tokenizer=theirs, close=lambda: None)
     text, vocab_size = theirs.encode(SAID), max(own.encode(SAID)) + 1
-    guessed = right = 0
+    drafted = right = 0
     for length in range(1, len(text)):
         drafter = OtherVocabularyDrafter(model)
         drafter._context = ScriptedContext(own.encode(SAID), vocab_size)  # type: ignore[assignment]
@@ -240,11 +243,11 @@ def test_drafted_text_becomes_the_targets_tokens(target: Path, direction: str) -
             ((token, chance),) = found
             assert 0.5 < chance <= 1.0
             path.append(token)
-        guessed += len(path)
+        drafted += len(path)
         right += common_prefix(path, text[length:], len(path))
     # Where a token of the second model spans the text's end it says nothing; a draft may end within a word.
-    assert guessed > 2 * len(text)
-    assert right > 0.9 * guessed
+    assert drafted > 2 * len(text)
+    assert right > 0.9 * drafted
 
 
 def test_the_second_model_follows_the_text(target: Path) -> None:
@@ -260,7 +263,7 @@ def test_the_second_model_follows_the_text(target: Path) -> None:
         if _whole(said[:place]):
             assert theirs.decode(drafter._tokens) == said[:place].decode()
         for token in text[place : place + 3]:
-            drafter.add(token)
+            drafter.observe(token, None)
     drafter.begin(text[:9], SamplingConfig())
     drafter.prepare(None, 16, lambda: False)  # type: ignore[arg-type]
     assert drafter._tokens == theirs.encode(said[:9].decode())

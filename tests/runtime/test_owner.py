@@ -155,7 +155,7 @@ def test_a_kept_thread_that_a_fork_left_behind_is_nobodys() -> None:
     gone = threading.Thread(target=lambda: None)
     gone.start()
     gone.join()
-    owner_module._RESTING.append((gone, queue.SimpleQueue()))
+    owner_module._IDLE_THREADS.append((gone, queue.SimpleQueue()))
     owner: OwnerThread[int] = OwnerThread("after", kept=True)
     assert owner.call(lambda: 3) == 3
     owner.close()

@@ -39,9 +39,9 @@ def law(model: Model) -> dict[tuple[int, ...], float]:
     return found
 
 
-@pytest.mark.parametrize("guesses", ["the likeliest", "the unlikeliest", "drafters' own"])
+@pytest.mark.parametrize("drafts", ["the likeliest", "the unlikeliest", "drafters' own"])
 def test_texts_drawn_with_trees_follow_the_models_law(
-    model: Model, guesses: str, monkeypatch: pytest.MonkeyPatch
+    model: Model, drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-square over seeds; the bound is exceeded by chance once in 10,000 runs."""
     expected = law(model)
@@ -49,10 +49,10 @@ def test_texts_drawn_with_trees_follow_the_models_law(
     drafting = model._engine._drafting
     assert drafting is not None
     # However short the passes of so small a model are.
-    monkeypatch.setattr(drafting, "_least_pass_seconds", 0.0)
-    monkeypatch.setattr(drafting, "deaf", False)
-    if guesses != "drafters' own":
-        order = 1 if guesses == "the unlikeliest" else -1
+    monkeypatch.setattr(drafting, "_min_pass_seconds", 0.0)
+    monkeypatch.setattr(drafting, "_state", "listening")
+    if drafts != "drafters' own":
+        order = 1 if drafts == "the unlikeliest" else -1
         ranked = sorted(expected, key=lambda text: order * expected[text])
 
         def propose(path: Sequence[int]) -> Proposals:
@@ -66,7 +66,7 @@ def test_texts_drawn_with_trees_follow_the_models_law(
         answer = model.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed)
         counts[answer.tokens[:2]] += 1
         passes += answer.stats.forward_passes
-    assert passes < 2.98 * DRAWS, "no guess was ever right"
+    assert passes < 2.98 * DRAWS, "no draft token was ever accepted"
     chi_square = sum((counts[text] - DRAWS * p) ** 2 / (DRAWS * p) for text, p in expected.items())
     assert len(expected) == CANDIDATES**2
     assert min(expected.values()) * DRAWS > 5

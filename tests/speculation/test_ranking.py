@@ -1,4 +1,4 @@
-"""A drafter's opinion becomes guesses: by probability, or with the noise that the draw will have."""
+"""A drafter's logits become draft tokens: by probability, or with the noise that the draw will have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ondevice.config import SamplingConfig
 from ondevice.sampling import sample
-from ondevice.speculation.ranking import MOST_GUESSES, Ranking, largest
+from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking, largest
 from tests.api.test_sampling import Logits, random_logits
 
 
@@ -24,19 +24,21 @@ def test_the_largest_are_those_of_a_sort(size: int, count: int, seed: int, ties:
     assert level == pytest.approx(np.log(np.exp(values.astype(np.float64)).sum()), rel=1e-5, abs=1e-5)
 
 
-def test_greedy_guesses_are_by_probability() -> None:
+def test_greedy_candidates_are_by_probability() -> None:
     logits = random_logits(1000)
-    guesses = Ranking().rank(logits, 5)
-    assert [token for token, _ in guesses] == np.argsort(-logits)[:MOST_GUESSES].tolist()
+    candidates = Ranking().rank(logits, 5)
+    assert [token for token, _ in candidates] == np.argsort(-logits)[:MAX_CANDIDATES].tolist()
     weights = np.exp(logits.astype(np.float64))
-    np.testing.assert_allclose([p for _, p in guesses], np.sort(weights / weights.sum())[::-1][:8], rtol=1e-5)
-    assert len(Ranking(most=3).rank(logits, 5)) == 3
+    np.testing.assert_allclose(
+        [p for _, p in candidates], np.sort(weights / weights.sum())[::-1][:8], rtol=1e-5
+    )
+    assert len(Ranking(max_candidates=3).rank(logits, 5)) == 3
     assert [token for token, _ in Ranking().rank(logits[:2], 5)] == np.argsort(-logits[:2]).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-def test_who_thinks_what_the_target_thinks_guesses_what_it_draws(temperature: float, penalty: float) -> None:
+def test_equal_logits_rank_first_what_the_target_draws(temperature: float, penalty: float) -> None:
     config = SamplingConfig(temperature=temperature, repetition_penalty=penalty, seed=4)
     ranking = Ranking()
     ranking.begin(config)
@@ -50,7 +52,7 @@ def test_who_thinks_what_the_target_thinks_guesses_what_it_draws(temperature: fl
     assert np.mean(np.array(drawn) == np.array(ranked)) >= (1.0 if temperature == 0 else 0.9)
 
 
-def test_chances_of_sampled_guesses_are_what_they_have_come_to() -> None:
+def test_chances_of_sampled_candidates_are_measured_acceptance_rates() -> None:
     """A drafter that is somewhat off: its claims agree with how often it is right, by lead and rank."""
     config = SamplingConfig(temperature=1.0, seed=8)
     ranking = Ranking()
@@ -60,9 +62,9 @@ def test_chances_of_sampled_guesses_are_what_they_have_come_to() -> None:
         logits = random_logits(200, position)
         drafted: Logits = logits + random_logits(200, position + 10_000, scale=0.5)
         token = sample(logits, config, position)
-        guesses = ranking.rank(drafted, position)
+        candidates = ranking.rank(drafted, position)
         if position >= 500:
-            claims += [(chance, guess == token) for guess, chance in guesses]
+            claims += [(chance, candidate == token) for candidate, chance in candidates]
         ranking.judge(drafted, position, token)
     for low, high in ((0.0, 0.05), (0.05, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 1.0)):
         group = [(chance, right) for chance, right in claims if low <= chance < high]

@@ -24,7 +24,7 @@ from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup
-from ondevice.speculation.drafters.recycling import CANDIDATES, MATRIX_BYTES, Recycling, candidates
+from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import Draft, Proposals, grow
 from ondevice.speculation.verify import verify
@@ -41,6 +41,8 @@ SAMPLINGS: list[dict[str, Any]] = [
     *({"temperature": 0.9, "top_p": 0.9, "seed": seed} for seed in range(3)),
     {"temperature": 1.2, "repetition_penalty": 1.2, "seed": 7},
 ]
+LOGITS = np.zeros(1, dtype=np.float32)
+"""Logits that say nothing."""
 ALONE = [name for name, kind in DRAFTERS.items() if kind.needs == "nothing"]
 QUESTION = "The cat sat on the mat. The cat sat on the hat. The cat sat on"
 
@@ -147,8 +149,8 @@ def test_only_what_was_accepted_counts_for_the_neuron_cache(
     with load(relu_bundle, sparsity="exact", speculation="lookup") as model:
         squeeze(model, model.plan.segment.least + 1)
         assert isinstance(model._engine._neurons, NeuronFetcher)
-        # A root that nobody guesses anything behind.
-        draft_by(model, [], 0).draft = lambda root, *limits: Draft((root,), (-1,))  # type: ignore[method-assign]
+        # No draft tokens at all.
+        draft_by(model, [], 0).propose = lambda root, *limits: Draft((root,), (-1,))  # type: ignore[method-assign]
         tokens = write(model, 40)
         observed.append([])
         draft_by(model, [*model.tokenizer.encode(PROMPT), *tokens], 1)
@@ -278,32 +280,34 @@ def test_lookup_says_what_followed_the_longest_run() -> None:
     lookup.begin([7, 8, 7], SamplingConfig())
     (token, before), *_ = lookup.propose(())
     assert token == 8
-    lookup.judge(8)
+    lookup.observe(8, LOGITS)
+    lookup.begin([7, 8, 7], SamplingConfig())
     ((_, after),) = lookup.propose(())
     assert after > before
     for _ in range(100):
-        lookup.judge(3)
+        lookup.observe(3, LOGITS)
+        lookup.begin([7, 8, 7], SamplingConfig())
     ((_, never),) = lookup.propose(())
     assert never < 0.05
 
 
-def test_combined_guesses_are_the_surest_of_all() -> None:
+def test_combined_drafts_are_the_likeliest_of_all() -> None:
     class Fixed(Drafter):
-        def __init__(self, *guesses: tuple[int, float]) -> None:
-            self._guesses = guesses
-            self.judged: list[int] = []
+        def __init__(self, *proposals: tuple[int, float]) -> None:
+            self._proposals = proposals
+            self.observed: list[int] = []
 
         def propose(self, path: Sequence[int]) -> Proposals:
-            return self._guesses
+            return self._proposals
 
-        def judge(self, token: int) -> None:
-            self.judged.append(token)
+        def observe(self, token: int, logits: Float32 | None) -> None:
+            self.observed.append(token)
 
     members = Fixed((1, 0.5), (2, 0.2)), Fixed((2, 0.6), (3, 0.1)), Fixed()
     combined = Combined(members)
     assert combined.propose(()) == [(2, 0.6), (1, 0.5), (3, 0.1)]
-    combined.judge(3)
-    assert [member.judged for member in members] == [[3]] * 3
+    combined.observe(3, LOGITS)
+    assert [member.observed for member in members] == [[3]] * 3
     many = Combined([Fixed(*((token, 0.9 - token / 100) for token in range(20)))])
     assert [token for token, _ in many.propose(())] == list(range(8))
 
@@ -313,15 +317,16 @@ def test_recycling_keeps_what_the_model_said_last() -> None:
     recycling.begin([3], SamplingConfig())
     assert list(recycling.propose(())) == []
     logits[[10, 20, 30]] = 3, 5, 4
-    recycling.learn(3, logits)
+    recycling.observe(3, logits)
     assert [token for token, _ in recycling.propose(())][:3] == [20, 30, 10]
     assert [token for token, _ in recycling.propose((9, 3))][:3] == [20, 30, 10]
     for _ in range(100):
-        recycling.judge(30)
+        recycling.observe(30, logits)
+        recycling.observe(3, None)
     chances = [chance for _, chance in recycling.propose(())]
     assert chances[1] > 0.9
     assert chances[0] < 0.1
-    assert candidates(4096) == CANDIDATES
+    assert candidates(4096) == MAX_CANDIDATES
     for vocab_size in (32_000, 128_256, 256_000, 2):
         assert 4 * vocab_size * candidates(vocab_size) <= MATRIX_BYTES
         assert candidates(vocab_size) >= 1

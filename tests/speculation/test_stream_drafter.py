@@ -1,4 +1,4 @@
-"""Drafting by streams guesses right: whose streams run, and what is asked of which."""
+"""Drafting by streams: which streams run, and which of them is asked."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from tests.support.engines import always_draft
 SHIPPED = shipped_folder() / "small-relu"
 COUNT, VOCAB = 3, 120
 """Few enough that noise is computed for every token."""
+LOGITS = np.zeros(1, dtype=np.float32)
+"""Logits that say nothing."""
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
 
 
@@ -51,7 +53,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
 
 
 @pytest.mark.parametrize(
-    ("guesses", "nodes", "least"),
+    ("candidates", "nodes", "least"),
     [
         # As large as can be, which leaves no row for streams: those of the path's end run in a pass of their
         # own. 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
@@ -60,9 +62,9 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
         pytest.param(1, 5, 1.56, id="chain"),
     ],
 )
-def test_the_shipped_streams_guess_what_comes(
+def test_the_shipped_streams_draft_what_comes(
     plain_answers: tuple[dict[str, Any], list[tuple[int, ...]]],
-    guesses: int,
+    candidates: int,
     nodes: int,
     least: float,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +76,7 @@ def test_the_shipped_streams_guess_what_comes(
     monkeypatch.setattr(
         registry,
         "MultiStreamDrafter",
-        partial(MultiStreamDrafter, options=MultiStreamDrafting(guesses=guesses)),
+        partial(MultiStreamDrafter, options=MultiStreamDrafting(candidates=candidates)),
     )
     with load(SHIPPED, sparsity="dense", speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
@@ -92,17 +94,17 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     sampling, expected = plain_answers
     always_draft(monkeypatch, [DECODE_TOKENS, 5])
     options, pruned, kept = MultiStreamDrafting(pruning_threshold=0.02), 0, 0
-    prune = MultiStreamDrafter.prune
+    prune = MultiStreamDrafter._prune
 
-    def counting(drafter: MultiStreamDrafter, draft: Draft, entering: Any, row_share: float) -> PrunedDraft:
+    def counting(drafter: MultiStreamDrafter, draft: Draft, row_share: float, entering: Any) -> PrunedDraft:
         nonlocal pruned, kept
-        chosen = prune(drafter, draft, entering, row_share)
+        chosen = prune(drafter, draft, row_share, entering)
         kept += len(chosen.tokens)
         pruned += len(draft) - len(chosen.tokens)
         return chosen
 
     monkeypatch.setattr(registry, "MultiStreamDrafter", partial(MultiStreamDrafter, options=options))
-    monkeypatch.setattr(MultiStreamDrafter, "prune", counting)
+    monkeypatch.setattr(MultiStreamDrafter, "_prune", counting)
     with load(SHIPPED, sparsity=sparsity, speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
@@ -144,10 +146,10 @@ def numbered(*rows: int) -> Float32:
 
 
 def drafter_of(
-    transformer: FakeTransformer, most_rows: int = DECODE_TOKENS, **options: Any
+    transformer: FakeTransformer, max_rows: int = DECODE_TOKENS, **options: Any
 ) -> MultiStreamDrafter:
     made: Any = transformer
-    return MultiStreamDrafter(made, most_rows, MultiStreamDrafting(**options))
+    return MultiStreamDrafter(made, max_rows, MultiStreamDrafting(**options))
 
 
 def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:
@@ -156,20 +158,20 @@ def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:
     drafter.prepare(kv, DECODE_TOKENS, lambda: False)
 
 
-def entered(
+def end_pass(
     drafter: MultiStreamDrafter,
     node: int,
     tokens: Sequence[int],
     branches: Float32,
     streams: Mapping[int, Float32] | None = None,
 ) -> None:
-    drafter.entered(
+    drafter.end_pass(
         ForwardOutput(tokens, np.zeros((len(tokens), 1), np.float32), branches, streams or {}), node
     )
 
 
 def best(drafter: MultiStreamDrafter, path: Sequence[int] = ()) -> int | None:
-    """The first guess behind a path."""
+    """The first draft token behind a path."""
     return next((token for token, _ in drafter.propose(path)), None)
 
 
@@ -185,7 +187,7 @@ def test_the_streams_are_those_of_the_last_accepted_node(node: int, tokens: Sequ
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1, 2], SamplingConfig())
-    entered(drafter, node, tokens, numbered(*range(70, 70 + 5 * COUNT)))
+    end_pass(drafter, node, tokens, numbered(*range(70, 70 + 5 * COUNT)))
     assert said(drafter) == [None] * (COUNT + 1)
     prepare(drafter)
     own = [70 + COUNT * node + stream for stream in range(COUNT)]
@@ -199,7 +201,7 @@ def test_a_prompt_leaves_the_streams_of_its_last_token() -> None:
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1, 2, 3, 4, 5], SamplingConfig())
-    entered(drafter, 0, range(5), numbered(40, 41, 42))
+    end_pass(drafter, 0, range(5), numbered(40, 41, 42))
     prepare(drafter)
     assert said(drafter) == [40, 41, 42, None]
 
@@ -211,22 +213,22 @@ def test_streams_that_ran_in_the_pass_do_not_run_again() -> None:
     branches = numbered(*range(70, 82))
     streams = {1: numbered(50, 51, 52), 3: numbered(60, 61, 62)}
     for node, expected in ((3, [60, 61, 62]), (1, [50, 51, 52])):
-        entered(drafter, node, range(4), branches, streams)
+        end_pass(drafter, node, range(4), branches, streams)
         prepare(drafter)
         assert said(drafter) == [*expected, None]
     assert transformer.ran == []
     # Streams go by places among those that went through the pass, not by nodes of the draft.
-    entered(drafter, 3, [0, 2, 3, 5], branches, streams | {5: numbered(1, 2, 3)})
+    end_pass(drafter, 3, [0, 2, 3, 5], branches, streams | {5: numbered(1, 2, 3)})
     prepare(drafter)
     assert said(drafter) == [60, 61, 62, None]
     assert transformer.ran == []
     # The path ended elsewhere.
-    entered(drafter, 2, range(4), branches, streams)
+    end_pass(drafter, 2, range(4), branches, streams)
     prepare(drafter)
     assert said(drafter) == [76, 77, 78, None]
     assert transformer.ran == [[76, 77, 78]]
-    # A pass without streams, of a model that none were asked of, leaves nothing to guess by.
-    drafter.entered(ForwardOutput(range(1), numbered(0)), 0)
+    # A pass without streams, of a model that none were asked of, leaves nothing to draft from.
+    drafter.end_pass(ForwardOutput(range(1), numbered(0)), 0)
     prepare(drafter)
     assert said(drafter) == [None] * (COUNT + 1)
 
@@ -235,17 +237,17 @@ def test_streams_take_no_place_that_the_cache_has_not() -> None:
     transformer = FakeTransformer()
     drafter = drafter_of(transformer)
     drafter.begin([1], SamplingConfig())
-    entered(drafter, 0, range(1), numbered(40, 41, 42))
+    end_pass(drafter, 0, range(1), numbered(40, 41, 42))
     prepare(drafter, COUNT - 1)
     assert (said(drafter)[0], transformer.ran) == (None, [])
     prepare(drafter, COUNT)
     assert said(drafter)[0] == 40
 
 
-def test_only_as_many_streams_guess_as_are_asked_for() -> None:
-    drafter = drafter_of(FakeTransformer(), streams=2, guesses=1)
+def test_only_as_many_streams_draft_as_are_asked_for() -> None:
+    drafter = drafter_of(FakeTransformer(), streams=2, candidates=1)
     drafter.begin([1], SamplingConfig())
-    entered(drafter, 0, range(1), numbered(40, 41, 42))
+    end_pass(drafter, 0, range(1), numbered(40, 41, 42))
     prepare(drafter)
     assert said(drafter) == [40, 41, None, None]
     assert len(list(drafter.propose(()))) == 1
@@ -260,7 +262,7 @@ def test_only_as_many_streams_guess_as_are_asked_for() -> None:
         SamplingConfig(temperature=1.0, seed=4, repetition_penalty=1.5),
     ],
 )
-def test_streams_that_know_the_law_guess_every_draw(sampling: SamplingConfig) -> None:
+def test_streams_that_know_the_law_draft_every_draw(sampling: SamplingConfig) -> None:
     """Place, noise and penalty are those of the draw; and whoever is right is trusted, from experience."""
     rng = np.random.default_rng(11)
     logits = rng.standard_normal((COUNT, VOCAB)).astype(np.float32)
@@ -268,7 +270,7 @@ def test_streams_that_know_the_law_guess_every_draw(sampling: SamplingConfig) ->
     drafter.begin(text, sampling)
     first: list[float] = []
     for turn in range(120):
-        entered(drafter, 0, range(1), numbered(*range(COUNT)))
+        end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
         prepare(drafter)
         path: list[int] = []
         for stream in range(COUNT):
@@ -280,8 +282,7 @@ def test_streams_that_know_the_law_guess_every_draw(sampling: SamplingConfig) ->
                 first.append(chance)
         # All are accepted, in one pass; a further draw is nobody's.
         for token in [*path, 0]:
-            drafter.judge(token)
-            drafter.add(token)
+            drafter.observe(token, LOGITS)
             text.append(token)
     if sampling.temperature:
         assert min(first) > 0.75
@@ -294,11 +295,11 @@ def test_a_repetition_penalty_reads_the_path_that_is_asked_for() -> None:
     logits[:, [10, 11, 12, 13]] = 8.0, 7.0, 6.0, 5.0
     drafter = drafter_of(FakeTransformer(logits))
     drafter.begin([10], SamplingConfig(repetition_penalty=4.0))
-    entered(drafter, 0, range(1), numbered(*range(COUNT)))
+    end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
     prepare(drafter)
     paths = [(), (11,), (12,), (11, 12), (12, 13), (13, 12)]
     assert [best(drafter, path) for path in paths] == [11, 12, 11, 13, 11, 11]
-    drafter.add(11)
+    drafter.observe(11, None)
     assert best(drafter) == 12
 
 
@@ -309,11 +310,10 @@ def test_what_never_comes_is_soon_not_expected() -> None:
     drafter = drafter_of(FakeTransformer(logits))
     drafter.begin([1], SamplingConfig(temperature=1.0, seed=0))
     for _ in range(60):
-        entered(drafter, 0, range(1), numbered(*range(COUNT)))
+        end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
         prepare(drafter)
         for token in (10, 12, 11):
-            drafter.judge(token)
-            drafter.add(token)
+            drafter.observe(token, LOGITS)
     chances = [next(iter(drafter.propose([7] * depth))) for depth in range(COUNT)]
     assert [token for token, _ in chances] == [10, 11, 12]
     assert chances[0][1] > 0.95

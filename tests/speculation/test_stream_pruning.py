@@ -21,23 +21,25 @@ DRAFT = Draft((9, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 0, 0), (1.0, 0.6, 0.1, 0.08, 0.1
 def pruned(
     draft: Draft, row_share: float = 0.0, places: int = 64, pruning: Float32 | None = None, **options: Any
 ) -> PrunedDraft:
-    drafter = drafter_of(FakeTransformer(pruning=pruning), most_rows=64, **options)
+    drafter = drafter_of(FakeTransformer(pruning=pruning), max_rows=64, **options)
     prepare(drafter, places)
-    return drafter.prune(draft, numbered(*range(len(draft))), row_share)
+    prune = drafter.pruner(draft, row_share)
+    assert prune is not None
+    return prune(numbered(*range(len(draft))))
 
 
 @pytest.mark.parametrize(
     ("options", "streams"),
     [
-        ({"most_ends": 1}, [1]),
-        ({"most_ends": 2}, [1, 4]),
+        ({"max_ends": 1}, [1]),
+        ({"max_ends": 2}, [1, 4]),
         ({}, [1, 4]),
-        ({"most_ends": 3}, [1, 4, 5]),
-        ({"most_ends": 6}, [1, 4, 5]),
-        ({"most_ends": 6, "least_end": 0.09}, [1, 2, 4, 5]),
-        ({"most_ends": 6, "least_end": 0.0}, [0, 1, 2, 3, 4, 5]),
-        ({"most_ends": 6, "least_end": 0.17}, [1, 4]),
-        ({"most_ends": 0}, []),
+        ({"max_ends": 3}, [1, 4, 5]),
+        ({"max_ends": 6}, [1, 4, 5]),
+        ({"max_ends": 6, "min_end_chance": 0.09}, [1, 2, 4, 5]),
+        ({"max_ends": 6, "min_end_chance": 0.0}, [0, 1, 2, 3, 4, 5]),
+        ({"max_ends": 6, "min_end_chance": 0.17}, [1, 4]),
+        ({"max_ends": 0}, []),
     ],
 )
 def test_the_likeliest_ends_get_streams(options: dict[str, Any], streams: list[int]) -> None:
@@ -45,7 +47,7 @@ def test_the_likeliest_ends_get_streams(options: dict[str, Any], streams: list[i
     assert (list(chosen.tokens), list(chosen.streams)) == (list(range(6)), streams)
 
 
-def test_the_dearer_rows_are_the_surer_an_end_must_be() -> None:
+def test_the_dearer_rows_are_the_likelier_an_end_must_be() -> None:
     """Three rows of 0.3 plain passes each, against a pass of their own of 1.6: from 0.5625 on."""
     assert list(pruned(DRAFT, row_share=0.3).streams) == []
     for chance, streams in ((0.56, []), (0.57, [1])):
@@ -58,12 +60,14 @@ def test_the_dearer_rows_are_the_surer_an_end_must_be() -> None:
 @pytest.mark.parametrize(("places", "streams"), [(4, []), (8, []), (9, [1]), (11, [1]), (12, [1, 4])])
 def test_streams_have_the_rows_that_the_draft_leaves(places: int, streams: list[int]) -> None:
     assert list(pruned(DRAFT, places=places).streams) == streams
-    drafter = drafter_of(FakeTransformer(), most_rows=places)
+    drafter = drafter_of(FakeTransformer(), max_rows=places)
     prepare(drafter)
-    assert list(drafter.prune(DRAFT, numbered(*range(6)), 0.0).streams) == streams
+    prune = drafter.pruner(DRAFT, 0.0)
+    assert prune is not None
+    assert list(prune(numbered(*range(6))).streams) == streams
 
 
-def test_a_pass_without_guesses_gets_no_streams() -> None:
+def test_a_pass_without_draft_tokens_gets_no_streams() -> None:
     assert pruned(Draft((9,), (-1,)), pruning=np.zeros((1, VOCAB), np.float32), pruning_threshold=0.5) == (
         PrunedDraft([0])
     )
@@ -98,17 +102,17 @@ CHANCES = {(0, 1): 0.5, (1, 2): 0.3, (1, 3): 0.1, (0, 4): 0.2, (0, 5): 0.05}
 )
 def test_what_the_pruning_adapter_does_not_expect_goes_no_further(threshold: float, kept: list[int]) -> None:
     logits = pruning_logits(CHANCES)
-    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=threshold, most_ends=0)
+    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=threshold, max_ends=0)
     assert list(chosen.tokens) == kept
 
 
 def test_a_node_that_goes_takes_what_is_behind_it() -> None:
     logits = pruning_logits(CHANCES | {(0, 1): 0.01})
-    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=0.04, most_ends=6, least_end=0.17)
+    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=0.04, max_ends=6, min_end_chance=0.17)
     assert list(chosen.tokens) == [0, 4, 5]
     # Indices are into those that stay; the root is likelier to be the end by what went.
     assert list(chosen.streams) == [0, 1]
-    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=0.04, most_ends=6, places=8)
+    chosen = pruned(DRAFT, pruning=logits, pruning_threshold=0.04, max_ends=6, places=8)
     assert list(chosen.streams) == [0]
 
 
@@ -116,7 +120,7 @@ def test_ends_are_counted_among_those_that_stay() -> None:
     draft = Draft((9, 1, 4, 5), (-1, 0, 0, 2), (1.0, 0.2, 0.75, 0.4))
     logits = pruning_logits({(0, 1): 0.01, (0, 4): 0.5, (2, 5): 0.5})
     found = [
-        pruned(draft, pruning=logits, pruning_threshold=0.04, most_ends=n, least_end=0.0) for n in (1, 2)
+        pruned(draft, pruning=logits, pruning_threshold=0.04, max_ends=n, min_end_chance=0.0) for n in (1, 2)
     ]
     # 0.25, 0.35 and 0.4.
     assert [(list(chosen.tokens), list(chosen.streams)) for chosen in found] == [

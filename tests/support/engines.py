@@ -149,11 +149,11 @@ def _rows(stored: np.ndarray, row: RowLayout) -> np.ndarray:
 def always_draft(patch: pytest.MonkeyPatch, sizes: Iterable[int]) -> None:
     """Drafts in every pass, as large as `sizes` say one after another, whatever they are worth."""
     next_size = cycle(sizes).__next__
-    patch.setattr(ondevice.runtime.engine, "LEAST_PASS_SECONDS", 0.0)
+    patch.setattr(ondevice.runtime.engine, "MIN_PASS_SECONDS", 0.0)
     patch.setattr(TreePolicy, "begin", lambda policy: next_size())
-    patch.setattr(TreePolicy, "pause", lambda policy: False)
-    for question in ("worth", "promising"):
+    patch.setattr(TreePolicy, "throttle", lambda policy: False)
+    for question in ("is_worth_adding", "is_worth_asking"):
         patch.setattr(TreePolicy, question, lambda policy, nodes, chance: True)
-    # Nor do drafters stop to learn.
-    patch.setattr(TreePolicy, "resting", False)
-    patch.setattr(TreePolicy, "quiet", False)
+    # Nor do drafters stop learning.
+    patch.setattr(TreePolicy, "is_backing_off", False)
+    patch.setattr(TreePolicy, "is_throttling", False)

@@ -1,9 +1,10 @@
-"""Drafts from a text that is known ahead: trees of all shapes, whatever they are worth."""
+"""Drafts from a text that is known ahead: trees of all shapes, however slow they are."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from ondevice.backends.base import Float32
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.model.transformer import Prune, PrunedDraft
 from ondevice.response import Response
+from ondevice.speculation.drafting import PassOutcome
 from ondevice.speculation.tree import Draft
+from ondevice.stats import DraftStats
 
 STREAMS = 3
-"""Of the models that these are for, if they have some."""
+"""Streams of the models that these drafts are for, if they have any."""
 
 
 class Scripted:
@@ -29,34 +32,34 @@ class Scripted:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
         self.sizes: list[int] = []
-        self.preparing_seconds = self.growing_seconds = 0.0
-        self.deaf = False
-        self.decision = ""
-        self.resting = False
-        self.wants_streams = True
+        self.stats = DraftStats()
+        self.prune: Prune | None = None
         self.streamed = 0
         """Nodes that had streams in their pass."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._length = len(text)
 
-    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
-        rng, known, self._places = self._random, self._text[self._length :], most_nodes
+    def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
+        rng, known = self._random, self._text[self._length :]
+        self._places = min(max_nodes, max(1, kv.room - kv.length))
         tokens, parents, depths = [root], [-1], [0]
-        for _ in range(int(rng.integers(0, min(DECODE_TOKENS, most_nodes)))):
+        for _ in range(int(rng.integers(0, min(DECODE_TOKENS, self._places)))):
             parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
             depth = depths[parent] + 1
             right = depth <= len(known) and rng.random() < 0.6
             token = known[depth - 1] if right else int(rng.integers(self._vocab_size))
             taken = [tokens[i] for i, its_parent in enumerate(parents) if its_parent == parent]
-            if depth < most_tokens and token not in taken:
+            if depth < max_tokens and token not in taken:
                 tokens.append(token)
                 parents.append(parent)
                 depths.append(depth)
         self.sizes.append(len(tokens))
-        return Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
+        draft = Draft(tuple(tokens), tuple(parents), (1.0,) * len(tokens))
+        self.prune = partial(self._prune, draft)
+        return draft
 
-    def prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
+    def _prune(self, draft: Draft, entering: Float32) -> PrunedDraft:
         """Some nodes end here, with what is behind them; some get streams."""
         kept = [0]
         for node in range(1, len(draft)):
@@ -65,14 +68,11 @@ class Scripted:
         most = min(2, (DECODE_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
         return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
 
-    def entered(self, found: ForwardOutput, node: int) -> None:
-        self.streamed += len(found.streams)
-
-    def drew(self, last: int, token: int, logits: Float32) -> None:
+    def drew(self, token: int, logits: Float32) -> None:
         self._length += 1
 
-    def passed(self, draft: Draft, seconds: float) -> None:
-        pass
+    def observe(self, outcome: PassOutcome) -> None:
+        self.streamed += len(outcome.output.streams)
 
 
 def draft_by(model: Model, text: Sequence[int], seed: int) -> Scripted:

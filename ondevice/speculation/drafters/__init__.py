@@ -1,1 +1,1 @@
-"""What guesses the next tokens: a file for each way."""
+"""The drafters, one per file."""

@@ -1,25 +1,25 @@
-"""Several drafters as one: each knows something else of a text, and a pass verifies all their guesses."""
+"""Several drafters as one: each knows something else of a text, and a pass verifies what all propose."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ondevice.backends.base import Array, Float32
+from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.tree import Draft, Proposals
 
-MOST_GUESSES = 8
-"""Behind a node: what is less likely than so many others never has its turn."""
+MAX_PROPOSALS = 8
+"""Maximum draft tokens behind a node: a less likely one never has its turn."""
 
 
 class Combined(Drafter):
-    """The likeliest guesses of all `members`, who are judged each by themselves.
+    """The likeliest draft tokens of all `members`, each of which is judged by itself.
 
-    A token that several guess has the chance of whoever is surest: they see the same text, so they are right
-    and wrong together, and what one adds to another's guess is little.
+    A token that several propose has the highest of their chances. They see the same text, so they are right
+    and wrong together, and one's proposal says little beside another's.
     """
 
     def __init__(self, members: Sequence[Drafter]) -> None:
@@ -29,28 +29,17 @@ class Combined(Drafter):
         for member in self.members:
             member.begin(text, sampling)
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
         for member in self.members:
-            member.add(token)
+            member.observe(token, logits)
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+    def end_pass(self, output: ForwardOutput, node: int) -> None:
         for member in self.members:
-            member.prepare(kv, most_nodes, cancelled)
+            member.end_pass(output, node)
 
-    @property
-    def wants_streams(self) -> bool:
-        return any(member.wants_streams for member in self.members)
-
-    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         for member in self.members:
-            chosen = member.prune(draft, entering, row_share)
-            if chosen.streams or len(chosen.tokens) < len(draft):
-                return chosen
-        return super().prune(draft, entering, row_share)
-
-    def entered(self, found: ForwardOutput, node: int) -> None:
-        for member in self.members:
-            member.entered(found, node)
+            member.prepare(kv, max_nodes, cancelled)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         chances: dict[int, float] = {}
@@ -58,15 +47,12 @@ class Combined(Drafter):
             for token, chance in member.propose(path):
                 if chance > chances.get(token, 0.0):
                     chances[token] = chance
-        return sorted(chances.items(), key=lambda guess: -guess[1])[:MOST_GUESSES]
+        return sorted(chances.items(), key=lambda proposal: -proposal[1])[:MAX_PROPOSALS]
 
-    def judge(self, token: int) -> None:
-        for member in self.members:
-            member.judge(token)
-
-    def learn(self, token: int, logits: Float32) -> None:
-        for member in self.members:
-            member.learn(token, logits)
+    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
+        """The first member's that has one: a single drafter uses the streams."""
+        pruners = (member.pruner(draft, row_share) for member in self.members)
+        return next((pruner for pruner in pruners if pruner is not None), None)
 
     def close(self) -> None:
         for member in self.members:
@@ -74,45 +60,38 @@ class Combined(Drafter):
 
 
 class WhileReading(Drafter):
-    """A drafter that computes, asked only while passes wait for flash: elsewhere it costs what it brings.
+    """A drafter that is asked only while passes wait for flash.
 
-    Streams take rows of the upper layers for every token. Where all neurons are in memory, rows are what a
-    pass takes its time for; where they are read, they are nearly free.
+    Streams add rows to the upper layers for every token. Where all neurons are in memory, a pass takes its
+    time for rows and streams cost what they bring. Where neurons are read, rows are nearly free.
     """
 
     def __init__(self, drafter: Drafter, reads: Callable[[], bool]) -> None:
+        """reads: whether passes wait for flash now."""
         self._drafter = drafter
         self._reads = reads
         self._asked = False
-        """In this pass."""
+        """Whether the newest draft grew from it."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._drafter.begin(text, sampling)
 
-    def add(self, token: int) -> None:
-        self._drafter.add(token)
+    def observe(self, token: int, logits: Float32 | None) -> None:
+        self._drafter.observe(token, logits if self._asked else None)
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+    def end_pass(self, output: ForwardOutput, node: int) -> None:
+        self._drafter.end_pass(output, node)
+
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         self._asked = self._reads()
         if self._asked:
-            self._drafter.prepare(kv, most_nodes, cancelled)
+            self._drafter.prepare(kv, max_nodes, cancelled)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         return self._drafter.propose(path) if self._asked else []
 
-    def judge(self, token: int) -> None:
-        if self._asked:
-            self._drafter.judge(token)
-
-    @property
-    def wants_streams(self) -> bool:
-        return self._drafter.wants_streams and self._reads()
-
-    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
-        return self._drafter.prune(draft, entering, row_share)
-
-    def entered(self, found: ForwardOutput, node: int) -> None:
-        self._drafter.entered(found, node)
+    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
+        return self._drafter.pruner(draft, row_share) if self._reads() else None
 
     def close(self) -> None:
         self._drafter.close()

@@ -7,58 +7,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.speculation.drafter import Drafter, Sureness
+from ondevice.speculation.drafter import AcceptanceRate, Drafter
 from ondevice.speculation.tree import Proposals
 
-LONGEST = 4
+MAX_RUN = 4
+"""Length of the longest run that is looked up, in tokens."""
 PRIORS = (0.15, 0.3, 0.5, 0.7)
-"""By how many tokens agree, from one to LONGEST: how sure a guess is at first."""
+"""Prior acceptance rates by the length of the run that agrees, from 1 to MAX_RUN."""
 ENTRY_BYTES = 200
-"""Of the index, per token and length: a key of up to LONGEST ids, a place, their share of the table."""
+"""Bytes per token and run length of the index: a key of up to MAX_RUN ids, a place, a share of the table."""
 
 
 def index_bytes(tokens: int) -> int:
-    """Memory of the index of a text of so many tokens, at most."""
-    return tokens * LONGEST * ENTRY_BYTES
+    """Largest memory of the index of a text of `tokens` tokens."""
+    return tokens * MAX_RUN * ENTRY_BYTES
 
 
 class Lookup(Drafter):
-    """Where in the text every run of 1 to LONGEST tokens last occurred."""
+    """An index of where every run of 1 to MAX_RUN tokens last occurred in the text."""
 
     def __init__(self) -> None:
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
-        """Run of tokens -> the place behind where it last occurred, if a token is known there."""
-        self._sureness = [Sureness(prior) for prior in PRIORS]
+        """Run of tokens -> the place behind its last occurrence that a token is known to follow."""
+        self._acceptance = [AcceptanceRate(prior) for prior in PRIORS]
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         known = len(self._text)
         if text[:known] != self._text:
-            self._text, self._ends, known = [], {}, 0
+            self._text = []
+            self._ends = {}
+            known = 0
         for token in text[known:]:
-            self.add(token)
+            self._add(token)
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
+        if logits is not None and (found := self._found(())) is not None:
+            proposed, length = found
+            self._acceptance[length - 1].observe(proposed == token)
+        self._add(token)
+
+    def propose(self, path: Sequence[int]) -> Proposals:
+        found = self._found(path)
+        if found is None:
+            return []
+        token, length = found
+        return [(token, self._acceptance[length - 1].value)]
+
+    def _add(self, token: int) -> None:
         place = len(self._text)
-        # The runs that end here: now there is a token behind them.
-        tail = tuple(self._text[-LONGEST:])
+        # A token is now known behind the runs that ended here.
+        tail = tuple(self._text[-MAX_RUN:])
         for start in range(len(tail)):
             self._ends[tail[start:]] = place
         self._text.append(token)
 
-    def propose(self, path: Sequence[int]) -> Proposals:
-        found = self._found(path)
-        return [] if found is None else [(found[0], self._sureness[found[1] - 1].chance)]
-
-    def judge(self, token: int) -> None:
-        found = self._found(())
-        if found is not None:
-            self._sureness[found[1] - 1].count(found[0] == token)
-
     def _found(self, path: Sequence[int]) -> tuple[int, int] | None:
         """The token behind the longest run that the text and `path` end with, and the run's length."""
-        tail = (*self._text[-LONGEST:], *path)[-LONGEST:]
+        tail = (*self._text[-MAX_RUN:], *path)[-MAX_RUN:]
         for length in range(len(tail), 0, -1):
             place = self._ends.get(tail[-length:])
             if place is not None:

@@ -1,53 +1,103 @@
 """A second, smaller model drafts (Leviathan et al., arXiv 2211.17192), in the target's own tokens.
 
-It is asked behind the likeliest guess each time, so a draft is a chain where it is sure and a small tree
-where it isn't, and ends where what it says is no longer worth a pass of its own (as SVIP, arXiv 2411.18462,
-ends drafts by how sure the draft model is).
+It is asked behind the likeliest draft token each time, so a draft is a chain where the model is confident and
+a small tree where it isn't. It ends where what the model says is no longer worth a pass of its own (SVIP,
+arXiv 2411.18462, ends drafts by the draft model's confidence, too).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.model.kv_cache import KVCache
-from ondevice.speculation.draft_context import DraftContext, DraftModel
+from ondevice.model.kv_cache import KVCache, common_prefix
+from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
+from ondevice.tokenizer import Tokenizer
 
 BRANCHES = 3
-"""Guesses behind a node: going back to another one costs a pass over its path."""
+"""Maximum draft tokens behind a node: going back to another one costs a pass over its path."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A loaded second model.
+
+    max_context: tokens that `kv` may come to hold. chunk: tokens of a pass. tokenizer, target_tokenizer: the
+    model's own and the target's where their vocabularies differ; None where its tokens are the target's.
+    close: releases what it holds.
+    """
+
+    transformer: Transformer
+    kv: KVCache
+    max_context: int
+    chunk: int
+    close: Callable[[], None]
+    tokenizer: Tokenizer | None = None
+    target_tokenizer: Tokenizer | None = None
+
+
+class DraftContext:
+    """A second model's logits behind any tokens. Tokens that its cache holds aren't computed again."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self._model = model
+
+    def logits(self, tokens: Sequence[int], cancelled: IsCancelled | None = None) -> Float32 | None:
+        """(V,) behind `tokens`. None without tokens, or where they exceed the context or the vocabulary.
+
+        Raises what a forward pass raises.
+        """
+        transformer, kv, chunk = self._model.transformer, self._model.kv, self._model.chunk
+        if not 0 < len(tokens) <= self._model.max_context:
+            return None
+        kept = common_prefix(kv.tokens, tokens, len(tokens) - 1)
+        if max(tokens[kept:]) >= transformer.config.vocab_size:
+            return None
+        kv.truncate(kept)
+        while len(tokens) - kept > chunk:
+            transformer.forward(tokens[kept : kept + chunk], kv, "none", cancelled)
+            kept += chunk
+        logits = transformer.forward(tokens[kept:], kv, "last", cancelled)
+        assert logits is not None
+        last: Float32 = logits[0]
+        return last
 
 
 class ModelDrafter(Drafter):
-    """The second model's likeliest tokens; where tokens are sampled, those that the same noise makes win."""
+    """The second model's likeliest tokens; where tokens are sampled, those that win with the same noise."""
 
     def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        """model: its vocabulary is the target's. vocab_size: the target's rows, which may be fewer."""
+        """model: with the target's vocabulary. vocab_size: the target's rows, which may be fewer."""
         self._model = model
         self._context = DraftContext(model)
         self._vocab_size = vocab_size
         self._ranking = Ranking(BRANCHES)
         self._cancelled: IsCancelled | None = None
-        """Of the draft that grows."""
+        """The growing draft's."""
         self._text: list[int] = []
         self._path: tuple[int, ...] = ()
-        """What has been drawn since the draft was begun."""
+        """Tokens that were drawn since the draft began."""
         self._logits: dict[tuple[int, ...], Float32] = {}
-        """Of that draft, behind each path that it was asked behind."""
+        """The draft's logits behind each path that was asked for."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._text = list(text)
         self._forget()
         self._ranking.begin(sampling)
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
+        own = self._logits.get(self._path)
+        if logits is not None and own is not None:
+            self._ranking.judge(own, len(self._text), token, self._text)
         self._text.append(token)
         self._path = (*self._path, token)
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         self._cancelled = cancelled
         self._forget()
 
@@ -56,13 +106,9 @@ class ModelDrafter(Drafter):
         logits = self._context.logits(tokens, self._cancelled)
         if logits is None:
             return []
-        self._logits[tuple(path)] = logits = logits[: self._vocab_size]
+        logits = logits[: self._vocab_size]
+        self._logits[tuple(path)] = logits
         return self._ranking.rank(logits, len(tokens), tokens)
-
-    def judge(self, token: int) -> None:
-        logits = self._logits.get(self._path)
-        if logits is not None:
-            self._ranking.judge(logits, len(self._text), token, self._text)
 
     def close(self) -> None:
         self._forget()

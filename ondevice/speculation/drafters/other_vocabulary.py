@@ -1,8 +1,8 @@
 """A second model with another vocabulary drafts: its text becomes the target's tokens.
 
 String-level exact match (SLEM; Timor et al., arXiv 2502.05202): the text so far is encoded for the second
-model, what it says next becomes text again, and that is encoded for the target. What tokens mean is bytes;
-what doesn't survive the way there and back is a bad guess, never a wrong text.
+model, what it says next becomes text again, and that is encoded for the target. Both sides agree on bytes.
+What doesn't survive the way there and back is a draft token that is rejected, never a wrong text.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.speculation.draft_context import DraftContext, DraftModel
 from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafters.model import DraftContext, DraftModel
 from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer
 
 WINDOW_BYTES = 48
-"""Of the text before a seam, encoded again with what follows it: tokens don't end there by themselves."""
-MOST_DRAFTED = 24
-"""Tokens of the second model in a draft."""
+"""Bytes before a seam that are encoded again with what follows: a token may span the seam."""
+MAX_DRAFTED = 24
+"""Maximum tokens of the second model in a draft."""
 
 
 class OtherVocabularyDrafter(Drafter):
@@ -31,10 +32,12 @@ class OtherVocabularyDrafter(Drafter):
         """model: with both tokenizers."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
-        self._model, self._own, self._target = model, model.tokenizer, model.target_tokenizer
+        self._model = model
+        self._own = model.tokenizer
+        self._target = model.target_tokenizer
         self._context = DraftContext(model)
         self._cancelled: IsCancelled | None = None
-        """Of the draft that grows."""
+        """The growing draft's."""
         self._temperature = 0.0
         self._text: list[int] = []
         self._said = bytearray()
@@ -48,20 +51,23 @@ class OtherVocabularyDrafter(Drafter):
         known = len(self._text)
         self._temperature = sampling.temperature
         if not known or text[:known] != self._text:
-            self._text, self._tokens, self._covered, known = [], [], 0, 0
+            self._text = []
+            self._tokens = []
             self._said.clear()
+            self._covered = 0
             self._forget()
+            known = 0
         for token in text[known:]:
-            self.add(token)
+            self.observe(token, None)
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
         self._text.append(token)
         self._said += _spelt(self._target, token, at_start=not self._said)
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         self._cancelled = cancelled
         said = bytes(self._said)
-        # What of the last draft the text has is in the second model's keys and values already.
+        # The accepted part of the last draft is in the second model's keys and values already.
         for token, data in self._drafted:
             if not said.startswith(data, self._covered):
                 break
@@ -78,11 +84,12 @@ class OtherVocabularyDrafter(Drafter):
                 self._tokens[kept:] = come
                 self._covered = len(said)
         if not self._tokens or self._covered < len(said):
-            self._tokens, self._covered = self._own.encode(said.decode(errors="replace")), len(said)
+            self._tokens = self._own.encode(said.decode(errors="replace"))
+            self._covered = len(said)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         place = len(path)
-        # Unless the draft is at its end, the last token may go on in what isn't drafted yet.
+        # Unless the draft has ended, its last token may go on in what isn't drafted yet.
         while len(self._chain) <= place + 1 and self._draft():
             pass
         settled = len(self._chain) - (not self._ended)
@@ -97,15 +104,15 @@ class OtherVocabularyDrafter(Drafter):
     def _forget(self) -> None:
         self._drafted: list[tuple[int, bytes]] = []
         self._ends: list[tuple[int, float]] = []
-        """Of every drafted token: the bytes up to its end, and the chance that the text gets there."""
+        """By drafted token: the bytes up to its end, and the chance that the text reaches it."""
         self._continuation = b""
         self._chain: list[tuple[int, float]] = []
-        """What was drafted as the target's tokens, with the chance that the text gets there."""
+        """The draft in the target's tokens, with the chance that the text reaches each."""
         self._ended = False
 
     def _draft(self) -> bool:
         """Have the second model write a token. False where the draft ends."""
-        if self._ended or len(self._drafted) == MOST_DRAFTED:
+        if self._ended or len(self._drafted) == MAX_DRAFTED:
             return False
         logits = self._context.logits(
             [*self._tokens, *(token for token, _ in self._drafted)], self._cancelled
@@ -125,7 +132,7 @@ class OtherVocabularyDrafter(Drafter):
         return True
 
     def _translated(self) -> list[tuple[int, float]]:
-        """The drafted text as the target's tokens behind its own; none where a token spans the seam."""
+        """The draft in target tokens, as in `_chain`; empty where a token spans the seam to the text."""
         continuation = self._continuation
         while continuation and not _whole(continuation):
             continuation = continuation[:-1]
@@ -143,21 +150,21 @@ class OtherVocabularyDrafter(Drafter):
 
 
 def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether every token of one is spelt as in the other."""
+    """Whether both spell every token alike."""
     return a.vocab_size == b.vocab_size and all(
         a.piece(token) == b.piece(token) for token in range(a.vocab_size)
     )
 
 
 def _spelt(tokenizer: Tokenizer, token: int, at_start: bool) -> bytes:
-    """What a token adds to a text: at its start, without the space that an encoder puts there by itself."""
+    """A token's bytes. At the text's start without the space that an encoder puts there by itself."""
     data = tokenizer.token_bytes(token)
     dropped = at_start and tokenizer.leading_space != "keep" and tokenizer.begins_word(token)
     return data[1:] if data and dropped else data
 
 
 def _seam(tokenizer: Tokenizer, before: bytes, after: bytes) -> tuple[list[int], list[int]]:
-    """Which of the last tokens of `before` go when `after` follows it, and the tokens that come then."""
+    """Last tokens of `before` that are replaced once `after` follows it, and what replaces them."""
     start = max(0, len(before) - WINDOW_BYTES)
     while start < len(before) and before[start] & 0xC0 == 0x80:
         start += 1
@@ -169,7 +176,7 @@ def _seam(tokenizer: Tokenizer, before: bytes, after: bytes) -> tuple[list[int],
 
 
 def _whole(data: bytes) -> bool:
-    """Whether `data` doesn't end inside a UTF-8 character."""
+    """Whether `data` ends at the end of a UTF-8 character."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte >= 0xC0:

@@ -1,6 +1,6 @@
 """Token Recycling (Luo et al., arXiv 2408.08696): what the model lately said may follow each token.
 
-Logits name candidates that the text didn't take; the next time the same token comes, they are the draft.
+Logits name candidates that the text didn't take. The next time the same token comes, they are the draft.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ import numpy as np
 
 from ondevice.backends.base import Float32
 from ondevice.config import SamplingConfig
-from ondevice.speculation.drafter import Drafter, Sureness
+from ondevice.speculation.drafter import AcceptanceRate, Drafter
 from ondevice.speculation.ranking import largest
 from ondevice.speculation.tree import Proposals
 
-CANDIDATES = 8
+MAX_CANDIDATES = 8
+"""Maximum candidates that are kept for a token."""
 MATRIX_BYTES = 2_000_000
-"""At most, of the matrix, as long as one candidate of every token fits: huge vocabularies keep fewer."""
-FIRST_PRIOR, NEXT_PRIOR = 0.4, 0.4
-"""How sure the first candidate is at first, and each further one of what the one before it is."""
+"""Limit of the matrix in bytes, where one candidate per token fits it: huge vocabularies keep fewer."""
+FIRST_PRIOR = 0.4
+"""Prior acceptance rate of the likeliest candidate."""
+NEXT_PRIOR = 0.4
+"""Prior acceptance rate of each further candidate, as a share of the one before."""
 
 
 def candidates(vocab_size: int) -> int:
     """Candidates that are kept for every token."""
-    return max(1, min(CANDIDATES, vocab_size - 1, MATRIX_BYTES // (4 * vocab_size)))
+    return max(1, min(MAX_CANDIDATES, vocab_size - 1, MATRIX_BYTES // (4 * vocab_size)))
 
 
 def matrix_bytes(vocab_size: int) -> int:
@@ -33,34 +36,30 @@ def matrix_bytes(vocab_size: int) -> int:
 
 
 class Recycling(Drafter):
-    """For every token, the likeliest that may follow it, as of when it was last at the end of the text."""
+    """A matrix of each token's likeliest successors, as of when the token last ended the text."""
 
     def __init__(self, vocab_size: int) -> None:
         self._next = np.full((vocab_size, candidates(vocab_size)), -1, dtype=np.int32)
         """-1: nothing is known."""
-        self._sureness = [Sureness(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in range(self._next.shape[1])]
+        ranks = range(self._next.shape[1])
+        self._acceptance = [AcceptanceRate(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in ranks]
         self._last = -1
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._last = text[-1]
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
+        if logits is not None and self._last >= 0:
+            known = self._next[self._last]
+            if known[0] >= 0:
+                for candidate, acceptance in zip(known.tolist(), self._acceptance, strict=True):
+                    acceptance.observe(candidate == token)
+            known[:] = largest(logits, len(known))[0]
         self._last = token
 
     def propose(self, path: Sequence[int]) -> Proposals:
         last = path[-1] if path else self._last
         if last < 0 or self._next[last, 0] < 0:
             return []
-        return [
-            (token, sureness.chance)
-            for token, sureness in zip(self._next[last].tolist(), self._sureness, strict=True)
-        ]
-
-    def judge(self, token: int) -> None:
-        if self._last >= 0 and self._next[self._last, 0] >= 0:
-            for candidate, sureness in zip(self._next[self._last].tolist(), self._sureness, strict=True):
-                sureness.count(candidate == token)
-
-    def learn(self, token: int, logits: Float32) -> None:
-        count = self._next.shape[1]
-        self._next[token] = largest(logits, count)[0]
+        ranked = zip(self._next[last].tolist(), self._acceptance, strict=True)
+        return [(token, acceptance.value) for token, acceptance in ranked]

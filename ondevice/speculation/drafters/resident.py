@@ -1,14 +1,15 @@
-"""Self-drafting that reads no neurons: the model itself, restricted to those that are in memory.
+"""Self-drafting without reads: the model itself, restricted to the neurons that are in memory.
 
-A chain of guesses, each of which a pass over one token gives that multiplies what happens to be held (ideas:
-Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). It ends where it
-has become unsure, as in SVIP (arXiv 2411.18462).
+A chain of draft tokens, each from a forward pass over one token that multiplies what happens to be held
+(ideas: Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). The chain
+ends where it has become unlikely, as in SVIP (arXiv 2411.18462).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
@@ -17,46 +18,55 @@ from ondevice.speculation.drafter import Drafter, IsCancelled
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 
-MOST_GUESSES = 6
-LEAST_CHANCE = 0.4
-"""That all guesses so far are right: below it the chain ends."""
+MAX_CHAIN = 6
+"""Maximum draft tokens of the chain."""
+MIN_CHANCE = 0.4
+"""Chance that the whole chain is right, below which it ends."""
 
 
 class ResidentDrafter(Drafter):
-    """A chain behind the text, and what else each of its places may hold."""
+    """A chain behind the text, with the other candidates for each of its places."""
 
     def __init__(self, transformer: Transformer) -> None:
         self._transformer = transformer
         self._ranking = Ranking()
         self._text: list[int] = []
         self._chain: list[int] = []
-        self._guesses: list[list[tuple[int, float]]] = []
+        self._proposals: list[list[tuple[int, float]]] = []
+        """By depth, those behind the chain up to there."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._text, self._chain, self._guesses = list(text), [], []
+        self._text = list(text)
+        self._forget()
         self._ranking.begin(sampling)
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
         self._text.append(token)
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
-        self._chain, self._guesses = [], []
-        start, chance, last = kv.length, 1.0, self._text[-1]
-        most = min(most_nodes - 1, MOST_GUESSES, kv.room - start)
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+        self._forget()
+        start = kv.length
+        chance = 1.0
+        last = self._text[-1]
+        max_chain = min(max_nodes - 1, MAX_CHAIN, kv.room - start)
         try:
-            while len(self._chain) < most and chance >= LEAST_CHANCE:
+            while len(self._chain) < max_chain and chance >= MIN_CHANCE:
                 batch = ForwardBatch([last], resident_only=True)
-                found = self._transformer.run(batch, kv, cancelled)
-                logits = self._transformer.checked_logits(found.hidden)[0]
+                output = self._transformer.run(batch, kv, cancelled)
+                logits = self._transformer.checked_logits(output.hidden)[0]
                 history = [*self._text, *self._chain]
-                self._guesses.append(self._ranking.rank(logits, len(history), history))
-                last, likely = self._guesses[-1][0]
+                self._proposals.append(self._ranking.rank(logits, len(history), history))
+                last, likeliest = self._proposals[-1][0]
                 self._chain.append(last)
-                chance *= likely
+                chance *= likeliest
         finally:
             kv.truncate(start)
 
     def propose(self, path: Sequence[int]) -> Proposals:
         depth = len(path)
-        on_chain = depth < len(self._guesses) and list(path) == self._chain[:depth]
-        return self._guesses[depth] if on_chain else []
+        on_chain = depth < len(self._proposals) and list(path) == self._chain[:depth]
+        return self._proposals[depth] if on_chain else []
+
+    def _forget(self) -> None:
+        self._chain = []
+        self._proposals = []

@@ -1,14 +1,15 @@
-"""Speculative Streaming (Bhendawade et al., arXiv 2402.11131): the model's own streams guess what follows.
+"""Speculative Streaming (Bhendawade et al., arXiv 2402.11131): the model's own streams draft.
 
-In the pass that verifies a draft, the likeliest ends of the accepted path get streams, rows of the upper
-layers; where the path ends elsewhere, its last token's streams run by themselves in the upper layers. Either
-way they read no neurons. Stream j of a token guesses the token j places behind the one that it predicts.
+In the pass that verifies a draft, the likeliest ends of the accepted path get streams, which are rows of the
+upper layers. Where the path ends elsewhere, its last token's streams run by themselves in the upper layers.
+Either way they read no neurons. Stream j of a token drafts the token j places behind the one it predicts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -16,26 +17,28 @@ from ondevice.backends.base import Array, Float32
 from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
+from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
 from ondevice.speculation.drafter import Drafter, IsCancelled
-from ondevice.speculation.ranking import MOST_GUESSES, Ranking
+from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
 from ondevice.speculation.tree import Draft, Proposals
 
 
 @dataclass(frozen=True)
 class MultiStreamDrafting:
-    """How streams draft: it decides how many tokens passes give and take, never which.
+    """How streams draft. It decides how many tokens passes give and take, never which.
 
-    most_ends: nodes of a draft that get streams in its own pass, at most; each takes a row for every stream.
-    least_end: how likely the accepted path must at least be to end in such a node; streams that run later
-    take a pass of their own. guesses: of each stream. streams: that guess, from the first on; 0: all.
-    pruning_threshold: a node whose chance, by the pruning adapter, is below it doesn't enter the stream
-    layers (section 3.2.3); 0 prunes nothing.
+    max_ends: maximum nodes of a draft that get streams in its own pass. Each takes a row for every stream.
+    min_end_chance: chance that the accepted path ends in such a node, below which it gets no streams. Streams
+    that run later take a pass of their own.
+    candidates: draft tokens of each stream.
+    streams: number of streams that draft, from the first on; 0: all.
+    pruning_threshold: chance by the pruning adapter below which a node doesn't enter the stream layers
+    (section 3.2.3); 0 prunes nothing.
     """
 
-    most_ends: int = 2
-    least_end: float = 0.15
-    guesses: int = MOST_GUESSES
+    max_ends: int = 2
+    min_end_chance: float = 0.15
+    candidates: int = MAX_CANDIDATES
     streams: int = 0
     pruning_threshold: float = 0.0
 
@@ -44,57 +47,66 @@ DEFAULT_STREAMS = MultiStreamDrafting()
 
 
 class MultiStreamDrafter(Drafter):
-    """Streams of the newest token whose keys and values are stored; they guess behind the one drawn next."""
+    """Streams of the newest token in the target's cache. They draft behind the token drawn next."""
 
     def __init__(
-        self, transformer: Transformer, most_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
+        self, transformer: Transformer, max_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
     ) -> None:
-        """transformer: with streams. most_rows: of a pass, streams included."""
+        """transformer: with streams. max_rows: rows of a pass, streams included."""
         assert transformer.streams is not None
         self._transformer = transformer
         self._count = transformer.streams.count
         self._options = options
         self._prunes = options.pruning_threshold > 0 and transformer.streams.pruning is not None
         self._used = min(options.streams or self._count, self._count)
-        self._rankings = [Ranking(options.guesses) for _ in range(self._used)]
+        self._rankings = [Ranking(options.candidates) for _ in range(self._used)]
+        self._max_rows = max_rows
+        self._places = 0
+        """Places that the cache has for rows of the next pass."""
+        self._penalised = False
+        self._text: list[int] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Another token's streams are next."""
         self._branches: Array | None = None
         """(S, D) what the newest token's streams begin with."""
         self._states: Array | None = None
         """(S, D) what they became, if they have run."""
         self._logits: Float32 | None = None
+        """(S, V) of `_states`."""
         self._ranked: list[Proposals | None] = [None] * self._count
-        """What each stream guesses, once asked: but for a repetition penalty, whatever the path."""
-        self._penalised = False
-        self._most_rows = most_rows
-        self._places = 0
-        """That the cache has for rows of the next pass."""
-        self._text: list[int] = []
+        """Each stream's proposals, once asked for. They depend on the path by a repetition penalty only."""
         self._drawn = 0
-        """Tokens drawn since the streams' own token was: their guesses are behind the first of them."""
+        """Tokens drawn since the streams' own token was: proposals are behind the first of them."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._text, self._places, self._penalised = list(text), 0, sampling.repetition_penalty != 1.0
+        self._text = list(text)
+        self._places = 0
+        self._penalised = sampling.repetition_penalty != 1.0
         self._forget()
         for ranking in self._rankings:
             ranking.begin(sampling)
 
-    def add(self, token: int) -> None:
+    def observe(self, token: int, logits: Float32 | None) -> None:
+        stream = self._drawn
+        if logits is not None and self._logits is not None and stream < self._used:
+            self._rankings[stream].judge(self._logits[stream], len(self._text), token, self._text)
         self._text.append(token)
         self._drawn += 1
 
-    def entered(self, found: ForwardOutput, node: int) -> None:
-        """A pass is over: `node` of those that went through it is the text's newest token in the cache."""
+    def end_pass(self, output: ForwardOutput, node: int) -> None:
         self._forget()
-        self._states = found.streams.get(node)
-        if self._states is None and found.branches is not None:
-            row = node if len(found.tokens) == found.branches.shape[0] // self._count else 0
-            self._branches = found.branches[row * self._count : (row + 1) * self._count]
+        self._states = output.streams.get(node)
+        if self._states is None and output.branches is not None:
+            row = node if len(output.tokens) == output.branches.shape[0] // self._count else 0
+            self._branches = output.branches[row * self._count : (row + 1) * self._count]
 
-    def prepare(self, kv: KVCache, most_nodes: int, cancelled: IsCancelled) -> None:
+    def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
         # Streams take no block of keys and values that the text alone wouldn't.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)
-        self._places = min(self._most_rows, kv.room - kv.length)
+        self._places = min(self._max_rows, kv.room - kv.length)
         if self._states is not None and self._logits is None:
             self._logits = self._checked_logits(self._states)
 
@@ -102,56 +114,47 @@ class MultiStreamDrafter(Drafter):
         try:
             return self._transformer.checked_logits(states)
         except BundleError:
-            # The model's own are looked at by itself.
+            # The streams are at fault: the model's own logits are checked elsewhere.
             raise BundleError("the streams compute logits that are not finite; train them again") from None
 
     def propose(self, path: Sequence[int]) -> Proposals:
         if self._logits is None or len(path) >= self._used:
             return []
-        stream, position = len(path), len(self._text) + len(path)
+        stream = len(path)
         ranked = self._ranked[stream]
         if ranked is None or self._penalised:
+            position = len(self._text) + stream
             ranked = self._rankings[stream].rank(self._logits[stream], position, [*self._text, *path])
             self._ranked[stream] = ranked
         return ranked
 
-    def judge(self, token: int) -> None:
-        stream = self._drawn
-        if self._logits is not None and stream < self._used:
-            self._rankings[stream].judge(self._logits[stream], len(self._text), token, self._text)
+    def pruner(self, draft: Draft, row_share: float) -> Prune | None:
+        return partial(self._prune, draft, row_share)
 
-    def _forget(self) -> None:
-        """What was known of the newest token: it is another one's turn."""
-        self._drawn, self._logits, self._branches, self._states = 0, None, None, None
-        self._ranked = [None] * self._count
-
-    @property
-    def wants_streams(self) -> bool:
-        return True
-
-    def prune(self, draft: Draft, entering: Array, row_share: float) -> PrunedDraft:
-        """Which nodes of `draft` go on into the stream layers, given what enters them, and which get streams.
+    def _prune(self, draft: Draft, row_share: float, entering: Array) -> PrunedDraft:
+        """Nodes of `draft` that go on into the stream layers, and nodes that get streams there.
 
         The accepted path ends in a node if it gets there and none of its children is right. Streams of a node
-        that it may end in save a pass of their own, which takes about what a plain pass does and row_share of
-        it for every row but the first, in as many layers.
+        that it may end in save a pass of their own. That takes about the time of a plain pass, plus row_share
+        of it for every row but the first, in as many layers.
         """
         kept = self._unpruned(draft, entering)
         if len(draft) == 1:
-            # No draft may be wanted next either; if one is, the streams run then.
+            # The next pass may have no draft either; if it has one, the streams run then.
             return PrunedDraft(kept)
         reached = np.array(draft.chances)[kept]
         ends = reached.copy()
         index = {node: place for place, node in enumerate(kept)}
         for place, node in enumerate(kept[1:], 1):
             ends[index[draft.parents[node]]] -= reached[place]
-        most = min(self._options.most_ends, (self._places - len(kept)) // self._count)
-        best = np.argsort(-ends, kind="stable")[: max(0, most)]
-        least = self._count * row_share / (1 + (self._count - 1) * row_share)
-        least = max(least, self._options.least_end)
-        return PrunedDraft(kept, sorted(int(place) for place in best if ends[place] >= least))
+        max_ends = min(self._options.max_ends, (self._places - len(kept)) // self._count)
+        best = np.argsort(-ends, kind="stable")[: max(0, max_ends)]
+        break_even = self._count * row_share / (1 + (self._count - 1) * row_share)
+        min_chance = max(break_even, self._options.min_end_chance)
+        return PrunedDraft(kept, sorted(int(place) for place in best if ends[place] >= min_chance))
 
     def _unpruned(self, draft: Draft, entering: Array) -> list[int]:
+        """Nodes that the pruning adapter lets pass."""
         if not self._prunes or len(draft) == 1:
             return list(range(len(draft)))
         logits = self._transformer.backend.to_numpy(self._transformer.pruning_logits(entering))

@@ -2,12 +2,12 @@
 
 Needs no trained weights: a synthetic Llama-7B shape whose sparsity is planted (`synthetic.py`), or `--model
 DIR`. Drafts are chains and best-first trees; each has a few passes in a row, and rounds of all of them are
-interleaved. Their guesses are no part of the text: in the synthetic model they are drawn at random, as its
-text is, so that together they fire the neurons that the plant says; for another model they are runs of text
-that it wrote. Drafts of more than 16 nodes are wider than any that the engine grows: their scratch memory is
-taken from neurons. Speed-ups are derived, not measured: tokens per pass, as `--acceptance FILE` has them or
-as assumed chances give them, over the measured cost. What growing a draft takes isn't in it. Ends with one
-JSON line.
+interleaved. Their draft tokens are no part of the text: in the synthetic model they are drawn at random, as
+its text is, so that together they fire the neurons that the plant says; for another model they are runs of
+text that it wrote. Drafts of more than 16 nodes are wider than any that the engine grows: their scratch
+memory is taken from neurons. Speed-ups are derived, not measured: tokens per pass, as `--acceptance FILE` has
+them or as assumed chances give them, over the measured cost. What growing a draft takes isn't in it. Ends
+with one JSON line.
 
 FILE: {"chain": {"2": 1.6, "4": 2.1}, "tree": {"4": 2.3}}, tokens per pass by nodes.
 """
@@ -27,16 +27,18 @@ from typing import Any
 import numpy as np
 
 from ondevice.api import Model, inspect, load
-from ondevice.backends.base import Array, Float32
+from ondevice.backends.base import Float32
 from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig, Sparsity
 from ondevice.errors import UnsupportedModelError
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.transformer import ForwardOutput, PrunedDraft
+from ondevice.model.transformer import Prune
 from ondevice.runtime.engine import Engine
 from ondevice.scoring import benchmark_prompt
+from ondevice.speculation.drafting import PassOutcome
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
+from ondevice.stats import DraftStats
 from tests.benchmarks.compare.flash_versus_llama_cpp import RANDOM_TEXT, TENTH
 from tests.benchmarks.lib.measure import machine, note, summary
 from tests.benchmarks.lib.random_model import LLAMA_7B, SMALL, TINY, random_tokens
@@ -46,9 +48,9 @@ from tests.support.paths import ROOT
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 SHAPES = {shape.name: shape for shape in (TINY, SMALL, LLAMA_7B)}
 CHANCES = (0.70, 0.62, 0.56, 0.52, 0.50)
-"""Assumed where no acceptance is given: that the first guess is right, by depth; deeper as the last."""
+"""Assumed acceptance rate of the first candidate by depth, where none is given; deeper as the last."""
 SECOND, NEXT = 0.4, 0.5
-"""And the second guess, as a share of what the first leaves; each further one, of the one before it."""
+"""Assumed rate of the second candidate as a share of what the first leaves; the next, of the one before."""
 RANKS = 8
 PROMPT_TOKENS, POOL_TOKENS = 64, 256
 TEXT_TEMPERATURE = 0.8
@@ -82,7 +84,7 @@ class Taken:
 
 
 def ranked(depth: int) -> list[tuple[int, float]]:
-    """Guesses of every rank at a place so deep, with the chances assumed."""
+    """Candidates of every rank at that depth, with the chances assumed."""
     first = CHANCES[min(depth, len(CHANCES) - 1)]
     return [(0, first)] + [(rank, (1 - first) * SECOND * NEXT ** (rank - 1)) for rank in range(1, RANKS)]
 
@@ -91,8 +93,8 @@ def shape(kind: str, nodes: int) -> Draft:
     """A chain of so many nodes, or the tree of them that the assumed chances make likeliest."""
 
     def propose(path: Sequence[int]) -> Proposals:
-        guesses = ranked(len(path))
-        return guesses if kind == "tree" else guesses[:1]
+        candidates = ranked(len(path))
+        return candidates if kind == "tree" else candidates[:1]
 
     return grow(0, propose, lambda count, chance: True, nodes, MAX_DEPTH)
 
@@ -122,22 +124,19 @@ class Schedule:
         self._steps: list[tuple[Draft, list[Taken] | None]] = [(plain(0), None)] * settle
         every = shapes()
         for block, taken in self.found:
-            self._steps += [(self._guessed(every[block]), None) for _ in range(warm)]
-            self._steps += [(self._guessed(every[block]), taken) for _ in range(passes)]
+            self._steps += [(self._filled(every[block]), None) for _ in range(warm)]
+            self._steps += [(self._filled(every[block]), taken) for _ in range(passes)]
         self._next = 0
         self._bytes = 0
-        self.preparing_seconds = self.growing_seconds = 0.0
-        self.deaf = False
-        self.decision = ""
-        self.resting = True
-        self.wants_streams = False
+        self.stats = DraftStats()
+        self.prune: Prune | None = None
         """Nothing is drafted by streams here."""
 
     @property
     def done(self) -> bool:
         return self._next >= len(self._steps)
 
-    def _guessed(self, form: Draft) -> Draft:
+    def _filled(self, form: Draft) -> Draft:
         """The draft with tokens: a first child goes on in the pool where its parent is, others elsewhere."""
         places, begun = [int(self._random.integers(len(self._pool)))], set()
         for parent in form.parents[1:]:
@@ -149,24 +148,20 @@ class Schedule:
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._bytes = self._engine.counters().flash_bytes_read
 
-    def draft(self, root: int, kv: KVCache, most_nodes: int, most_tokens: int, cancelled: Any) -> Draft:
+    def propose(self, root: int, kv: KVCache, max_nodes: int, max_tokens: int, cancelled: Any) -> Draft:
         """The next one, room in the context or not: there is enough, and blocks are taken for it."""
         drafted, _ = self._steps[min(self._next, len(self._steps) - 1)]
         return Draft((root, *drafted.tokens[1:]), drafted.parents, drafted.chances)
 
-    def prune(self, draft: Draft, entering: Array) -> PrunedDraft:
-        return PrunedDraft(range(len(draft)))
-
-    def entered(self, found: ForwardOutput, node: int) -> None:
+    def drew(self, token: int, logits: Float32) -> None:
         pass
 
-    def drew(self, last: int, token: int, logits: Float32) -> None:
-        pass
-
-    def passed(self, draft: Draft, seconds: float) -> None:
+    def observe(self, outcome: PassOutcome) -> None:
+        if outcome.seconds is None:
+            return
         total = self._engine.counters().flash_bytes_read
         if self._next < len(self._steps) and (taken := self._steps[self._next][1]) is not None:
-            taken.append(Taken(seconds, total - self._bytes))
+            taken.append(Taken(outcome.seconds, total - self._bytes))
         self._bytes, self._next = total, self._next + 1
 
 
@@ -190,7 +185,7 @@ def budget(bundle: Path, case: Case, options: Mapping[str, Any]) -> tuple[int, s
 
 
 def text_pool(model: Model, synthetic: bool) -> list[int]:
-    """What guesses are taken from: random tokens, or what the model writes behind random ones."""
+    """The text of draft tokens: random tokens, or what the model writes behind random ones."""
     if synthetic:
         return random_tokens(POOL_TOKENS, model.config.vocab_size, seed=8)
     written = model.generate(

@@ -1,10 +1,10 @@
-"""What every choice in drafting by streams is worth: each varied alone, through the engine, on held-out text.
+"""The choices in drafting by streams, each varied alone, through the engine, on held-out text.
 
 The shipped model (or another with streams whose text `make model-tables` packs) continues windows of held-out
-text greedily: how many streams guess, how often, how large drafts are, what the pruning adapter leaves out,
+text greedily: how many streams draft, how often, how large drafts are, what the pruning adapter leaves out,
 how many nodes get streams in the pass that verifies them, rather than behind it; whether streams multiply all
 neurons that fire, which are then read for them, or those in memory alone; and every other drafter by itself.
-Variants take turns window by window. Whatever guesses are worth here, drafts are as large as they may be, so
+Variants take turns window by window. Whatever time drafts take here, they are as large as they may be, so
 that tokens per pass are the same on every machine (`--priced`: as large as pays). Times are over plain
 decoding's of the same window. Texts must be those of plain decoding, token for token: the exit status says
 so. Ends with one JSON line.
@@ -31,25 +31,22 @@ from ondevice.backends.neuron_source import Batches
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
-from ondevice.config import SamplingConfig, Speculation
-from ondevice.model.transformer import ForwardOutput
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, MultiStreamDrafter, MultiStreamDrafting
-from ondevice.speculation.drafting import Drafting
+from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
-from ondevice.speculation.tree import Draft
 from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.measure import machine, note
 from tests.support.paths import ROOT
 
 PROMPT_TOKENS = 96
-GUESSES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, DECODE_TOKENS)
+CANDIDATES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, DECODE_TOKENS)
 PRUNING, ENDS = (0.0, 0.001, 0.01, 0.05), (0, 1, 2, 4)
-LEAST_CHANCE = 0.01
-"""Of a guess that is worth a node where drafts have no price."""
+MIN_CHANCE = 0.01
+"""Chance of a draft token from which on it is drafted where drafts have no price."""
 ALONE = tuple(name for name in DRAFTERS if name != "model")
 """Drafters that need no second model."""
 
@@ -82,47 +79,38 @@ class Counts:
 
 
 class Unpriced(TreePolicy):
-    """Drafts of as many nodes as there may be, but for guesses next to hopeless."""
+    """Drafts of as many nodes as there may be, without draft tokens that are next to hopeless."""
 
-    resting = False
-    quiet = False
+    is_backing_off = False
+    is_throttling = False
 
     def begin(self) -> int:
-        return self._most_nodes
+        return self._max_nodes
 
-    def worth(self, nodes: int, chance: float) -> bool:
-        return chance >= LEAST_CHANCE
+    def is_worth_adding(self, nodes: int, chance: float) -> bool:
+        return chance >= MIN_CHANCE
 
-    def promising(self, nodes: int, chance: float) -> bool:
-        return chance >= LEAST_CHANCE
+    def is_worth_asking(self, nodes: int, chance: float) -> bool:
+        return chance >= MIN_CHANCE
 
 
 class Counting(Drafting):
     """Drafting that counts."""
 
-    def __init__(self, drafter: Drafter, most_nodes: int, priced: bool) -> None:
-        super().__init__(drafter, most_nodes)
+    def __init__(self, drafter: Drafter, max_nodes: int, priced: bool) -> None:
+        super().__init__(drafter, max_nodes)
         self.counts = Counts()
-        self._prefilled = False
         if not priced:
-            self._policy = Unpriced(most_nodes)
+            self._policy = Unpriced(max_nodes)
 
-    def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        self._prefilled = False
-        super().begin(text, sampling)
-
-    def entered(self, found: ForwardOutput, node: int) -> None:
-        if self._prefilled:
-            self.counts.kept_nodes += len(found.tokens)
-            self.counts.streams += len(found.streams)
-        self._prefilled = True
-        super().entered(found, node)
-
-    def passed(self, draft: Draft, seconds: float) -> None:
-        self.counts.passes += 1
-        self.counts.nodes += len(draft)
-        self.counts.tokens += self._drawn
-        super().passed(draft, seconds)
+    def observe(self, outcome: PassOutcome) -> None:
+        if outcome.seconds is not None:
+            self.counts.passes += 1
+            self.counts.nodes += self._nodes
+            self.counts.tokens += len(outcome.path)
+            self.counts.kept_nodes += len(outcome.output.tokens)
+            self.counts.streams += len(outcome.output.streams)
+        super().observe(outcome)
 
 
 def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
@@ -130,12 +118,14 @@ def variants(streams: int, shares: Sequence[float]) -> list[Variant]:
     found = [Variant("default", "default")]
     counts = range(1, streams + 1)
     found += [Variant("streams", f"{n}", options=MultiStreamDrafting(streams=n)) for n in counts]
-    found += [Variant("guesses of each", f"{n}", options=MultiStreamDrafting(guesses=n)) for n in GUESSES]
+    found += [
+        Variant("draft tokens of each", f"{n}", options=MultiStreamDrafting(candidates=n)) for n in CANDIDATES
+    ]
     found += [Variant("most nodes", f"{n}", nodes=n) for n in NODES]
     found += [
         Variant("pruned below", f"{x:g}", options=MultiStreamDrafting(pruning_threshold=x)) for x in PRUNING
     ]
-    found += [Variant("nodes with streams", f"{n}", options=MultiStreamDrafting(most_ends=n)) for n in ENDS]
+    found += [Variant("nodes with streams", f"{n}", options=MultiStreamDrafting(max_ends=n)) for n in ENDS]
     for share in shares:
         for everything in (False, True):
             name = f"{'all' if everything else 'held'}, {share:.0%} of the slots"
