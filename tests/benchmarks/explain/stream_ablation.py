@@ -31,6 +31,7 @@ from ondevice.backends.neuron_source import Batches
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
+from ondevice.config import Speculation
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
