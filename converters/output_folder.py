@@ -18,6 +18,7 @@ from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
+from ondevice.bundle.about import DOCUMENTS
 from ondevice.bundle.files import disk_errors, sync_folder
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
 from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
@@ -88,7 +89,7 @@ class OutputFolder:
         """Delete the conversion's files in the partial folder but those to `keep`. Raises OndeviceError."""
         try:
             for folder in self._inner_folders():
-                _delete_files(folder)
+                _delete_files(folder, also=DOCUMENTS)
                 folder.rmdir()
             _delete_files(self.partial, keep)
         except OSError as error:
@@ -194,8 +195,9 @@ class OutputFolder:
         """Raises UsageError if the partial folder holds anything that no conversion put there."""
         why = "conversions work there"
         inner = self._inner_folders()
-        for folder in (self.partial, *inner):
-            _check_contents(folder, why, besides=inner)
+        _check_contents(self.partial, why, besides=inner)
+        for folder in inner:
+            _check_contents(folder, why, besides=[folder / name for name in DOCUMENTS])
 
     def _inner_folders(self) -> list[Path]:
         """The copy, and what its ordering leaves beside it when it is interrupted."""
@@ -260,10 +262,14 @@ def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> No
             )
 
 
-def _delete_files(folder: Path, keep: Container[str] = ()) -> None:
-    """Delete the files in `folder` that a conversion makes. Raises OSError."""
+def _delete_files(folder: Path, keep: Container[str] = (), also: Container[str] = ()) -> None:
+    """Delete the files in `folder` that a conversion makes but those to `keep`, and `also` others.
+
+    Raises OSError.
+    """
     for entry in sorted(folder.iterdir()):
-        if _is_made_here(entry.name) and entry.name not in keep:
+        made_here = _is_made_here(entry.name) or entry.name.removesuffix(".tmp") in also
+        if made_here and entry.name not in keep:
             entry.unlink()
 
 

@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from ondevice.errors import UnsupportedModelError, UsageError
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
-Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold", "experts"]
+Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
 WhenFull = Literal["drop", "stop"]
-"""What a conversation does that fills the context: forget its oldest turns, or refuse the next one."""
+"""What a conversation that fills the context does: forget its oldest turns, or refuse the next one."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
-TRAIN_TOKENS, PROFILE_TOKENS, PROFILE_LEAST = 40_000, 1024, 16
-"""Of a text: used at most where nothing else is said, for training and for a profile; a profile's fewest."""
+TRAIN_TOKENS = 40_000
+"""Most tokens of a text that training uses by default."""
+PROFILE_TOKENS = 1024
+"""Most tokens of a text that a profile uses by default."""
+PROFILE_LEAST = 16
+"""Fewest tokens that a profile takes."""
 TARGET_RANGE = "above 0 and below 1"
-"""Of a recall or a sparsity that a lossy mode aims at, in a bundle and as an option."""
+"""Range of the recall or sparsity that a lossy mode aims at, both in a bundle and as an option."""
 
 
 def is_target(share: float) -> bool:
-    """Whether it lies in TARGET_RANGE."""
+    """Whether `share` lies in TARGET_RANGE."""
     return 0.0 < share < 1.0
 
 
@@ -148,42 +154,122 @@ class QuantConfig:
         raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16")
 
 
+MAX_THREADS = 256
+"""Most compute threads. More are a slip, and each takes memory of its own."""
+MAX_CONTEXT = 1 << 24
+"""Most tokens of a prompt or conversation."""
+MAX_PREFILL_CHUNK = 1 << 16
+"""Most prompt tokens per forward pass."""
+
+
+class RuntimeOptions(TypedDict, total=False):
+    """Keyword options of `load` and `inspect`: the fields of RuntimeConfig, which holds their defaults."""
+
+    dram_budget: str | int
+    memory_pressure: Literal["auto", "off"]
+    backend: BackendName
+    threads: int
+    io: Literal["auto", "direct", "buffered"]
+    sparsity: Sparsity
+    predictor_recall: float
+    threshold_sparsity: float
+    speculation: Speculation
+    draft_model: str | os.PathLike[str]
+    kv_bits: Literal[16, 8]
+    max_context: int
+    prefill_chunk: int
+    kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"]
+
+
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """How a bundle is run. None but `kv_bits`, `backend` and lossy `sparsity` changes the text.
+    """How a bundle is run. Only `kv_bits`, `backend` and a lossy `sparsity` change the text.
 
-    A full context ends it, or makes a chat forget its oldest turns, be it `max_context` or the shorter one
-    that a budget has room for.
+    A full context ends the text, or makes a chat forget its oldest turns. The context is `max_context`, or
+    the shorter one that a budget has room for.
     """
 
     dram_budget: str | int = "auto"
     memory_pressure: Literal["auto", "off"] = "auto"
-    """auto: while other programs need the memory, the budget shrinks, and grows back after."""
+    """auto: the budget shrinks while other programs need the memory, and grows back afterwards."""
     backend: BackendName = "auto"
     threads: int = 0
     """Compute threads; 0 means one per core the process may use."""
     io: Literal["auto", "direct", "buffered"] = "auto"
     sparsity: Sparsity = "auto"
     predictor_recall: float = 0.95
-    """Share of the neurons that fire which `predicted` aims to find: one of those that its bundle has."""
+    """Share of the firing neurons that `predicted` aims to find; the bundle lists the measured ones."""
     threshold_sparsity: float = 0.5
-    """Share of the neurons that `threshold` leaves out for a token: one of those that its bundle has."""
+    """Share of a token's neurons that `threshold` leaves out; the bundle lists the measured ones."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
-    """The bundle that drafts with `speculation="model"`; where one is named, `auto` means that."""
+    """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
-    """Tokens a session may hold. 0 means the smaller of the model's own limit and 4,096, or, where the budget
-    has no room for so many, as many as fit, down to 512."""
+    """Most tokens of a session. 0 means the smaller of the model's own limit and 4,096 or, where the budget
+    has no room for that, as many as fit, down to 512."""
     prefill_chunk: int = 256
-    """Prompt tokens per forward pass. Fixed, so memory pressure can't change it."""
+    """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for a value of the wrong type or out of range."""
+        for name, allowed in _runtime_choices().items():
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                raise UsageError(f"{name} is {value!r}; it must be one of {', '.join(map(str, allowed))}")
+        for name, (least, most) in _RUNTIME_LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+        for name in ("predictor_recall", "threshold_sparsity"):
+            share = getattr(self, name)
+            if not _is_number(share) or not is_target(share):
+                raise UsageError(
+                    f"{name} is {share!r}; it must be a number {TARGET_RANGE}, one of those that "
+                    "`ondevice inspect` lists for the model"
+                )
+        if not isinstance(self.dram_budget, str) and not _is_int(self.dram_budget):
+            raise UsageError(f"dram_budget is {self.dram_budget!r}; it must be a string or a number of bytes")
+        if not isinstance(self.draft_model, str | os.PathLike):
+            raise UsageError(f"draft_model is {self.draft_model!r}; it must be a path or a name")
+
+
+_RUNTIME_LIMITS = {
+    "threads": (0, MAX_THREADS),
+    "max_context": (0, MAX_CONTEXT),
+    "prefill_chunk": (1, MAX_PREFILL_CHUNK),
+}
+
+
+@cache
+def _runtime_choices() -> dict[str, tuple[Any, ...]]:
+    """The values that each field of RuntimeConfig with a fixed set of them may have."""
+    hints = get_type_hints(RuntimeConfig)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 LEAST_TEMPERATURE = 1e-6
-"""Above 0, no finite logit divided by this overflows."""
+"""Lowest temperature above 0. No finite logit divided by it overflows."""
 MOST_BIAS = 1e9
-"""Of a logit, added or taken away: above what any model's logits differ by, and nothing overflows."""
+"""Largest finite bias of a logit. No model's logits differ by as much, and nothing overflows."""
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword options of every generation: the fields of SamplingConfig, which holds their defaults.
+
+    `stop` and `logit_bias` may be written more freely than there.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]]
+    stop: str | Iterable[str]
+    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -196,9 +282,9 @@ class SamplingConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    """Of the random numbers; None: `seeded` draws one."""
+    """Seed of the random numbers. With None, `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Added to tokens' logits; -inf bans a token."""
+    """Pairs of a token and what is added to its logit; -inf bans the token."""
     stop: tuple[str, ...] = field(default=())
     max_tokens: int = 256
 
@@ -217,7 +303,7 @@ class SamplingConfig:
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 100.0, "from 0.001 to 100"),
             ("max_tokens", self.max_tokens >= 0, "0 or more"),
             ("seed", self.seed is None or 0 <= self.seed < 1 << 64, "from 0 to 2^64 - 1"),
-            # An empty one would stop every text before it begins.
+            # An empty string would stop every text before it begins.
             ("stop", all(self.stop), "strings that aren't empty"),
         )
         for name, valid, range_text in checks:
@@ -237,7 +323,7 @@ class SamplingConfig:
         return self.temperature > 0.0
 
     def seeded(self) -> SamplingConfig:
-        """The same with a seed: where one counts and none was given, it is drawn at random, below 2^32."""
+        """This config with a seed: drawn at random, below 2^32, where one counts and none was given."""
         if self.seed is not None or not self.is_random:
             return self
         return replace(self, seed=int.from_bytes(os.urandom(4)))

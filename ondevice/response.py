@@ -1,4 +1,4 @@
-"""A finished generation, gathered from its events, and the figures of the last one."""
+"""A finished generation, gathered from its events, and the stats of the last one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from ondevice.callbacks import IsCancelled
 from ondevice.errors import OndeviceError
 from ondevice.generate import Event, FinishReason
 from ondevice.stats import GenerationStats
 
-Work = Callable[[Callable[[], bool]], Iterator[Event]]
-"""A generation to run: it is told how to ask whether it is cancelled."""
+Work = Callable[[IsCancelled], Iterator[Event]]
+"""A generation to run."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What a prompt was answered with. `tokens` are the generated ids."""
+    """The answer to a prompt. `tokens` are the generated ids."""
 
     text: str
     tokens: tuple[int, ...]
@@ -36,7 +37,7 @@ class Response:
 
 
 def gather(events: Iterable[Event]) -> Response:
-    """All of a stream. Raises OndeviceError if it stopped before its last event."""
+    """The whole of a stream. Raises OndeviceError if it stopped before its last event."""
     texts: list[str] = []
     tokens: list[int] = []
     for event in events:
@@ -49,7 +50,7 @@ def gather(events: Iterable[Event]) -> Response:
 
 
 class LastStats:
-    """Statistics of the generation that finished last, noted where it runs: nobody may be listening."""
+    """Stats of the generation that finished last, noted on the owner thread: its iterator may be gone."""
 
     def __init__(self) -> None:
         self._stats = GenerationStats()
@@ -57,17 +58,17 @@ class LastStats:
         """Set once the generation that was left last has ended."""
 
     def get(self) -> GenerationStats:
-        """The statistics. A generation that was left while it ran ends soon: it is waited for."""
+        """The stats. Waits for a generation whose iterator was closed while it ran; it ends soon."""
         if self._stopping is not None:
             self._stopping.wait()
         return self._stats
 
     @contextmanager
     def noted(self, work: Work) -> Iterator[Work]:
-        """The same work, its figures noted; the context is its consumer's interest in it."""
+        """The same work, which notes its stats. Leave the context when nothing consumes the work any more."""
         begun, ended = threading.Event(), threading.Event()
 
-        def noting(cancelled: Callable[[], bool]) -> Iterator[Event]:
+        def noting(cancelled: IsCancelled) -> Iterator[Event]:
             begun.set()
             try:
                 for event in work(cancelled):

@@ -1,8 +1,8 @@
 """A conversation: its transcript, and the key/value cache that follows it from turn to turn.
 
-Every turn renders the whole transcript into token ids, so the text depends on nothing else; what the cache
-already holds of those tokens isn't computed again. Where the context is full, a conversation ends, or forgets
-its oldest turns: then the transcript is what is left.
+Every turn renders the whole transcript into token ids, so the text depends on nothing else. Tokens that the
+cache already holds aren't computed again. When the context is full, a conversation either ends or forgets its
+oldest turns; the transcript then holds the turns that are left.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import os
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, Unpack, get_args
 
-from ondevice.budget.plan import Plan
-from ondevice.chat_template import ChatTemplate
-from ondevice.config import SamplingConfig, WhenFull
+from ondevice.config import SamplingConfig, SamplingOptions, WhenFull
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.generate import Event
+from ondevice.host import Host
 from ondevice.response import Response, gather
 from ondevice.settings import sampling_options
 from ondevice.tokenizer.base import valid_unicode
@@ -30,40 +29,11 @@ from ondevice.tokenizer.base import valid_unicode
 FORMAT = "ondevice-session"
 VERSION = 1
 MAX_FILE_BYTES = 2 << 20
-"""Of a saved session: some 500,000 tokens of text, and 25 MB in memory however it is made up."""
+"""Most bytes of a saved session: some 500,000 tokens of text, and 25 MB in memory whatever it holds."""
 ROLES = ("system", "user", "assistant")
 
 Message = dict[str, str]
 """`role` and `content`."""
-
-
-class Host(Protocol):
-    """The part of a model that a conversation needs."""
-
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """Its `stop` strings end a reply."""
-
-    @property
-    def plan(self) -> Plan:
-        """Its `max_context` is how much a conversation may hold."""
-
-    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a transcript, up to where the model's next turn begins."""
-
-    def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]: ...
-
-    def astream_ids(
-        self, key: int | None, ids: list[int], sampling: SamplingConfig
-    ) -> AsyncGenerator[Event, None]: ...
-
-    def new_key(self) -> int:
-        """Names a key/value cache that doesn't exist yet."""
-
-    def copy_cache(self, source: int, target: int) -> None: ...
-
-    def retire(self, key: int) -> None:
-        """Nobody needs the cache of `key` any more. Safe while garbage is collected."""
 
 
 class Session:
@@ -74,7 +44,7 @@ class Session:
             raise UsageError(f"when_full is {when_full!r}; it must be one of {', '.join(get_args(WhenFull))}")
         self.when_full: WhenFull = when_full
         self.dropped_turns = 0
-        """How many of the oldest turns have been forgotten so far."""
+        """Number of the oldest turns that have been forgotten so far."""
         self._host = host
         self._key = host.new_key()
         self._answering = threading.Lock()
@@ -85,35 +55,37 @@ class Session:
 
     @property
     def transcript(self) -> list[Message]:
-        """What the model is told of the turns so far, instructions first: a copy."""
+        """A copy of the messages that the model sees, instructions first."""
         return [dict(message) for message in self._messages]
 
-    def respond(self, text: str, *, sampling: SamplingConfig | None = None, **options: Any) -> Response:
+    def respond(
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+    ) -> Response:
         """Answer `text`. options: fields of SamplingConfig; greedy by default.
 
-        Raises ContextOverflowError when the conversation has outgrown the context, or `text` alone where the
-        oldest turns are dropped; the transcript then is as it was.
+        Raises ContextOverflowError, and leaves the transcript as it was, when the conversation has outgrown
+        the context. Where the oldest turns are dropped, only a `text` that is too long by itself does so.
         """
         return gather(self.stream_response(text, sampling=sampling, **options))
 
     def stream_response(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
     ) -> Iterator[Event]:
-        """`respond`, event by event. Closing the iterator cancels; what was said by then is remembered."""
+        """`respond`, event by event. Closing the iterator cancels; what was generated by then is kept."""
         config = self._sampling(sampling, options)
         with self._turn(text, config.max_tokens) as (ids, said):
             for event in self._host.stream_ids(self._key, ids, config):
                 yield _say(event, said)
 
     async def arespond(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
     ) -> Response:
         """`respond` for asyncio; cancelling the task cancels the work."""
         async with aclosing(self.astream_response(text, sampling=sampling, **options)) as events:
             return gather([event async for event in events])
 
     async def astream_response(
-        self, text: str, *, sampling: SamplingConfig | None = None, **options: Any
+        self, text: str, *, sampling: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
     ) -> AsyncGenerator[Event, None]:
         """`stream_response` for asyncio."""
         config = self._sampling(sampling, options)
@@ -139,8 +111,8 @@ class Session:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the transcript to a file. Keys and values aren't saved: `load` computes them again.
 
-        Raises OndeviceError if it can't be written, or is more than `load` reads; an older file of that name
-        then is as it was.
+        Raises OndeviceError, and leaves an older file of that name as it was, if the file can't be written or
+        would be more than `load` reads.
         """
         target = Path(path)
         content = {"format": FORMAT, "version": VERSION, "messages": _encodable(self._messages)}
@@ -160,7 +132,7 @@ class Session:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Continue the conversation that a file holds.
 
-        Raises UsageError if it holds none or a reply is under way, OndeviceError if it can't be read.
+        Raises UsageError if the file holds none or a reply is under way, OndeviceError if it can't be read.
         """
         source = Path(path)
         with _file_errors("loaded from", source):
@@ -169,7 +141,7 @@ class Session:
             with source.open("rb") as stream:
                 data = stream.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"{source} is no saved session: it has more than {MAX_FILE_BYTES} bytes")
+            raise UsageError(f"{source} is not a saved session: it has more than {MAX_FILE_BYTES} bytes")
         try:
             content = json.loads(data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -180,13 +152,13 @@ class Session:
             self._messages, self.dropped_turns = messages, 0
             self._instructions = first["content"] if first.get("role") == "system" else None
 
-    def _sampling(self, sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
+    def _sampling(self, sampling: SamplingConfig | None, options: SamplingOptions) -> SamplingConfig:
         config = sampling_options(sampling, options)
         return replace(config, stop=(*config.stop, *self._host.chat_template.stop))
 
     @contextmanager
     def _turn(self, text: str, max_tokens: int) -> Iterator[tuple[list[int], list[str]]]:
-        """The ids to continue, and a list that takes what is said; both are remembered at the end."""
+        """The ids to continue, and a list that takes the reply, which the transcript gets at the end."""
         with self._silent():
             asked = [*self._messages, {"role": "user", "content": text}]
             messages, ids, dropped = self._within_context(asked, max_tokens)
@@ -201,10 +173,10 @@ class Session:
     def _within_context(
         self, messages: list[Message], max_tokens: int
     ) -> tuple[list[Message], list[int], int]:
-        """What of these messages is told to the model, its ids, and how many turns are dropped for it.
+        """The messages that the model sees, their ids, and the number of turns dropped.
 
-        Turns are dropped where less than a quarter of the context is left for the reply, and then until half
-        is: so what is computed serves several turns. Instructions and the newest message always stay.
+        Turns are dropped when less than a quarter of the context is left for the reply, and then until half
+        of it is, so that what is computed serves several turns. Instructions and the newest message stay.
         """
         context, ids = self._host.plan.max_context, self._host.chat_ids(messages)
         if self.when_full == "stop" or len(ids) + min(max_tokens, context // 4) <= context:
@@ -221,9 +193,9 @@ class Session:
 
     @contextmanager
     def _silent(self) -> Iterator[None]:
-        """Alone with the transcript. Raises UsageError while a reply is under way."""
+        """Exclusive access to the transcript. Raises UsageError while a reply is under way."""
         if not self._answering.acquire(blocking=False):
-            raise UsageError("this session is answering already; finish or close that reply, or fork()")
+            raise UsageError("this session is already answering; finish or close that reply, or fork()")
         try:
             yield
         finally:
@@ -232,7 +204,7 @@ class Session:
 
 @contextmanager
 def _file_errors(what: str, path: Path) -> Iterator[None]:
-    """Turns what the system makes of a path into OndeviceError."""
+    """Turns the system's errors about a path into OndeviceError."""
     try:
         yield
     except UsageError:
@@ -258,17 +230,17 @@ def _messages(content: Any, source: Path) -> list[Message]:
             or message["role"] not in ROLES
             or not isinstance(message["content"], str)
         ):
-            raise UsageError(f"{source} holds what is not a message of a known role: {str(message)[:80]}")
+            raise UsageError(f"{source} holds no message of a known role, but {str(message)[:80]}")
     return _encodable(messages)
 
 
 def _encodable(messages: Sequence[Message]) -> list[Message]:
-    """As tokenizers read them, and as a file can hold them: without lone surrogates."""
+    """The messages without lone surrogates, which neither tokenizers nor files can hold."""
     return [{"role": said["role"], "content": valid_unicode(said["content"])} for said in messages]
 
 
 def _say(event: Event, said: list[str]) -> Event:
-    """The event as it is shown and remembered: no reply begins with the space that ends its prompt."""
+    """The event as it is shown and kept. A reply doesn't begin with the space that ends its prompt."""
     if not any(said):
         event = replace(event, text=event.text.lstrip(" "))
     said.append(event.text)

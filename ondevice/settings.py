@@ -1,4 +1,4 @@
-"""The options a person can set, each with its one default from the config dataclasses.
+"""The options that can be set, each with its one default from the config dataclasses.
 
 A flag beats an environment variable (`ONDEVICE_<OPTION>`) beats the settings file beats the default. This
 module knows the options and the file; the command line does the asking.
@@ -13,16 +13,14 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ondevice.config import TARGET_RANGE, RuntimeConfig, SamplingConfig, is_target
+from ondevice.config import TARGET_RANGE, RuntimeConfig, RuntimeOptions, SamplingConfig, SamplingOptions
 from ondevice.errors import UsageError
 from ondevice.units import parse_budget
 
-MAX_THREADS = 256
-"""More compute threads than this are a slip, and each takes memory of its own."""
 MAX_FILE_BYTES = 1 << 20
-"""Of a settings file."""
-MAX_CONTEXT = 1 << 24
-"""No prompt or conversation is longer."""
+"""Most bytes of a settings file."""
+NEAR = 0.6
+"""Least likeness of a misspelt option and the one that is suggested, as `difflib` measures it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Option:
     flag: str
     default: Any
     choices: tuple[str, ...]
-    """What it may be; empty where any value of `kind` will do."""
+    """Values it may have; empty where any value of `kind` will do."""
     kind: type
     help: str
 
@@ -43,17 +41,18 @@ class Option:
         return self.kind is tuple
 
 
+_LISTED = f"{TARGET_RANGE}, one of those that `inspect` lists"
 _RUNTIME_HELP = {
-    "dram_budget": "Ceiling of the whole process: 4GB, 3.5GiB, 60%, bytes, or auto.",
-    "memory_pressure": "auto: the budget yields memory that others need, and takes it back; off: it stays.",
-    "backend": "Engine that multiplies; auto is mlx on Apple silicon, cpu elsewhere.",
+    "dram_budget": "Ceiling for the whole process: 4GB, 3.5GiB, 60%, bytes, or auto.",
+    "memory_pressure": "auto: the budget shrinks while other programs need memory; off: it stays as it is.",
+    "backend": "What multiplies; auto is mlx on Apple silicon, cpu elsewhere.",
     "threads": "Compute threads; 0: one per core.",
     "io": "How flash is read: past the page cache, or through it.",
     "sparsity": "Which neurons are multiplied; `inspect` says what a model can have.",
-    "predictor_recall": "With --sparsity predicted: share of the firing neurons to find, as `inspect` lists.",
-    "threshold_sparsity": "With --sparsity threshold: share of the neurons to leave out, as `inspect` lists.",
+    "predictor_recall": f"With --sparsity predicted: share of the firing neurons to find, {_LISTED}.",
+    "threshold_sparsity": f"With --sparsity threshold: share of the neurons to leave out, {_LISTED}.",
     "speculation": "How tokens are drafted.",
-    "draft_model": "The bundle whose model drafts, with --speculation model, which auto is then.",
+    "draft_model": "Bundle that drafts; --speculation auto then means model.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits.",
 }
@@ -63,9 +62,9 @@ _SAMPLING_HELP = {
     "top_p": "Sample from the likeliest tokens that hold this probability; 1: off.",
     "min_p": "Drop tokens less likely than this times the likeliest; 0: off.",
     "repetition_penalty": "Divide the logits of tokens seen before; 1: off.",
-    "seed": "Of the random numbers: the same one gives the same text; drawn, and said, if not given.",
+    "seed": "Seed of the random numbers: the same seed gives the same text; drawn and shown if not given.",
     "stop": "End the text before this string; may be given several times.",
-    "max_tokens": "Tokens to generate at most.",
+    "max_tokens": "Most tokens to generate.",
 }
 _MODE_OF_TARGET = {"predictor_recall": "predicted", "threshold_sparsity": "threshold"}
 _FLAGS = {"temperature": "--temp", "as_json": "--json", "listing": "--list"}
@@ -125,7 +124,7 @@ OTHER_SETTINGS: dict[str, type] = {
     "listing": bool,
     "verbose": bool,
 }
-"""Settings that belong to the command line and not to a config dataclass."""
+"""Settings of the command line that are no fields of a config dataclass, and their types."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,6 @@ def runtime_config(values: Mapping[str, Any]) -> RuntimeConfig:
     if "kv_bits" in chosen:
         chosen["kv_bits"] = int(chosen["kv_bits"])
     config = RuntimeConfig(**chosen)
-    check_choices(config)
     parse_budget(config.dram_budget, auto=0)
     return config
 
@@ -162,21 +160,24 @@ def check_value(name: str, value: Any) -> None:
     config({name: value})
 
 
-def runtime_options(options: Mapping[str, Any]) -> RuntimeConfig:
-    """RuntimeConfig with these fields. Raises UsageError for a name that isn't one, or without meaning."""
+def runtime_options(options: RuntimeOptions) -> RuntimeConfig:
+    """RuntimeConfig with these fields. Raises UsageError for an unknown name or an option without meaning."""
     require_fields(RuntimeConfig, options)
     config, default = RuntimeConfig(**options), RuntimeConfig()
-    require_meaning({name for name in options if options[name] != getattr(default, name)}, config.sparsity)
+    changed = {name for name in options if getattr(config, name) != getattr(default, name)}
+    require_meaning(changed, config.sparsity)
     return config
 
 
-def sampling_options(sampling: SamplingConfig | None, options: Mapping[str, Any]) -> SamplingConfig:
+def sampling_options(sampling: SamplingConfig | None, options: SamplingOptions) -> SamplingConfig:
     """`sampling`, or the defaults, with these fields changed. Raises UsageError.
 
     `stop` may be one string, `logit_bias` a mapping from token id to bias.
     """
     require_fields(SamplingConfig, options)
-    changed = dict(options)
+    if sampling is not None and not isinstance(sampling, SamplingConfig):
+        raise UsageError(f"sampling is {sampling!r}; it must be a SamplingConfig")
+    changed: dict[str, Any] = {**options}
     if isinstance(changed.get("stop"), str):
         changed["stop"] = (changed["stop"],)
     if isinstance(changed.get("logit_bias"), Mapping):
@@ -192,32 +193,15 @@ def require_fields(config: type, options: Iterable[str]) -> None:
     known = [field.name for field in fields(config)]
     for name in options:
         if name not in known:
-            raise UsageError(f"there is no option {name!r}; there are {', '.join(known)}")
+            from difflib import get_close_matches
 
-
-def check_choices(config: RuntimeConfig) -> None:
-    """Raises UsageError if a field isn't one of the values its type allows."""
-    for name, hint in get_type_hints(RuntimeConfig).items():
-        value = getattr(config, name)
-        if get_origin(hint) is Literal and value not in get_args(hint):
-            allowed = ", ".join(str(choice) for choice in get_args(hint))
-            raise UsageError(f"{name} is {value!r}; it must be one of {allowed}")
-    limits = (("threads", 0, MAX_THREADS), ("max_context", 0, MAX_CONTEXT), ("prefill_chunk", 1, 1 << 16))
-    for name, least, most in limits:
-        value = getattr(config, name)
-        if type(value) is not int or not least <= value <= most:
-            raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-    for name in _MODE_OF_TARGET:
-        share = getattr(config, name)
-        if isinstance(share, bool) or not isinstance(share, int | float) or not is_target(share):
-            raise UsageError(
-                f"{name} is {share!r}; it must be a number {TARGET_RANGE}, one of those that "
-                "`ondevice inspect` lists for the model"
-            )
+            near = get_close_matches(name, known, 1, NEAR)
+            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise UsageError(f"there is no option {name!r}; {advice}")
 
 
 def require_meaning(given: Container[str], sparsity: str) -> None:
-    """Raises UsageError for a target among the options `given` that the sparsity mode has no use for."""
+    """Raises UsageError for an option among `given` that has no meaning in the sparsity mode."""
     for name, mode in _MODE_OF_TARGET.items():
         if name in given and sparsity != mode:
             raise UsageError(f"{_flag(name)} has no meaning without --sparsity {mode}")
@@ -226,10 +210,14 @@ def require_meaning(given: Container[str], sparsity: str) -> None:
 def with_model_defaults(
     config: SamplingConfig, generation: Mapping[str, Any], chosen: set[str]
 ) -> tuple[SamplingConfig, dict[str, Any]]:
-    """The sampling that the model's authors recommend, where the person didn't choose.
+    """Complete `config` with the sampling that the model's authors recommend.
 
-    generation: the bundle's recommendations by SamplingConfig field; chosen: names the person set.
-    Returns the config and what was taken from the model.
+    Args:
+        config: what was chosen, or is the default.
+        generation: the bundle's recommendations by SamplingConfig field.
+        chosen: names of the fields that were chosen; recommendations don't replace them.
+
+    Returns the config, and the recommendations that it took.
     """
     taken = {name: value for name, value in generation.items() if name not in chosen}
     return replace(config, **taken), taken
@@ -238,7 +226,7 @@ def with_model_defaults(
 def settings_path() -> Path:
     """The settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's configuration folder.
 
-    Raises UsageError if `ONDEVICE_CONFIG` names what isn't there; without it, there may be no such file.
+    Raises UsageError if `ONDEVICE_CONFIG` names a file that isn't there. The default one needn't exist.
     """
     chosen = os.environ.get("ONDEVICE_CONFIG")
     if chosen:
@@ -252,16 +240,16 @@ def settings_path() -> Path:
 
 
 def read_settings(path: Path) -> Settings:
-    """The settings in a TOML file; none if there is no file.
+    """The settings in a TOML file; empty settings if there is no file.
 
-    Raises UsageError for text that isn't TOML, for a key that is unknown or set already in another spelling,
+    Raises UsageError for text that isn't TOML, for a key that is unknown or already set in another spelling,
     and for a value of the wrong type.
     """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise UsageError(f"the settings file {path} has more than {MAX_FILE_BYTES} bytes; it is none")
+            raise UsageError(f"the settings file {path} has more than {MAX_FILE_BYTES} bytes: too many")
         text = data.decode("utf-8")
     except FileNotFoundError:
         return Settings(path, {}, {})
@@ -292,7 +280,7 @@ def read_settings(path: Path) -> Settings:
 
 
 def _wanted(name: str) -> str:
-    """What a TOML value of this option is."""
+    """The type of this option's TOML value, in words."""
     option = _OPTIONS.get(name)
     if option is not None and option.multiple:
         return "a string or a list of strings"
@@ -316,7 +304,7 @@ def _has_type(name: str, value: Any) -> bool:
 
 
 def _as_option(name: str, value: Any) -> Any:
-    """The value as the command line hands it over."""
+    """The value as the command line would pass it."""
     option = _OPTIONS.get(name)
     if option is not None and option.multiple and isinstance(value, str):
         return [value]

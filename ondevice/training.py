@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.api import Name, load, open_model, text_tokenizer
+from ondevice.api import Name, load, open_model
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
+from ondevice.host import text_tokenizer
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, output_path
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import Tally, windows
@@ -35,7 +36,6 @@ MEASURED_TOKENS = 2048
 TRAINED_SHARE = 0.9
 """Of the progress: the rest is measuring."""
 
-OnProgress = Callable[[float, str], None]
 Text = str | Iterable[str]
 """Whole or in parts, as it is read; of these no more than is used."""
 Pieces = Sequence[Sequence[int]]
@@ -53,7 +53,7 @@ def train_predictors(
     order: bool = False,
     backend: BackendName = "auto",
     dram_budget: str | int = "auto",
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Predictors:
     """Train predictors of which neurons fire on `text`, and add them, and how often each fires, to the model.
 
@@ -87,7 +87,8 @@ def train_predictors(
         options = replace(options, tokens=tokens)
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = training.check(resolved.bundle, pieces, options)
-    with _target(resolved, output) as folder:
+    goal = _check_target(resolved, output)
+    with _target(resolved, goal) as folder:
         found = training.train_predictors(
             resolved.bundle,
             pieces,
@@ -97,8 +98,9 @@ def train_predictors(
             backend=settled,
             order=order,
         )
+    # The goal is usable from here on: a failure while measuring loses no training.
     perplexity, points = _measured(
-        folder,
+        goal,
         found.points,
         [{"sparsity": "predicted", "predictor_recall": point.recall} for point in found.points],
         spread(measured, measured_tokens),
@@ -106,7 +108,7 @@ def train_predictors(
         on_progress,
     )
     found = replace(found, perplexity=perplexity, points=points)
-    training.save_predictors(found, folder)
+    training.save_predictors(found, goal)
     return found
 
 
@@ -119,7 +121,7 @@ def train_thresholds(
     tokens: int | None = None,
     measured_tokens: int = MEASURED_TOKENS,
     dram_budget: str | int = "auto",
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Thresholds:
     """Calibrate on `text` how large a gate must be for its neuron to count, and add that to the model.
 
@@ -139,12 +141,14 @@ def train_thresholds(
         options = replace(options, tokens=tokens)
     pieces = _pieces(resolved, text, pieces, options.tokens)
     measured = thresholds.check(resolved.bundle, pieces, options)
-    with _target(resolved, output) as folder:
+    goal = _check_target(resolved, output)
+    with _target(resolved, goal) as folder:
         found = thresholds.calibrate_thresholds(
             resolved.bundle, pieces, folder, options, _first_part_of(on_progress)
         )
+    # The goal is usable from here on: a failure while measuring loses no training.
     perplexity, points = _measured(
-        folder,
+        goal,
         found.points,
         [{"sparsity": "threshold", "threshold_sparsity": point.sparsity} for point in found.points],
         spread(measured, measured_tokens),
@@ -152,7 +156,7 @@ def train_thresholds(
         on_progress,
     )
     found = replace(found, perplexity=perplexity, points=points)
-    thresholds.save_thresholds(found, folder)
+    thresholds.save_thresholds(found, goal)
     return found
 
 
@@ -163,7 +167,7 @@ def train_streams(
     pieces: Pieces | None = None,
     output: Name | None = None,
     replace: bool = False,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
     **options: Any,
 ) -> MultiStreams:
@@ -195,7 +199,7 @@ def train_streams(
     goal = _check_target(resolved, output)
     left = goal.with_name(f"{goal.name}.streams.training")
     trained = training.train_streams(resolved.bundle, pieces, left, chosen, on_progress, on_step)
-    with _target(resolved, output) as folder:
+    with _target(resolved, goal) as folder:
         found: MultiStreams = trained.write(folder)
     training.forget(left)
     return found
@@ -219,7 +223,7 @@ def convert_and_train(
     quant: str = QuantConfig().name,
     *,
     on_progress: Callable[[ConversionProgress], None] | None = None,
-    on_training: OnProgress = lambda fraction, what: None,
+    on_training: OnProgress = ignore_progress,
     resume: bool = False,
     force: bool = False,
     offline: bool = False,
@@ -316,23 +320,15 @@ def _check_target(resolved: ResolvedModel, output: Name | None) -> Path:
 
 
 @contextmanager
-def _target(resolved: ResolvedModel, output: Name | None) -> Iterator[Path]:
-    """The folder to add to; `output` is made now, as a copy, and taken away if what follows fails."""
-    from ondevice.converters.training.sidecars import copy_bundle
+def _target(resolved: ResolvedModel, goal: Path) -> Iterator[Path]:
+    """The folder to write to: the model's own, or a copy that becomes `goal` when the context ends."""
+    from ondevice.converters.training.sidecars import copied_bundle
 
-    folder, whole = _check_target(resolved, output), False
-    if output is None:
-        yield folder
+    if goal == resolved.bundle.path:
+        yield goal
         return
-    copy_bundle(resolved.bundle, folder)
-    try:
+    with copied_bundle(resolved.bundle, goal) as folder:
         yield folder
-        # Usable from here on: what goes wrong in measuring loses no training.
-        whole = True
-    finally:
-        if not whole:
-            # Made just now, so nothing in it is anybody's.
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first_part_of(on_progress: OnProgress) -> OnProgress:

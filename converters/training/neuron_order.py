@@ -15,7 +15,7 @@ Legend: N tokens, F neurons of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from ondevice.bundle.layout import CHECKSUMS, RecordLayout, gate_file_name, neur
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.writer import BundleWriter
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.training.activations import Activations
 from ondevice.errors import BundleError
@@ -39,15 +40,12 @@ COUNTED_TOKENS, COUNTED_NEURONS = 512, 1024
 """Tokens, and rows of the counts, that are multiplied together."""
 COPIED_BYTES = 4 << 20
 
-OnProgress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and what is being done."""
-
 
 def order_neurons(
     bundle: Bundle,
     activations: Activations,
     tokens: int,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Bundle:
     """Put the neurons of `bundle` in the order that the first `tokens` recorded tokens suggest.
 

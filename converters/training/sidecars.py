@@ -1,30 +1,44 @@
-"""What training adds to a finished bundle: which text measures it, where it goes, and its file of tensors."""
+"""Sidecars of a finished bundle: the text that measures them, the copy that gets them, and their files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.bundle.about import DOCUMENTS
 from ondevice.bundle.digest import FileDigest
-from ondevice.bundle.files import disk_errors, link_or_copy, publish, temporary_path, write_durably
+from ondevice.bundle.files import (
+    contained,
+    disk_errors,
+    link_or_copy,
+    publish,
+    read_whole,
+    temporary_path,
+    write_durably,
+)
 from ondevice.bundle.layout import MANIFEST, TensorSpec, tensors_layout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import Sidecar
-from ondevice.errors import UsageError
+from ondevice.bundle.strict_json import MAX_JSON_BYTES
+from ondevice.bundle.verify import SIDECARS
+from ondevice.converters.output_folder import OutputFolder
+from ondevice.errors import BundleError, UsageError
 from ondevice.kernels import _native
 
 LEAST_TOKENS = 512
+"""Fewest tokens of a text to train on."""
 MEASURED_SHARE = 0.1
-"""Of the text: what measures, and doesn't train."""
+"""Share of the text that measures and doesn't train."""
 _REMEDY = "make room, or choose another --output"
 
 
 def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> Sequence[Sequence[int]]:
-    """The pieces that measure and don't train: the last, at least one and never all.
+    """The pieces that measure and don't train: the last ones, at least one and never all.
 
     Raises UsageError for too little text.
     """
@@ -39,9 +53,9 @@ def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> 
 
 
 def copy_bundle(bundle: Bundle, output: Path) -> None:
-    """Make the new folder `output` with the bundle's files: linked where they can be, else copied.
+    """Make the new folder `output` with the bundle's files and its undamaged sidecars.
 
-    Raises UsageError if it exists.
+    Files are linked where they can be, else copied. Raises UsageError if the folder exists.
     """
     if os.path.lexists(output):
         raise UsageError(f"{output} exists; choose a new folder, or leave --output out to add to the bundle")
@@ -49,6 +63,41 @@ def copy_bundle(bundle: Bundle, output: Path) -> None:
         output.mkdir(parents=True)
         for name in (*bundle.manifest.files, MANIFEST):
             link_or_copy(bundle.path / name, output / name)
+        for sidecar in SIDECARS:
+            names = (sidecar.tensors, sidecar.manifest)
+            if sidecar.key not in bundle.damaged and all((bundle.path / name).is_file() for name in names):
+                for name in names:
+                    link_or_copy(bundle.path / name, output / name)
+
+
+@contextmanager
+def copied_bundle(bundle: Bundle, output: Path) -> Iterator[Path]:
+    """A copy of the bundle in a partial folder, which takes the name `output` when the context ends.
+
+    If the context raises, the copy is deleted; if it is killed, `output` doesn't exist. The copy has the
+    bundle's documents at the end. Raises UsageError and OndeviceError as a conversion to `output` does.
+    """
+    with closing(OutputFolder(output)) as folder:
+        # An unfinished copy is of no use: claiming the folder deletes it.
+        folder.check(resume=True, force=False)
+        folder.claim(resume=False)
+        whole = False
+        try:
+            copy_bundle(bundle, folder.copy)
+            yield folder.copy
+            _copy_documents(bundle.path, folder.copy)
+            whole = True
+        finally:
+            if not whole:
+                folder.discard()
+        folder.publish()
+
+
+def _copy_documents(source: Path, output: Path) -> None:
+    with disk_errors(output, _REMEDY):
+        for name in DOCUMENTS:
+            with suppress(BundleError):  # missing, or no file of the bundle's own
+                write_durably(output / name, read_whole(contained(source.resolve(), name), MAX_JSON_BYTES))
 
 
 def write_tensors(
@@ -56,8 +105,8 @@ def write_tensors(
 ) -> tuple[str, tuple[int, ...]]:
     """Write the file of tensors, durably, and return its sha256 and checksums.
 
-    arrays: (n,) each, in the order of `tensors`. The JSON file goes first, so that no crash leaves one that
-    isn't true.
+    arrays: (n,) each, in the order of `tensors`. The JSON file is deleted first, so that no crash leaves one
+    that doesn't describe the tensors.
     """
     layout = tensors_layout(tensors)
     digest = FileDigest(layout, _native.crc32c)
@@ -75,6 +124,6 @@ def write_tensors(
 
 
 def save_sidecar(sidecar: Sidecar, text: bytes, folder: Path) -> None:
-    """Write the JSON file, durably: the last step, which makes both part of the bundle."""
+    """Write the JSON file, durably: the last step, which makes both files part of the bundle."""
     with disk_errors(folder, _REMEDY):
         write_durably(folder / sidecar.manifest, text)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from ondevice.bundle.thresholds import (
     threshold_tensors,
     thresholds_text,
 )
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import TRAIN_TOKENS, Activation
 from ondevice.converters.training.activations import record_inputs
 from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
@@ -49,8 +50,6 @@ BUCKET_BITS = 12
 """Of a float32's 32, left out of its bucket: a bucket is 1/2048 of its values wide."""
 BUCKETS = 1 << (31 - BUCKET_BITS)
 
-OnProgress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and what is being done."""
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def calibrate_thresholds(
     pieces: Sequence[Sequence[int]],
     output: Path,
     options: ThresholdOptions,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Thresholds:
     """Set thresholds for `bundle` on pieces of token ids and write them to the folder `output`.
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
 
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.sizes import DECODE_TOKENS, SegmentShape, SlotShape, StreamShape
+from ondevice.errors import UsageError
 from ondevice.units import PAGE_BYTES, MemoryRoom
 
 PROCESS_ALLOWANCE_BYTES = 4 << 20
@@ -207,8 +209,11 @@ class Plan:
         return min(self.activation_bytes, line + QUOTA_MARGIN_BYTES)
 
     def with_budget(self, budget_bytes: int) -> Plan:
-        """The same model and process under another budget."""
-        return replace(self, budget_bytes=budget_bytes)
+        """The same model and process under another budget. Raises UsageError for no number of bytes."""
+        try:
+            return replace(self, budget_bytes=index(budget_bytes))
+        except TypeError as error:
+            raise UsageError(f"budget_bytes is {budget_bytes!r}; it must be a number of bytes") from error
 
     def to_json(self) -> dict[str, int | str | bool]:
         """The plan as `inspect --json` prints it; the `_bytes` parts add up to `total_bytes`.

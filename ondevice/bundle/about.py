@@ -1,4 +1,4 @@
-"""What a model can do, in its maker's words: `about.txt` beside a bundle. It is as hostile as all of it."""
+"""Documents beside a bundle, and what `about.txt` says of the model. They are as untrusted as the rest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from ondevice.bundle.files import contained, read_whole
 from ondevice.errors import BundleError
 
 ABOUT = "about.txt"
+DOCUMENTS = (ABOUT, "LICENSE", "NOTICE", "README.md")
+"""Files for people that go with a bundle's copies."""
 MAX_BYTES = 2048
 MAX_LINES = 16
 MAX_LINE_CHARS = 160
 
 
 def read_about(folder: Path) -> str:
-    """The text, of printable characters and short lines; empty where there is none that could be shown."""
+    """The printable characters of `about.txt`, in short lines; empty if there is no such text."""
     try:
         text = read_whole(contained(folder.resolve(), ABOUT), MAX_BYTES).decode("utf-8")
     except (BundleError, UnicodeDecodeError):
@@ -25,6 +27,6 @@ def read_about(folder: Path) -> str:
 
 
 def _printable(line: str) -> str:
-    """Without what could steer a terminal, turn its text around, or end a line."""
+    """The line without characters that could steer a terminal, turn its text around, or end a line."""
     kept = (char for char in line if unicodedata.category(char)[0] != "C" and char not in "\u2028\u2029")
     return "".join(kept).rstrip()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ondevice.errors import BundleError, UsageError
 from ondevice.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class ChatTemplate:
         Raises UsageError for messages that are malformed or that the template refuses, BundleError if the
         template fails, tries to escape, or exceeds a limit on its work, output or time.
         """
-        checked = [_checked(message) for message in messages]
+        checked = _all_checked(messages)
         return self._render(checked, add_generation_prompt)
 
     def encode(
@@ -109,7 +109,7 @@ class ChatTemplate:
         Where a message spells out a special token's name, the name is encoded as the plain text it is.
         most: how many ids there is a use for; where there are more, some of them come. Raises as `render`.
         """
-        checked = [_checked(message) for message in messages]
+        checked = _all_checked(messages)
         for message in checked:
             # Before copies are made of what is longer than any context.
             if most is not None and len(message["content"]) > _LONG_CHARS:
@@ -174,7 +174,16 @@ class ChatTemplate:
                 raise BundleError(f"the chat template failed: {_reason(error)}; {_REMEDY}") from error
 
 
+def _all_checked(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """The messages with their roles and contents. Raises UsageError for malformed ones."""
+    if isinstance(messages, str) or not isinstance(messages, Iterable):
+        raise UsageError(f"the messages are {messages!r}; they must be a list of messages")
+    return [_checked(message) for message in messages]
+
+
 def _checked(message: Message) -> dict[str, str]:
+    if not isinstance(message, Mapping):
+        raise UsageError(f"the message is {message!r}; it must have a role and a content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or _ROLE.fullmatch(role) is None:
         raise UsageError(f"message role {role!r} is not a word such as system, user or assistant")

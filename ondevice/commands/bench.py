@@ -22,11 +22,10 @@ from ondevice.commands.options import (
     whole_text,
 )
 from ondevice.commands.terminal import print_result, progress, say, take_interrupts
-from ondevice.config import SamplingConfig
+from ondevice.config import MAX_CONTEXT, SamplingConfig
 from ondevice.errors import UsageError
 from ondevice.measure.prompts import BUILT_IN, MOST_PROMPTS, Task, paragraphs
 from ondevice.settings import (
-    MAX_CONTEXT,
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
     runtime_config,

@@ -104,7 +104,7 @@ def _overlap_lines(found: Ablation) -> list[str]:
         f"overlap takes {1e3 * row.total_seconds:.1f} ms, {found.overlap_ratio:.2f} x the longer of I/O and "
         f"compute in `all` ({1e3 * longer:.1f} ms), {found.own_overlap_ratio:.2f} x that of its own "
         f"({1e3 * own:.1f} ms)",
-        f"guesses found {percent(row.prefetch_recall)} of what was missing and read "
+        f"prefetching found {percent(row.prefetch_recall)} of the missing neurons and read "
         f"{row.prefetch_wasted_bytes / 1e6:.2f} MB per token in vain",
     ]
 
@@ -119,19 +119,19 @@ def _factor(after: float, before: float) -> str:
 
 
 SHOWN_DEPTHS = 4
-"""Of the acceptance by depth; JSON has all."""
-_DRAFTER_COLUMNS = ("tokens/pass", "guesses", "ms/pass", "drafting", "tokens/s", "flash/token")
+"""Depths whose acceptance rates the table shows; JSON has all."""
+_DRAFTER_COLUMNS = ("tokens/pass", "draft tokens", "ms/pass", "drafting", "tokens/s", "flash/token")
 
 
 def comparison_table(found: Comparison) -> str:
-    """Every task's rows, those of all tasks last; then whether texts stayed the same, and notes."""
+    """Every task's rows, then those of all tasks together, whether texts stayed the same, and notes."""
     greedy = "greedy" if found.sampling.temperature == 0 else f"temperature {found.sampling.temperature:g}"
     prompts = found.row(ALL_TASKS, OFF).prompts
     lines = [
         f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, --sparsity {found.sparsity}, "
         f"{found.io} reads; {prompts} prompts, {found.sampling.max_tokens} tokens at most, {greedy}",
         "",
-        _drafter_line("", "", _DRAFTER_COLUMNS, "over off", "right at depth 1, 2, ..., of so many drafts"),
+        _drafter_line("", "", _DRAFTER_COLUMNS, "over off", "accepted at depth 1, 2, ..., of drafts"),
     ]
     for task in found.tasks:
         lines.append("")
@@ -152,11 +152,11 @@ def _decisions(found: Comparison) -> list[str]:
 
 
 def _row_line(task: str, row: DrafterRow) -> str:
-    guesses = f"{row.tokens_per_draft:.1f}" if row.drafting.drafts else "-"
+    drafted = f"{row.tokens_per_draft:.1f}" if row.drafting.drafts else "-"
     rate = per_second(row.tokens, row.seconds)
     cells = (
         f"{row.tokens_per_pass:.2f}",
-        guesses,
+        drafted,
         f"{1e3 * row.seconds_per_pass:.2f}",
         f"{1e3 * row.drafting_seconds_per_pass:.2f}",
         f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}",

@@ -51,16 +51,16 @@ def chat(
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
-    from ondevice import api
     from ondevice.bundle.about import read_about
     from ondevice.commands import chat_input
     from ondevice.commands.slash_commands import is_known_command
+    from ondevice.host import text_tokenizer
 
     chosen = {
         name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     resolved = resolved_model(model, values)
-    tokenizer = api.text_tokenizer(resolved)
+    tokenizer = text_tokenizer(resolved)
     with loaded_model(resolved) as loaded:
         sampling = _sampling(loaded, sampling_config(values), chosen)
         if about := read_about(loaded.bundle.path):

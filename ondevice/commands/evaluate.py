@@ -29,12 +29,12 @@ from ondevice.settings import RUNTIME_OPTIONS
 @json_option
 def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None:
     """Measure how well a model predicts a text: its perplexity."""
-    from ondevice import api
+    from ondevice.host import text_tokenizer
     from ondevice.scoring import scoring_windows
 
     parts, taken = TextParts(text), 0
     resolved = resolved_model(model, values)
-    tokenizer = api.text_tokenizer(resolved)
+    tokenizer = text_tokenizer(resolved)
 
     def tokens() -> Iterator[int]:
         nonlocal taken

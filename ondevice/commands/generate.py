@@ -26,14 +26,14 @@ from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
 @json_option
 def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
-    from ondevice import api
+    from ondevice.host import text_tokenizer
     from ondevice.runtime.resolving import check_tokens
 
     sampling = sampling_config(values)
     text = TextParts(prompt) if prompt == "-" else [prompt]
     resolved = resolved_model(model, values)
     # No further than the context holds: a prompt from stdin may have no end.
-    tokens = api.text_tokenizer(resolved).encode_within(text, most=resolved.plan.max_context)
+    tokens = text_tokenizer(resolved).encode_within(text, most=resolved.plan.max_context)
     check_tokens(resolved, tokens)
     with loaded_model(resolved) as loaded:
         if as_json:

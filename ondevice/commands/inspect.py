@@ -17,7 +17,7 @@ from ondevice.settings import RUNTIME_OPTIONS, runtime_config
 @add_options(RUNTIME_OPTIONS)
 @json_option
 def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> None:
-    """Say what a model needs and can do, before loading anything."""
+    """Say what a model needs and can do, before loading anything. Exit code 5: it doesn't fit the budget."""
     from ondevice import api
     from ondevice.commands.inspection import inspection, inspection_text, model_list, model_list_text
 
@@ -26,3 +26,4 @@ def inspect(model: str | None, listing: bool, as_json: bool, **values: Any) -> N
         return
     resolved = api.open_model(model, runtime_config(values))
     print_result(as_json, inspection(resolved), inspection_text(resolved))
+    resolved.require_fit()

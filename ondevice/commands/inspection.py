@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ondevice.budget.limits import context_words, verdict
 from ondevice.bundle.reader import Bundle
 from ondevice.commands.reports import parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
-from ondevice.runtime.models import ALIASES, SparsityMode, known_models, model_home, sparsity_modes
-from ondevice.runtime.resolving import ResolvedModel
+from ondevice.runtime.models import (
+    ALIASES,
+    UNCONVERTIBLE,
+    SparsityMode,
+    known_models,
+    model_home,
+    sparsity_modes,
+)
+from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
 
@@ -31,9 +39,14 @@ def model_list_text() -> str:
             f"models, by name ({found['folder']} and what ships):",
             *([f"  {name:<24}{path}" for name, path in models] or ["  none"]),
             "short names, which `ondevice convert NAME` downloads and converts:",
-            *(f"  {name:<24}{source}" for name, source in found["aliases"].items()),
+            *(_alias_line(name, source) for name, source in found["aliases"].items()),
         ]
     )
+
+
+def _alias_line(name: str, source: str) -> str:
+    refused = f" (not convertible: {UNCONVERTIBLE[source]})" if source in UNCONVERTIBLE else ""
+    return f"  {name:<24}{source}{refused}"
 
 
 def inspection(resolved: ResolvedModel) -> dict[str, Any]:
@@ -41,6 +54,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     found, cuts = bundle.predictors, bundle.thresholds
     modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
+    change = mode_change(resolved)
     return {
         "model": bundle.name,
         "architecture": bundle.config.architecture,
@@ -58,6 +72,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
         "minimum_budget_speculation": frugal.runtime.speculation,
         "minimum_budget_context": frugal.plan.max_context,
         "fitting_context": resolved.fitting_context,
+        "mode_change": None if change is None else asdict(change),
         "plan": plan.to_json(),
     }
 
@@ -77,6 +92,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
         f"with {_modes_taken(resolved)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*parts(plan), ("total", plan.total_bytes)]),
         *([residency(plan)] if plan.fits else []),
+        *_mode_change_lines(resolved),
         *([] if frugal is resolved else [f"smallest budget for these: {size(plan.minimum_budget_bytes)}"]),
         f"smallest budget that works: {size(frugal.plan.minimum_budget_bytes)}, with {_modes_taken(frugal)}:",
         *(_part_line(what, nbytes, 40) for what, nbytes in frugal.plan.minimum_parts.items()),
@@ -85,6 +101,15 @@ def inspection_text(resolved: ResolvedModel) -> str:
         *(f"warning: {warning}" for warning in resolved.budget_warnings),
     ]
     return "\n".join(lines)
+
+
+def _mode_change_lines(resolved: ResolvedModel) -> list[str]:
+    """The budget below which `auto` takes other modes, if it does."""
+    change = mode_change(resolved)
+    if change is None:
+        return []
+    modes = f"--sparsity {change.sparsity} --speculation {change.speculation}"
+    return [f"below a budget of {size(change.budget_bytes)}, auto takes {modes}"]
 
 
 def _modes_taken(resolved: ResolvedModel) -> str:

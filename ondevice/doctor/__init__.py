@@ -11,39 +11,40 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
+from ondevice.callbacks import OnProgress, ignore_progress
+from ondevice.config import BackendName
 from ondevice.doctor import generation, machine, storage
 from ondevice.doctor.check import Check as Check
 from ondevice.doctor.check import Report as Report
 from ondevice.doctor.check import attempt
 from ondevice.errors import OndeviceError
-from ondevice.settings import RUNTIME_OPTIONS, settings_path
+from ondevice.settings import settings_path
 
 Step = tuple[str, Callable[[], Check]]
 
 
 def examine(
-    model: str | os.PathLike[str] | None = None, *, on_progress: Callable[[float, str], None] | None = None
+    model: str | os.PathLike[str] | None = None, *, on_progress: OnProgress = ignore_progress
 ) -> Report:
     """Examine this machine and this installation, in a few seconds, and say what is wrong with them.
 
     model: a bundle to examine as well, and whose device to measure: a path, a name or an alias.
-    on_progress gets the share that is done and what comes next; an exception it raises ends the examination,
-    and nothing else does: what is wrong is a failed check.
+    on_progress gets the share that is done and what comes next. Only an exception that it raises ends the
+    examination; what is wrong with the machine is a failed check.
     """
     begun, steps, checks = time.monotonic(), list(_steps(model)), []
     for index, (name, step) in enumerate(steps):
-        if on_progress is not None:
-            on_progress(index / len(steps), name)
+        on_progress(index / len(steps), name)
         checks.append(attempt(name, step))
-    if on_progress is not None:
-        on_progress(1.0, "done")
+    on_progress(1.0, "done")
     return Report(tuple(checks), time.monotonic() - begun)
 
 
-def backends() -> tuple[str, ...]:
-    """Every backend that can be asked for; those that can't run here say so when a model is loaded."""
-    return tuple(name for name in RUNTIME_OPTIONS["backend"].choices if name != "auto")
+def backends() -> tuple[BackendName, ...]:
+    """Every backend that can be asked for; one that can't run here says so when a model is loaded."""
+    return tuple(name for name in get_args(BackendName) if name != "auto")
 
 
 def _steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
@@ -84,7 +85,7 @@ def _flash(name: str, folders: Sequence[Path]) -> Check:
     return storage.flash(name, folders, storage.neuron_files(folders[0]))
 
 
-def _generation(backend: str) -> Check:
+def _generation(backend: BackendName) -> Check:
     return generation.generation(backend, generation.shipped_bundle())
 
 

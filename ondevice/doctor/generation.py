@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ondevice.config import BackendName
 from ondevice.doctor.check import Check
 from ondevice.errors import BackendUnavailableError, BudgetError, BundleError, ModelNotFoundError
 from ondevice.units import format_bytes
@@ -109,7 +110,7 @@ def named_model(model: str | os.PathLike[str]) -> Check:
     return Check("model", "ok", f"{value}; `ondevice verify` reads all of it", figures=figures)
 
 
-def generation(backend: str, folder: Path | None) -> Check:
+def generation(backend: BackendName, folder: Path | None) -> Check:
     """Whether a backend makes the model in the folder write what was recorded, margins considered.
 
     Raises what loading the model and reading the recording raise.
@@ -126,7 +127,7 @@ def generation(backend: str, folder: Path | None) -> Check:
     except BackendUnavailableError as error:
         return Check(name, "skipped", str(error))
     except BudgetError as error:
-        # Nobody chats with it: that memory is short for it means nothing for the others.
+        # The reference is an oracle: whether memory is short for it says nothing about the others.
         if backend != "reference":
             raise
         needed = format_bytes(error.required_bytes)

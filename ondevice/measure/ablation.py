@@ -1,42 +1,40 @@
-"""What each idea of "LLM in a flash" (arXiv 2312.11514, table 2) is worth on this machine, one row at a time.
+"""The effect of each idea of "LLM in a flash" (arXiv 2312.11514, table 2) on this machine, row by row.
 
-Every row is the production engine, configured by `FetchOptions`, on the same prompt, tokens and budget. Only
-the first row adds something to a run: what every token needs, really read from flash once per token.
+Every row is a run of the production engine, configured by `FetchOptions`, over the same prompt and tokens and
+within the same budget. `naive` is `hybrid` with one addition: before every token, all weights that stay in
+memory are read from flash as well. `half` is the paper's hybrid: it keeps half of the neurons in memory, or
+as many as the budget has room for.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
-
-import numpy as np
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ondevice.api import Name, open_model
-from ondevice.backends.base import Bytes
-from ondevice.budget.sizes import STREAM_SLOT_BYTES, STREAM_SLOTS
-from ondevice.bundle.layout import RESIDENT, neuron_file_name
+from ondevice.budget.sizes import DECODE_TOKENS
+from ondevice.bundle.layout import RESIDENT
 from ondevice.bundle.reader import Bundle, CheckedFile
-from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
+from ondevice.callbacks import OnProgress, ignore_progress
+from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.errors import UsageError
-from ondevice.flash.extent_stream import Extent, ExtentStream
-from ondevice.flash.reader import FlashReader
-from ondevice.kernels import _native
+from ondevice.measure.ablation_rows import (
+    AblationRow,
+    measured_row,
+    rereading,
+    row_checksums,
+    sampling_of,
+)
 from ondevice.measure.profiling import read_doubts
-from ondevice.meter import Counters
 from ondevice.runtime.backend_choice import on_kernels
-from ondevice.runtime.engine import Engine
 from ondevice.runtime.resolving import ResolvedModel, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
 from ondevice.sparsity.fetch import FetchOptions
-from ondevice.stats import per_second
-from ondevice.units import PAGE_BYTES, format_bytes
+from ondevice.units import format_bytes
 
-TEMPERATURE = 0.8
-"""The likeliest text repeats itself, which would flatter every cache."""
+DENSE_ROWS = 3
+"""Rows without selection: all that a model has whose every neuron counts."""
 _NOTHING_KEPT = FetchOptions(keep=False, fill_ahead=False, prefetch=False)
 _KEPT = FetchOptions(fill_ahead=False, prefetch=False)
 SPARSE_ROWS = {
@@ -48,71 +46,22 @@ SPARSE_ROWS = {
 }
 BEFORE = {
     "hybrid": "naive",
+    "half": "hybrid",
     "predictor": "hybrid",
     "windowing": "predictor",
     "bundling": "predictor",
     "all": "windowing",
     "overlap": "all",
 }
-"""The row that each is compared with: `all` adds bundling and the default policy to `windowing`."""
-
-IoMode = Literal["auto", "direct", "buffered"]
-OnProgress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True)
-class AblationRow:
-    """One configuration; means per token, in bytes and seconds.
-
-    feed_forward_bytes: memory that holds neurons at the end; resident_bytes: weights of every token, and what
-    selects neurons. io_seconds: wall time with a read in flight, beside compute or not; waited_seconds: of
-    the pass, for reads; managed_seconds: of the pass, for what is in memory and what isn't.
-    prefetch_recall: share of the neurons that weren't in memory whose read had begun from a guess.
-    tokens: ids of the text, those that warmed up included.
-    """
-
-    name: str
-    sparsity: str
-    io: str
-    kernel_target: str
-    feed_forward_bytes: int
-    resident_bytes: int
-    flash_bytes: float
-    flash_reads: float
-    io_seconds: float
-    waited_seconds: float
-    managed_seconds: float
-    total_seconds: float
-    prefetch_recall: float
-    prefetch_wasted_bytes: float
-    tokens: tuple[int, ...]
-
-    @property
-    def compute_seconds(self) -> float:
-        """What is left of the pass."""
-        return self.total_seconds - self.waited_seconds - self.managed_seconds
-
-    @property
-    def bytes_per_second(self) -> float:
-        """While a read is in flight."""
-        return per_second(self.flash_bytes, self.io_seconds)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "tokens": list(self.tokens),
-            "compute_seconds": self.compute_seconds,
-            "bytes_per_second": self.bytes_per_second,
-            "tokens_per_second": per_second(1, self.total_seconds),
-        }
+"""The row that each row is compared with. `all` adds bundling and the default policy to `windowing`."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """Rows in the table's order; of a model that every neuron counts in, the first two.
+    """Rows in the table's order; only the first DENSE_ROWS where every neuron counts.
 
-    max_tokens: of every row, measured behind warm_up_tokens others. notes: what is missing or doubtful, and
-    why, in sentences for people.
+    Every row measures max_tokens tokens after warm_up_tokens others. notes: sentences that say what is
+    missing or doubtful, and why.
     """
 
     model: str
@@ -128,16 +77,16 @@ class Ablation:
 
     @property
     def overlap_ratio(self) -> float | None:
-        """What a token takes with overlap, over the longer of `all`'s reading and computing; None without."""
-        if len(self.rows) <= 2:
+        """A token's time with overlap, over the longer of reading and computing in `all`."""
+        if len(self.rows) <= DENSE_ROWS:
             return None
         apart = self.row("all")
         return self.row("overlap").total_seconds / max(apart.io_seconds, apart.compute_seconds)
 
     @property
     def own_overlap_ratio(self) -> float | None:
-        """The same over the longer of its own; reads that are begun ahead of the text are among them."""
-        if len(self.rows) <= 2:
+        """The same over the longer of reading and computing in `overlap`, which counts prefetches."""
+        if len(self.rows) <= DENSE_ROWS:
             return None
         row = self.row("overlap")
         return row.total_seconds / max(row.io_seconds, row.compute_seconds)
@@ -165,16 +114,22 @@ def ablation(
     prompt_tokens: int,
     max_tokens: int,
     warm_up_tokens: int,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Ablation:
     """Run every row over one made-up prompt, with the ends of text ruled out.
 
-    runtime.sparsity: what selects neurons; `auto` is predictors where the bundle has them, else exact gates,
-    else thresholds where it has them, else nothing. max_tokens, warm_up_tokens: 1 or more. on_progress gets
-    the share done, and what is being done. Checksums of rows, 12 bytes per neuron, count as the process's.
+    Args:
+        model: a path, a name or an alias.
+        runtime: its `sparsity` selects neurons. `auto` takes predictors where the bundle has them, else
+            exact gates, else thresholds, else nothing.
+        prompt_tokens: length of the prompt.
+        max_tokens: tokens that are measured, 1 or more.
+        warm_up_tokens: tokens before them, 1 or more.
+        on_progress: gets the progress.
 
-    Raises UsageError for a count that is too small, BackendUnavailableError for another backend than cpu,
-    BudgetError before anything is read, and what `load` and a generation raise.
+    Checksums of single rows, 12 bytes per neuron, count as the process's own memory. Raises UsageError for a
+    count that is too small, BackendUnavailableError for another backend than cpu, BudgetError before anything
+    is read, and what `load` and a generation raise.
     """
     if max_tokens < 1 or warm_up_tokens < 1:
         raise UsageError(
@@ -187,23 +142,24 @@ def ablation(
     check_tokens(dense, range(prompt_tokens), warm_up_tokens + max_tokens)
     for resolved in (sparse, dense):
         resolved.require_fit()
-    configurations = {"hybrid": (dense, FetchOptions(keep=False))}
+    configurations = _dense_rows(dense)
     if sparse.runtime.sparsity != "dense":
         on_progress(0.0, "checksums of rows")
         by_rows = bundle.with_files(row_checksums(bundle, runtime.io))
-        # Planned again: what these checksums hold is the process's own now, in every row alike.
+        # Planned again: these checksums are now part of the process's own memory, in every row alike.
         sparse, dense = _planned(by_rows, sparse.runtime), _planned(bundle, dense.runtime)
         whole = replace(sparse, bundle=bundle)
-        configurations = {"hybrid": (dense, FetchOptions(keep=False))} | {
+        configurations = _dense_rows(dense) | {
             name: (whole if fetch.bundled else sparse, fetch) for name, fetch in SPARSE_ROWS.items()
         }
     prompt = benchmark_prompt(prompt_tokens, bundle.config.vocab_size)
     rows: list[AblationRow] = []
     for name, (resolved, fetch) in configurations.items():
-        on_progress((1 + len(rows)) / (2 + len(configurations)), name)
-        rows.append(_measured(name, resolved, fetch, prompt, warm_up_tokens, max_tokens))
-    on_progress((1 + len(rows)) / (2 + len(configurations)), "naive")
-    rows.insert(0, with_all_read(rows[0], bundle, runtime.io, max_tokens))
+        on_progress((1 + len(rows)) / (1 + len(configurations)), name)
+        sampling = sampling_of(bundle, warm_up_tokens + max_tokens)
+        files = _always_needed(bundle) if name == "naive" else []
+        with rereading(files, runtime.io) as reread:
+            rows.append(measured_row(name, resolved, fetch, prompt, sampling, warm_up_tokens, reread))
     on_progress(1.0, "done")
     return Ablation(
         model=bundle.name,
@@ -212,53 +168,40 @@ def ablation(
         warm_up_tokens=warm_up_tokens,
         max_tokens=max_tokens,
         rows=tuple(rows),
-        notes=_notes(sparse, rows[0].io),
+        notes=_notes(sparse, configurations["half"][0], rows[0].io),
     )
 
 
-def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
-    """The neuron files, by name, in units of one row: gate, up, and down with what pads it.
-
-    All of them are read once, and checked as they are. Raises FlashReadError.
-    """
-    layout = bundle.neuron_layout
-    up_bytes = layout.parts[1][0].nbytes
-    units = (layout.part_bytes[0], up_bytes, layout.part_bytes[1] - up_bytes)
-    found = {}
-    for layer in range(bundle.config.num_layers):
-        file = bundle.neuron_file(layer)
-        with FlashReader([file], io) as reader:
-            crcs = [_native.crc32c(piece, units) for piece in _read_through(reader, [file])]
-        found[neuron_file_name(layer)] = replace(file, crc_units=units, crcs=np.concatenate(crcs))
-    return found
+def _dense_rows(dense: ResolvedModel) -> dict[str, tuple[ResolvedModel, FetchOptions]]:
+    """The rows in which every neuron counts."""
+    nothing_kept = FetchOptions(keep=False)
+    return {
+        "naive": (dense, nothing_kept),
+        "hybrid": (dense, nothing_kept),
+        "half": (_keeping_half(dense), FetchOptions()),
+    }
 
 
-def with_all_read(hybrid: AblationRow, bundle: Bundle, io: IoMode, tokens: int) -> AblationRow:
-    """The row `naive`: `hybrid`, but all that is resident there is read ahead of each of `tokens` tokens.
+def _keeping_half(dense: ResolvedModel) -> ResolvedModel:
+    """The model under the smallest budget that keeps half of the neurons in memory, or under its own."""
+    plan = dense.plan
+    wanted = plan.segment.least + (plan.segment.total - plan.segment.least) // 2
 
-    The head is among that where it is the embedding table. Raises FlashReadError.
-    """
-    files = [bundle.file(RESIDENT), *([bundle.embedding_file] if bundle.config.tie_embeddings else [])]
-    with FlashReader(files, io) as reader:
-        started = time.perf_counter()
-        for _ in _read_through(reader, files, tokens):
-            pass
-        seconds = (time.perf_counter() - started) / tokens
-        stats = reader.stats
-    return replace(
-        hybrid,
-        name="naive",
-        resident_bytes=0,
-        flash_bytes=hybrid.flash_bytes + stats.bytes_read / tokens,
-        flash_reads=hybrid.flash_reads + stats.reads / tokens,
-        io_seconds=hybrid.io_seconds + stats.read_seconds / tokens,
-        waited_seconds=hybrid.waited_seconds + seconds,
-        total_seconds=hybrid.total_seconds + seconds,
-    )
+    def kept(budget_bytes: int) -> int:
+        return plan.with_budget(budget_bytes).segments_for(plan.kv_block_bytes, DECODE_TOKENS)
+
+    budgets = range(plan.minimum_budget_bytes, plan.budget_bytes)
+    return replace(dense, plan=plan.with_budget(budgets.start + bisect_left(budgets, wanted, key=kept)))
+
+
+def _always_needed(bundle: Bundle) -> list[CheckedFile]:
+    """The files of the weights that every token needs, beside its neurons: the head among them."""
+    tied = bundle.config.tie_embeddings
+    return [bundle.file(RESIDENT), *([bundle.embedding_file] if tied else [])]
 
 
 def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel, ResolvedModel]:
-    """The model with its neurons selected and without, under one budget; the same where nothing selects."""
+    """The model with and without selection of neurons, under one budget; the same where nothing selects."""
     if runtime.speculation not in ("auto", "off"):
         raise UsageError(
             f"--speculation {runtime.speculation}: an ablation compares single tokens; leave it off"
@@ -275,7 +218,7 @@ def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel
 
 
 def _selecting(bundle: Bundle) -> Sparsity:
-    """What selects neurons where nobody says."""
+    """What selects neurons by default."""
     if bundle.predictors is not None:
         return "predicted"
     if bundle.config.zeros_gates:
@@ -284,97 +227,33 @@ def _selecting(bundle: Bundle) -> Sparsity:
 
 
 def _planned(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
-    """Without its tokenizer, which takes memory and isn't needed; the budget is settled, too."""
+    """The model under a settled budget, without its tokenizer, which takes memory and isn't needed."""
     resolved = replace(resolve(bundle, runtime), tokenizer=None)
     budget = resolved.plan.budget_bytes
     return replace(resolved, runtime=replace(resolved.runtime, dram_budget=budget))
 
 
-def _measured(
-    name: str,
-    resolved: ResolvedModel,
-    fetch: FetchOptions,
-    prompt: Sequence[int],
-    warm_up_tokens: int,
-    max_tokens: int,
-) -> AblationRow:
-    plan = resolved.plan
-    ends = resolved.bundle.manifest.tokenizer.eos_ids
-    sampling = SamplingConfig(
-        temperature=TEMPERATURE,
-        seed=0,
-        logit_bias=tuple((token, -math.inf) for token in ends),
-        max_tokens=warm_up_tokens + max_tokens,
-    )
-    tokens: list[int] = []
-    marks: list[tuple[float, Counters]] = []
-    with closing(Engine(resolved, _never, fetch)) as engine:
-        for event in engine.generate(None, prompt, sampling, _never):
-            if event.token is not None:
-                tokens.append(event.token)
-                if len(tokens) in (warm_up_tokens, warm_up_tokens + max_tokens):
-                    marks.append((time.perf_counter(), engine.counters()))
-        io, kernel_target, feed_forward_bytes = engine.io, engine.kernel_target, engine.feed_forward_bytes
-    (started, before), (ended, after) = marks
-    absent = after.neuron_cache_lookups - before.neuron_cache_lookups
-    absent -= after.neuron_cache_hits - before.neuron_cache_hits
-    guessed = after.prefetched_used - before.prefetched_used
-    return AblationRow(
-        name=name,
-        sparsity=resolved.runtime.sparsity,
-        io=io,
-        kernel_target=kernel_target,
-        feed_forward_bytes=feed_forward_bytes,
-        resident_bytes=plan.resident_weights_bytes + plan.predictor_bytes,
-        flash_bytes=(after.flash_bytes_read - before.flash_bytes_read) / max_tokens,
-        flash_reads=(after.flash_reads - before.flash_reads) / max_tokens,
-        io_seconds=(after.flash_read_seconds - before.flash_read_seconds) / max_tokens,
-        waited_seconds=(after.waited_seconds - before.waited_seconds) / max_tokens,
-        managed_seconds=(after.managed_seconds - before.managed_seconds) / max_tokens,
-        total_seconds=(ended - started) / max_tokens,
-        prefetch_recall=guessed / absent if absent > 0 else 0.0,
-        prefetch_wasted_bytes=(after.prefetch_wasted_bytes - before.prefetch_wasted_bytes) / max_tokens,
-        tokens=tuple(tokens),
-    )
-
-
-def _never() -> bool:
-    return False
-
-
-def _read_through(reader: FlashReader, files: Sequence[CheckedFile], times: int = 1) -> Iterator[Bytes]:
-    """Pieces, of whole units, of all that is checked of files, `times` over; each is valid until the next."""
-    extents, slot_bytes = [], 0
-    for index, file in enumerate(files):
-        unit = sum(file.crc_units)
-        step = min(max(1, STREAM_SLOT_BYTES // unit) * unit, file.nbytes - file.crc_start)
-        slot_bytes = max(slot_bytes, step + 2 * PAGE_BYTES)
-        extents += [
-            Extent(index, first, min(step, file.nbytes - first))
-            for first in range(file.crc_start, file.nbytes, step)
-        ]
-    extents *= times
-    slots = min(STREAM_SLOTS, 1 + len(extents))
-    with ExtentStream(reader, extents, slot_bytes, slots, cyclic=False) as stream:
-        for _ in extents:
-            yield stream.next()
-            stream.release()
-
-
-def _notes(resolved: ResolvedModel, io: str) -> tuple[str, ...]:
+def _notes(resolved: ResolvedModel, half: ResolvedModel, io: str) -> tuple[str, ...]:
     bundle, plan, sparsity = resolved.bundle, resolved.plan, resolved.runtime.sparsity
-    notes = []
+    notes = [
+        "naive reads every weight from flash for every token; what it multiplies of those that hybrid keeps "
+        "are copies in memory"
+    ]
+    segment = half.plan.segment
+    kept = half.plan.segments_for(half.plan.kv_block_bytes, DECODE_TOKENS) - segment.least
+    if 2 * kept < segment.total - segment.least - 1:
+        notes.append("the budget has room for less than half of the neurons, so half keeps as many as fit")
     if sparsity == "dense":
         config = bundle.config
         because = f"{config.hidden_act} gates are hardly ever exactly zero:"
         notes.append(
             f"{'with --sparsity dense' if config.zeros_gates else because} every neuron counts for every "
-            "token, so there is nothing to select, and no more rows"
+            "token, so nothing is selected and there are no more rows"
         )
     elif not plan.offloads_weights:
         notes.append(
             f"a budget of {format_bytes(plan.budget_bytes)} has room for every neuron: what is kept is read "
-            "once and never again. A lower --dram-budget shows what a cache is worth"
+            "once and never again. A lower --dram-budget shows what a cache saves"
         )
     if sparsity not in ("dense", "exact"):
         notes.append(

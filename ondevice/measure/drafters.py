@@ -7,15 +7,16 @@ what it has learned of the prompts before. It knows nothing of files and tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Final
 
-from ondevice.api import Name, open_model, text_tokenizer
+from ondevice.api import Name, open_model
 from ondevice.budget.limits import require_fit
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import OnProgress, ignore_progress, never_cancelled
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import (
@@ -26,6 +27,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.host import text_tokenizer
 from ondevice.measure.drafter_switch import DrafterSwitch
 from ondevice.measure.prompts import Task
 from ondevice.runtime.backend_choice import on_kernels
@@ -42,8 +44,6 @@ ALL_TASKS = "all"
 LEAST_TOKENS = 2
 """Of a text: the first comes with the prompt's pass."""
 WARM_UP_TOKENS = 8
-
-OnProgress = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def compare_drafters(
     tasks: Sequence[Task],
     sampling: SamplingConfig,
     *,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
     """Continue every prompt with every drafter that the model can have, runtime.speculation aside.
 
@@ -220,7 +220,7 @@ def compare_drafters(
     base = next(
         (it for it in arms.values() if runs_streams(it.runtime.speculation, it.bundle.streams)), plain
     )
-    with closing(Engine(base, _never)) as engine, closing(DrafterSwitch(engine)) as switch:
+    with closing(Engine(base, never_cancelled)) as engine, closing(DrafterSwitch(engine)) as switch:
         found = _measured(switch, arms, prompts, sampling, on_progress)
         io, kernel_target = engine.io, engine.kernel_target
     on_progress(1.0, "done")
@@ -326,7 +326,7 @@ def _measured(
 def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) -> _Text:
     tokens: list[int] = []
     before = None
-    for event in engine.generate(None, prompt, sampling, _never):
+    for event in engine.generate(None, prompt, sampling, never_cancelled):
         if event.token is not None:
             tokens.append(event.token)
         # The first event is the end of the prompt's pass.
@@ -391,7 +391,3 @@ def _notes(arms: Mapping[str, ResolvedModel]) -> list[str]:
     if not plan.offloads_weights:
         notes.append("everything is resident: a lower --dram-budget shows what drafts save of reads")
     return notes
-
-
-def _never() -> bool:
-    return False

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.api import Name
 from ondevice.bundle.files import disk_errors
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import PROFILE_TOKENS
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.measure.drafters import ALL_TASKS, OFF, Comparison
 from ondevice.measure.profiling import Profile, profile
 from ondevice.sparsity.policies import DEFAULT_POLICY
-from ondevice.training import OnProgress, Text
+from ondevice.training import Text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def draw_profile(
     text: Text | None = None,
     *,
     tokens: int = PROFILE_TOKENS,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Profile:
     """What `profiling.profile` finds, drawn in the new or empty folder `output`, if there is one.
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ondevice.api import Model, Name, open_model
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import OnCount, OnProgress, ignore_count, ignore_progress
 from ondevice.config import PROFILE_LEAST, PROFILE_TOKENS, RuntimeConfig
 from ondevice.errors import UsageError
 from ondevice.flash.reader import DEFAULT_THREADS
@@ -29,7 +30,7 @@ from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import benchmark_prompt
 from ondevice.sparsity.policies import DEFAULT_POLICY, POLICIES, fires
 from ondevice.sparsity.replay import Optimum, hit_rate
-from ondevice.training import OnProgress, Text, text_pieces
+from ondevice.training import Text, text_pieces
 from ondevice.units import format_bytes
 
 SPANS = 32
@@ -113,7 +114,7 @@ def profile(
     *,
     pieces: Sequence[Sequence[int]] | None = None,
     tokens: int = PROFILE_TOKENS,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Profile:
     """Measure a model on the first `tokens` tokens of `text`, or on text of its own.
 
@@ -197,7 +198,7 @@ def cache_misses(gates: Float32, on_progress: Callable[[float], None] = lambda f
 def recorded_gates(
     bundle: Bundle,
     pieces: Sequence[Sequence[int]],
-    on_progress: Callable[[int], None] = lambda tokens: None,
+    on_progress: OnCount = ignore_count,
 ) -> Iterator[Float32]:
     """(L, T, F) gates before the activation, of pieces of token ids that are each read from an empty context.
 
@@ -253,9 +254,7 @@ def _pieces(
     return "the text given", found
 
 
-def _own_text(
-    resolved: ResolvedModel, tokens: int, on_progress: Callable[[int], None]
-) -> tuple[str, list[list[int]]]:
+def _own_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tuple[str, list[list[int]]]:
     """Continuations of fixed prompts, as the model samples them, until they have `tokens` tokens."""
     config = resolved.bundle.config
     length = min(OWN_PIECE_TOKENS, resolved.plan.max_context)

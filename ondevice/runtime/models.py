@@ -49,6 +49,10 @@ ALIASES = {
     "prosparse-llama-2-7b": "SparseLLM/prosparse-llama-2-7b",
 }
 """Short names of public checkpoints; the last two have ReLU-sparse feed-forward layers."""
+UNCONVERTIBLE = {
+    "SparseLLM/prosparse-llama-2-7b": "its class and its activation function aren't implemented yet",
+}
+"""Repositories with an alias that `convert` refuses as yet, and why."""
 
 REPOSITORY_FILES = [
     "*.safetensors",
@@ -178,6 +182,10 @@ def _find_model(text: str, is_path: bool) -> Path:
     if path.exists():
         return _checked_path(path)
     source = ALIASES.get(text, text if is_repository else None)
+    if source in UNCONVERTIBLE:
+        raise UnsupportedModelError(
+            f"{text} means {source}, which can't be converted: {UNCONVERTIBLE[source]}"
+        )
     raise ModelNotFoundError(_missing(text, folder_name, source))
 
 
@@ -189,11 +197,17 @@ def known_models() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def convertible_aliases() -> dict[str, str]:
+    """The short names whose checkpoints can be converted."""
+    return {name: source for name, source in ALIASES.items() if source not in UNCONVERTIBLE}
+
+
 def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
     """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
 
     Raises ModelNotFoundError if there is no such path, or the repository can't be had (`offline`, no
-    `huggingface_hub`, no network, no permission); UsageError for no name.
+    `huggingface_hub`, no network, no permission); UnsupportedModelError for a repository that is known to be
+    unconvertible; UsageError for no name.
     """
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     if not text:
@@ -203,10 +217,13 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
         if path.exists():
             return path
     repository = ALIASES.get(text, text)
+    if repository in UNCONVERTIBLE:
+        # Better now than after a download of many gigabytes.
+        raise UnsupportedModelError(f"{repository} can't be converted: {UNCONVERTIBLE[repository]}")
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(
             f"no checkpoint at {text}: give a Hugging Face folder, a llama2.c .bin file, a repository id "
-            f"such as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
+            f"such as huggyllama/llama-7b, or one of {', '.join(convertible_aliases())}"
         )
     if offline:
         raise ModelNotFoundError(
@@ -261,7 +278,8 @@ def _checked_path(path: Path) -> Path:
 
 def _missing(name: str, folder_name: str, source: str | None) -> str:
     line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
-    known = "" if source else f"; names known without a checkpoint of your own: {', '.join(ALIASES)}"
+    aliases = ", ".join(convertible_aliases())
+    known = "" if source else f"; names known without a checkpoint of your own: {aliases}"
     here = ", ".join(known_models())
     return (
         f"no model called {name} in {model_home()} or {shipped_folder()}, where there are: {here or 'none'}. "
@@ -323,7 +341,6 @@ def sparsity_modes(
         SparsityMode("exact", relu, exact),
         SparsityMode("predicted", predictors is not None, predicted),
         SparsityMode("threshold", thresholds is not None, threshold),
-        SparsityMode("experts", False, "it has no expert router"),
     )
 
 

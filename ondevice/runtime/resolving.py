@@ -35,7 +35,6 @@ from ondevice.runtime.opening import (
     tokenizer_bytes,
     without_damaged_sidecars,
 )
-from ondevice.settings import check_choices
 from ondevice.speculation.registry import runs_streams
 from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
@@ -129,7 +128,6 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     that this model or machine can't have, BundleError for one whose files are damaged, and what reading the
     tokenizer raises.
     """
-    check_choices(runtime)
     bundle = without_damaged_sidecars(bundle, runtime)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
     check_runtime(bundle.config, runtime, *added)

@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from operator import index
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -170,6 +171,8 @@ class Vocabulary(ABC):
     def encode(
         self, text: str, *, add_bos: bool | None = None, special: bool = False, most: int | None = None
     ) -> list[int]:
+        if not isinstance(text, str):
+            raise UsageError(f"the text is {text!r}; it must be a string")
         return self.encode_within([text], add_bos=add_bos, special=special, most=most)
 
     def encode_within(
@@ -180,6 +183,8 @@ class Vocabulary(ABC):
         special: bool = False,
         most: int | None = None,
     ) -> list[int]:
+        if not isinstance(parts, Iterable):
+            raise UsageError(f"the text is {parts!r}; it must be parts of a text")
         begins = self.add_bos if add_bos is None else add_bos
         if begins and self.bos_id is None:
             raise UsageError("this model has no token that begins a text; leave add_bos out")
@@ -204,8 +209,20 @@ class Vocabulary(ABC):
             yield ids
 
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
+        if not isinstance(ids, Iterable):
+            raise UsageError(f"the ids are {ids!r}; they must be a sequence of token ids")
         stream = StreamingDetokenizer(self, at_start=at_start)
-        return "".join(map(stream.add, ids)) + stream.finish()
+        return "".join(stream.add(self._known(token)) for token in ids) + stream.finish()
+
+    def _known(self, token: int) -> int:
+        """The token, if the model has it. Raises UsageError if it doesn't."""
+        try:
+            known = index(token)
+        except TypeError as error:
+            raise UsageError(f"{token!r} is no token id") from error
+        if not 0 <= known < self._model_rows:
+            raise UsageError(f"{known} is no token id of this model: they end at {self._model_rows - 1}")
+        return known
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes: ...

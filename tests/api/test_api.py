@@ -91,12 +91,32 @@ def test_a_text_that_the_context_ends_says_so(model: Model) -> None:
     assert (asked.finish_reason, asked.stats.context_full) == ("length", False)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: model.chat_ids("hi"),
+        lambda model: model.chat_ids(5),
+        lambda model: model.chat_ids(["hi"]),
+        lambda model: model.tokenizer.encode(5),
+        lambda model: model.tokenizer.decode(5),
+        lambda model: model.tokenizer.decode([10**9]),
+        lambda model: model.tokenizer.decode([-1]),
+        lambda model: model.tokenizer.decode(["a"]),
+        lambda model: model.plan.with_budget("4GB"),
+        lambda model: model.generate("a", sampling=5),
+    ],
+)
+def test_wrong_types_are_usage_errors(model: Model, call: Callable[[Model], object]) -> None:
+    with pytest.raises(UsageError):
+        call(model)
+
+
 def test_prompts_of_a_wrong_type_never_become_work(model: Model) -> None:
     for wrong in ("ab", [1.5], [None], 5):
         for call in (model.stream, model.astream, model.logits, model.score):
             with pytest.raises(UsageError, match="integers"):
                 call(**{"tokens": wrong})
-    assert model.prompt_ids(None, np.array([3, 4], np.int32)) == [3, 4]  # type: ignore[arg-type]
+    assert model._prompt_ids(None, np.array([3, 4], np.int32)) == [3, 4]  # type: ignore[arg-type]
 
 
 def test_logits_are_those_that_generation_follows(model: Model) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ondevice.api import Model
 from ondevice.errors import ContextOverflowError, UsageError
+from ondevice.host import Host
 from ondevice.session import Session
 from tests.support.bundles import CONTEXT, EOS
 
@@ -96,8 +97,8 @@ def test_a_transcript_of_any_length_is_cut_in_few_steps(
     turn = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     session._messages = turn * 500
     rendered = []
-    chat_ids = model.chat_ids
-    monkeypatch.setattr(Model, "chat_ids", lambda self, it: rendered.append(len(it)) or chat_ids(it))
+    chat_ids = model._host.chat_ids
+    monkeypatch.setattr(Host, "chat_ids", lambda self, it: rendered.append(len(it)) or chat_ids(it))
     assert session.respond("Hello", max_tokens=2).tokens
     assert len(rendered) <= 12
     assert 10 < len(session.transcript) < CONTEXT // 2

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from ondevice.config import RuntimeConfig, SamplingConfig
+from ondevice.config import RuntimeConfig, RuntimeOptions, SamplingConfig, SamplingOptions
 from ondevice.errors import UsageError
 from ondevice.settings import (
     RUNTIME_OPTIONS,
     SAMPLING_OPTIONS,
-    check_choices,
     read_settings,
     runtime_config,
+    runtime_options,
     sampling_config,
+    sampling_options,
     settings_path,
     variable,
     with_model_defaults,
@@ -28,6 +30,34 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
     assert runtime_config(runtime) == RuntimeConfig()
     assert sampling_config(sampling) == SamplingConfig()
     assert {field.name for field in fields(SamplingConfig)} - set(SAMPLING_OPTIONS) == {"logit_bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "config"), [(RuntimeOptions, RuntimeConfig), (SamplingOptions, SamplingConfig)]
+)
+def test_typed_options_are_the_fields_of_their_dataclass(options: type, config: type) -> None:
+    freer = {"stop", "logit_bias"}
+    expected, found = get_type_hints(config), get_type_hints(options)
+    assert list(found) == [field.name for field in fields(config)]
+    assert {name: hint for name, hint in found.items() if expected[name] != hint}.keys() <= freer
+
+
+def test_a_misspelt_option_is_refused_with_what_was_meant() -> None:
+    with pytest.raises(UsageError, match="no option 'dram_buget'; did you mean 'dram_budget'"):
+        runtime_options({"dram_buget": "4GB"})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(UsageError, match="no option 'temprature'; did you mean 'temperature'"):
+        sampling_options(None, {"temprature": 1.0})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(UsageError, match="no option 'zzz'; there are temperature, "):
+        sampling_options(None, {"zzz": 1.0})  # type: ignore[typeddict-unknown-key]
+
+
+def test_sampling_of_another_type_is_refused() -> None:
+    with pytest.raises(UsageError, match="sampling is 5; it must be a SamplingConfig"):
+        sampling_options(5, {})  # type: ignore[arg-type]
+
+
+def test_what_cannot_work_yet_is_no_choice() -> None:
+    assert "experts" not in RUNTIME_OPTIONS["sparsity"].choices
 
 
 def test_flags_choices_and_variables_are_the_documented_ones() -> None:
@@ -63,11 +93,16 @@ def test_values_become_configs() -> None:
         ("threshold_sparsity", "half"),
         ("prefill_chunk", 0),
         ("io", None),
+        ("io", []),
+        ("max_context", "x"),
+        ("dram_budget", 4.5),
+        ("dram_budget", None),
+        ("draft_model", 5),
     ],
 )
 def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=name):
-        check_choices(RuntimeConfig(**{name: value}))  # type: ignore[arg-type]
+        RuntimeConfig(**{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,28 @@ def test_the_text_names_the_modes_of_both_budgets(ondevice: Run) -> None:
     assert "smallest budget for these" not in small
 
 
+def test_it_names_the_budget_below_which_auto_takes_other_modes(ondevice: Run) -> None:
+    named = re.search(
+        r"^below a budget of .*\((\d+) bytes\), auto takes --sparsity (\w+) --speculation (\w+)$",
+        ondevice("inspect", "-m", SHIPPED).out,
+        re.MULTILINE,
+    )
+    assert named is not None
+    change = ondevice("inspect", "-m", SHIPPED, "--json").json["mode_change"]
+    assert (change["sparsity"], change["speculation"]) == (named[2], named[3])
+    assert (named[2], named[3]) != ("exact", "auto")
+    chosen = ("--sparsity", "dense", "--speculation", "off")
+    assert ondevice("inspect", "-m", SHIPPED, *chosen, "--json").json["mode_change"] is None
+
+
+def test_a_budget_that_does_not_fit_is_told_whole_and_exits_as_elsewhere(ondevice: Run) -> None:
+    for options in ((), ("--json",)):
+        shown = ondevice("inspect", "-m", SHIPPED, "--dram-budget", "1MB", *options)
+        assert (shown.code, "smallest that works" in shown.err) == (5, True)
+        assert shown.out
+    assert shown.json["plan"]["fits"] is False
+
+
 def test_a_refusal_names_the_smallest_budget_of_all(ondevice: Run) -> None:
     refused = ondevice("generate", "-m", SHIPPED, "-p", "a", "--dram-budget", "1MB")
     assert refused.code == 5

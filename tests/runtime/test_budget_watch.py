@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ondevice import api
+from ondevice import host
 from ondevice.api import Model, load
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.pressure import DEFAULT_PRESSURE, Reading
@@ -61,7 +61,7 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bundle: Path, **options: Any) -> None:
         self.now = 0.0
         self.script = Script()
-        monkeypatch.setattr(api, "BudgetWatch", self.watch)
+        monkeypatch.setattr(host, "BudgetWatch", self.watch)
         options = {"dram_budget": "8GB", "threads": 1, "io": "buffered", "memory_pressure": "off"} | options
         self.model = load(bundle, **options)
         self.look(ROOMY)
@@ -210,8 +210,8 @@ def test_what_the_system_refuses_is_no_end(
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Script:
     """What models that are loaded from here on watch, with a look every millisecond."""
     script = Script()
-    monkeypatch.setattr(api, "system_source", lambda wake: script)
-    monkeypatch.setattr(api, "DEFAULT_PRESSURE", replace(DEFAULT_PRESSURE, interval_seconds=0.001))
+    monkeypatch.setattr(host, "system_source", lambda wake: script)
+    monkeypatch.setattr(host, "DEFAULT_PRESSURE", replace(DEFAULT_PRESSURE, interval_seconds=0.001))
     return script
 
 
@@ -276,7 +276,7 @@ def test_a_system_without_a_source_has_no_watch(
     def refuse(wake: object) -> Script:
         raise error
 
-    monkeypatch.setattr(api, "system_source", refuse)
+    monkeypatch.setattr(host, "system_source", refuse)
     with load(bundle) as model:
         assert settles(lambda: not watchers())
         assert model.generate(PROMPT, max_tokens=2).tokens

@@ -108,7 +108,7 @@ def test_a_draft_can_be_cancelled_and_leaves_nothing_behind(
     with load(folder, speculation=drafter, **second) as model:
         drafting = model._engine._drafting
         assert drafting is not None
-        kv, asked = model._engine.kv.cache(model.new_key()), 0
+        kv, asked = model._engine.kv.cache(model._host.new_key()), 0
 
         def cancelled() -> bool:
             nonlocal asked

@@ -65,10 +65,6 @@ def test_without_a_shipped_model_the_message_says_what_to_do(home: Path) -> None
     ("name", "line"),
     [
         ("llama-7b", "ondevice convert huggyllama/llama-7b --output {home}/llama-7b"),
-        (
-            "prosparse-llama-2-7b",
-            "ondevice convert SparseLLM/prosparse-llama-2-7b --output {home}/prosparse-llama-2-7b",
-        ),
         ("Qwen/Qwen3-8B", "ondevice convert Qwen/Qwen3-8B --output {home}/Qwen3-8B"),
         ("unheard-of", "ondevice convert CHECKPOINT --output {home}/unheard-of"),
         ("./nowhere/model", "ondevice convert CHECKPOINT --output nowhere/model"),
@@ -80,6 +76,17 @@ def test_a_missing_model_gets_the_line_that_makes_it(home: Path, name: str, line
         models.find_model(name)
     assert line.format(home=home) in str(caught.value)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["prosparse-llama-2-7b", "SparseLLM/prosparse-llama-2-7b"])
+def test_an_alias_that_cannot_be_converted_says_so_before_a_download(home: Path, name: str) -> None:
+    for find in (models.find_model, models.find_checkpoint):
+        with pytest.raises(UnsupportedModelError, match="can't be converted: its class and its activation"):
+            find(name)
+    with pytest.raises(ModelNotFoundError) as caught:
+        models.find_model("unheard-of")
+    assert "relu-llama-7b" in str(caught.value)
+    assert "prosparse" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [".", "..", "../..", "/"])

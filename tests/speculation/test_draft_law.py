@@ -73,10 +73,17 @@ def test_texts_drawn_with_trees_follow_the_models_law(
     assert chi_square < 31.83
 
 
-def test_every_seed_draws_what_plain_decoding_draws(model: Model) -> None:
-    with load(model.bundle.path, speculation="off") as plain:
+def test_every_seed_draws_what_plain_decoding_draws(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    always_draft(monkeypatch, [8])
+    folder, drafts, fewest = model.bundle.path, 0, 12
+    with load(folder, speculation="off") as plain, load(folder, speculation="recycling") as drafting:
         for seed in range(100):
             expected = plain.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed, max_tokens=12)
-            assert model.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed, max_tokens=12).tokens == (
-                expected.tokens
-            )
+            answer = drafting.generate(tokens=PROMPT, sampling=SAMPLING, seed=seed, max_tokens=12)
+            assert answer.tokens == expected.tokens
+            assert expected.stats.drafting.drafts == 0
+            drafts += answer.stats.drafting.drafts
+            fewest = min(fewest, answer.stats.forward_passes)
+    # It drafted, and draft tokens were accepted: no comparison of plain decoding with itself.
+    assert drafts > 500
+    assert fewest < 12

@@ -205,11 +205,11 @@ def texts(model: Model, prompts: list[list[int]], report: Report, name: str) -> 
     """Every prompt under every sampling; a prompt's keys and values are kept from one to the next."""
     said = time.monotonic()
     for number, prompt in enumerate(prompts):
-        key = model.new_key()
+        key = model._host.new_key()
         for sampling in SAMPLINGS:
-            answer = gather(model.stream_ids(key, prompt, sampling))
+            answer = gather(model._host.stream_ids(key, prompt, sampling))
             yield answer.tokens, answer.text, answer.finish_reason
-        model.retire(key)
+        model._host.retire(key)
         if time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()
             report.say(f"\n{name}: {number + 1} of {len(prompts)} prompts")

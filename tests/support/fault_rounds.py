@@ -147,9 +147,9 @@ class Rounds:
         self._model, self._expected, self._table = model, expected, table
         self._seed, self._tally = seed, tally
         self._rng = random.Random(seed)
-        self._key = model.new_key()
+        self._key = model._host.new_key()
         """Of a cache of keys and values that is kept: what a failed pass leaves there must be right too."""
-        self._prompt = model.prompt_ids(PROMPT, None)
+        self._prompt = model._prompt_ids(PROMPT, None)
         self._squeeze()
         self._assert_right()
         self._before = threads_and_files()
@@ -208,7 +208,7 @@ class Rounds:
         return round(30 ** self._rng.random())
 
     def _events(self, key: int | None) -> Iterator[Event]:
-        return self._model.stream_ids(key, self._prompt, SAMPLING)
+        return self._model._host.stream_ids(key, self._prompt, SAMPLING)
 
     def _drawn_events(self) -> Iterator[Event]:
         return self._events(self._rng.choice([None, self._key]))
@@ -264,7 +264,7 @@ def main() -> None:
 
     def expected() -> list[int]:
         with load(options.bundle, sparsity="dense" if options.sparsity == "exact" else "predicted") as model:
-            return tokens_of(model.stream_ids(None, model.prompt_ids(PROMPT, None), SAMPLING))
+            return tokens_of(model._host.stream_ids(None, model._prompt_ids(PROMPT, None), SAMPLING))
 
     right = expected()
     assert len(right) == TOKENS

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from ondevice.bundle.predictors import (
 )
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
 from ondevice.converters.quantize import QuantizedRows, quantize
 from ondevice.converters.training import neuron_order
@@ -54,8 +55,6 @@ SCORED_TOKENS = 256
 MOST_OF_GATE = 0.5
 """A predictor's bytes, of those of the gates that it stands for: a larger one saves too little."""
 
-OnProgress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and what is being done."""
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +95,7 @@ def train_predictors(
     pieces: Sequence[Sequence[int]],
     output: Path,
     options: PredictorOptions,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
     *,
     backend: TrainingBackend,
     order: bool,

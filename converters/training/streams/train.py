@@ -41,6 +41,7 @@ from ondevice.bundle.streams import (
     MultiStreamMode,
     MultiStreams,
 )
+from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import TRAIN_TOKENS, ModelConfig
 from ondevice.converters.training.activations import record_entering
 from ondevice.converters.training.sidecars import held_out
@@ -69,8 +70,6 @@ ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
 _WRITTEN_FACTS = ("model", "sha256", "crcs")
 _REMEDY = "make room, or choose another --output"
 
-OnProgress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and what is being done."""
 OnStep = Callable[[int, float], None]
 """Gets, after each step, the tokens whose streams have been trained, and the step's loss in nats."""
 Pieces = Sequence[Sequence[int]]
@@ -164,7 +163,7 @@ def train_streams(
     pieces: Pieces,
     folder: Path,
     options: MultiStreamOptions,
-    on_progress: OnProgress = lambda fraction, what: None,
+    on_progress: OnProgress = ignore_progress,
     on_step: OnStep = lambda tokens, loss: None,
 ) -> TrainedMultiStreams:
     """Train streams for `bundle` on pieces of token ids, and measure what is to be stored of them.

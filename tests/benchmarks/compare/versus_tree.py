@@ -21,6 +21,7 @@ from typing import Any
 
 import ondevice
 from ondevice.bundle.reader import Bundle
+from ondevice.config import Sparsity
 from tests.benchmarks.compare.flash_versus_llama_cpp import RANDOM_TEXT, TENTH
 from tests.benchmarks.lib.measure import Result, machine, note, require_rig, run_engine, spread, summary
 from tests.benchmarks.lib.ondevice_bundle import bundle_folder
@@ -38,7 +39,7 @@ class Case:
     name: str
     model: str
     """`dense` and `planted` are made here; `shipped` is the model that ships."""
-    sparsity: str = "dense"
+    sparsity: Sparsity = "dense"
     share: float = 0.0
     figure: str = DECODE
     prompt_tokens: int = 32

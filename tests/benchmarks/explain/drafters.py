@@ -16,13 +16,13 @@ import math
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 
 from ondevice.api import inspect, load
 from ondevice.bundle.reader import Bundle
-from ondevice.config import Sparsity
+from ondevice.config import Sparsity, Speculation
 from ondevice.speculation.registry import DRAFTERS
 from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.measure import machine
@@ -55,11 +55,11 @@ def main() -> int:
         models = {}
         for name in names:
             # Every model counts those before it as the process itself.
-            plan = inspect(args.model, dram_budget="8GB", speculation=name, **options)
+            plan = inspect(args.model, dram_budget="8GB", speculation=cast(Speculation, name), **options)
             least = plan.minimum_budget_bytes
             budget = int(least + args.share * (plan.full_bytes - least))
             models[name] = open_models.enter_context(
-                load(args.model, dram_budget=budget, speculation=name, **options)
+                load(args.model, dram_budget=budget, speculation=cast(Speculation, name), **options)
             )
         for domain in DOMAINS:
             ratios: dict[str, list[float]] = {name: [] for name in ALONE}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from ondevice.backends.neuron_source import Batches
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
+from ondevice.config import Speculation
 from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.speculation.drafter import Drafter
@@ -200,7 +201,9 @@ class Runner:
         self._draftings[variant] = model, Counting(drafter, variant.nodes, self._args.priced)
 
     def _open(self, drafter: str, share: float | None) -> Model:
-        model = load(self._args.model, dram_budget="8GB", speculation=drafter, **self._options)
+        model = load(
+            self._args.model, dram_budget="8GB", speculation=cast(Speculation, drafter), **self._options
+        )
         self._stack.enter_context(model)
         if share is not None:
             hold_to(model, share)

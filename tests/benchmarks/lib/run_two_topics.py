@@ -50,15 +50,15 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
     text: list[int] = []
     began, steady_failcnt = 0.0, 0
     with load(spec) as model:
-        session = model.new_key()
+        session = model._host.new_key()
         for number, topic in enumerate(spec["topics"]):
             text += prompt(topic, spec["prompt_tokens"], number)
             times: list[float] = []
             hits, bytes_read = 0.0, 0
             while len(times) < spec["max_tokens"]:
                 if len(text) >= spec["context"]:
-                    model.retire(session)
-                    session, text = model.new_key(), text[-spec["prompt_tokens"] :]
+                    model._host.retire(session)
+                    session, text = model._host.new_key(), text[-spec["prompt_tokens"] :]
                 sampling = SamplingConfig(
                     temperature=TEMPERATURE,
                     seed=number + len(times),
@@ -66,7 +66,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
                     max_tokens=min(spec["max_tokens"] - len(times), spec["context"] - len(text)),
                 )
                 before = len(times)
-                for event in model.stream_ids(session, text, sampling):
+                for event in model._host.stream_ids(session, text, sampling):
                     if event.token is None:
                         continue
                     if event.token not in topic:

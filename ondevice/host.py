@@ -1,0 +1,140 @@
+"""What a loaded model and its sessions share: the engine, its owner thread, and their end."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from functools import cached_property
+from typing import Any, TypeVar
+
+from ondevice.budget.plan import Plan
+from ondevice.budget.pressure import DEFAULT_PRESSURE
+from ondevice.budget.pressure_sources import system_source
+from ondevice.callbacks import IsCancelled
+from ondevice.chat_template import ChatTemplate
+from ondevice.config import SamplingConfig
+from ondevice.errors import UsageError
+from ondevice.generate import Event
+from ondevice.response import LastStats
+from ondevice.runtime.budget_watch import BudgetWatch
+from ondevice.runtime.engine import Engine
+from ondevice.runtime.owner import OwnerThread
+from ondevice.runtime.resolving import ResolvedModel
+from ondevice.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Host:
+    """Runs work on the engine's owner thread. Closed by `close`, or when the last user drops it."""
+
+    def __init__(self, resolved: ResolvedModel) -> None:
+        """Loads the model. Raises BudgetError before anything is read, and what reading raises."""
+        self._resolved = resolved
+        self._last_stats = LastStats()
+        self._keys = itertools.count()
+        name, runtime = resolved.bundle.name, resolved.runtime
+        # MLX keeps a thread of its own for each thread that has ever computed with it.
+        self.owner: OwnerThread[Any] = OwnerThread(f"ondevice-{name}", runtime.backend == "mlx")
+        urgent = self.owner.run_urgent
+        with ExitStack() as undo:
+            undo.callback(self.owner.close)
+            # An interrupt leaves the iterator, and so cancels the loading.
+            (engine,) = self.owner.stream(
+                lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent)])
+            )
+            self.engine: Engine = engine
+            self.owner.when_idle(engine.fill_ahead)
+            undo.pop_all()
+        self.watch = BudgetWatch(self.owner, engine, DEFAULT_PRESSURE)
+        if runtime.memory_pressure == "auto":
+            self.watch.start(system_source)
+        self._finalizer = weakref.finalize(self, _close, self.watch, self.owner, engine)
+
+    @property
+    def plan(self) -> Plan:
+        """How the budget is divided now."""
+        return self.engine.plan
+
+    @property
+    def last_stats(self) -> LastStats:
+        """Stats of the generation that finished last."""
+        return self._last_stats
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How conversations become token ids. Raises BundleError for a template that can't be used."""
+        file = self._resolved.bundle.manifest.tokenizer.chat_template
+        source = None if file is None else self._resolved.bundle.read_small(file)
+        return ChatTemplate.load(source, text_tokenizer(self._resolved))
+
+    def chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a transcript, up to where the model's next turn begins."""
+        tokenizer = text_tokenizer(self._resolved)
+        return self.chat_template.encode(messages, tokenizer, most=self.plan.max_context)
+
+    def new_key(self) -> int:
+        """A key of a key/value cache that doesn't exist yet."""
+        return next(self._keys)
+
+    def copy_cache(self, source: int, target: int) -> None:
+        """Copy the key/value cache of `source` to `target`."""
+        self.owner.call(lambda: self.engine.fork(source, target))
+
+    def retire(self, key: int) -> None:
+        """Let the cache of `key` go before the next piece of work. Safe while garbage is collected."""
+        self.engine.kv.retired.put(key)
+
+    def stream(self, work: Callable[[IsCancelled], Iterator[T]]) -> Iterator[T]:
+        """What `work` yields on the owner thread."""
+        return self.owner.stream(work)
+
+    def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
+        """Events of continuing `ids` with the key/value cache of `key`, or with a new one."""
+        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
+            yield from self.owner.stream(work)
+
+    async def astream_ids(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig
+    ) -> AsyncGenerator[Event, None]:
+        """`stream_ids` for asyncio."""
+        with self._last_stats.noted(self._work(key, ids, sampling)) as work:
+            async with aclosing(self.owner.astream(work)) as events:
+                async for event in events:
+                    yield event
+
+    def require_open(self) -> None:
+        """Raises OndeviceError once the host is closed, and in a child of fork()."""
+        self.owner.require_open()
+
+    def close(self) -> None:
+        """Cancel what runs, refuse what waits, free everything. Idempotent."""
+        self._finalizer()
+
+    def _work(
+        self, key: int | None, ids: list[int], sampling: SamplingConfig
+    ) -> Callable[[IsCancelled], Iterator[Event]]:
+        return lambda cancelled: self.engine.generate(key, ids, sampling, cancelled)
+
+
+def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:
+    """The model's tokenizer. Raises UsageError if it was converted without one.
+
+    Raises BudgetError where the budget has no room for reading it.
+    """
+    if resolved.tokenizer is None and resolved.bundle.manifest.tokenizer.kind is not None:
+        resolved.require_fit()
+    if resolved.tokenizer is None:
+        raise UsageError(
+            f"{resolved.bundle.name} has no tokenizer, so it takes token ids and no text: in Python, "
+            "ondevice.load(...).generate(tokens=[...]); the command line has nothing for that"
+        )
+    return resolved.tokenizer
+
+
+def _close(watch: BudgetWatch, owner: OwnerThread[Any], engine: Engine) -> None:
+    watch.stop()
+    owner.close(engine.close)
+    watch.join()

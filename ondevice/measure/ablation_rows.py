@@ -1,0 +1,219 @@
+"""One row of the ablation: a run of the engine, and what it read and took for each token."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ondevice.backends.base import Bytes
+from ondevice.budget.sizes import STREAM_SLOT_BYTES, STREAM_SLOTS
+from ondevice.bundle.layout import neuron_file_name
+from ondevice.bundle.reader import Bundle, CheckedFile
+from ondevice.callbacks import never_cancelled
+from ondevice.config import SamplingConfig
+from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.reader import FlashReader, FlashStats
+from ondevice.kernels import _native
+from ondevice.meter import Counters
+from ondevice.runtime.engine import Engine
+from ondevice.runtime.resolving import ResolvedModel
+from ondevice.sparsity.fetch import FetchOptions
+from ondevice.stats import per_second
+from ondevice.units import PAGE_BYTES
+
+TEMPERATURE = 0.8
+"""Sampling temperature. Greedy text repeats itself, which would flatter every cache."""
+
+IoMode = Literal["auto", "direct", "buffered"]
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """One configuration; means per token, in bytes and seconds."""
+
+    name: str
+    sparsity: str
+    io: str
+    kernel_target: str
+    feed_forward_bytes: int
+    """Memory that holds neurons at the end of the run."""
+    resident_bytes: int
+    """Memory that holds other weights, and what selects neurons; 0 where they are read for every token."""
+    flash_bytes: float
+    flash_reads: float
+    io_seconds: float
+    """Wall time with a read in flight, whether or not something is computed meanwhile."""
+    waited_seconds: float
+    """Part of the total that is spent waiting for reads."""
+    managed_seconds: float
+    """Part of the total that is spent managing the neuron cache."""
+    total_seconds: float
+    prefetch_recall: float
+    """Share of the neurons missing from memory that were being prefetched when they were needed."""
+    prefetch_wasted_bytes: float
+    tokens: tuple[int, ...]
+    """Ids of the text, including those that warm up."""
+
+    @property
+    def compute_seconds(self) -> float:
+        """The rest of the total."""
+        return self.total_seconds - self.waited_seconds - self.managed_seconds
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Rate while a read is in flight."""
+        return per_second(self.flash_bytes, self.io_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "tokens": list(self.tokens),
+            "compute_seconds": self.compute_seconds,
+            "bytes_per_second": self.bytes_per_second,
+            "tokens_per_second": per_second(1, self.total_seconds),
+        }
+
+
+@dataclass(frozen=True)
+class Reread:
+    """Files that are read whole before every token, and what that has taken so far."""
+
+    next_token: Callable[[], None]
+    """Reads all of them once. Raises FlashReadError."""
+    stats: Callable[[], FlashStats]
+    seconds: list[float]
+    """Wall time of each reading."""
+
+
+@contextmanager
+def rereading(files: Sequence[CheckedFile], io: IoMode) -> Iterator[Reread]:
+    if not files:
+        yield Reread(lambda: None, lambda: FlashStats(0, 0.0, 0.0, 0), [])
+        return
+    extents, slot_bytes = _extents(files)
+    seconds: list[float] = []
+    slots = min(STREAM_SLOTS, 1 + len(extents))
+    with (
+        FlashReader(files, io) as reader,
+        ExtentStream(reader, extents, slot_bytes, slots, cyclic=True) as stream,
+    ):
+
+        def next_token() -> None:
+            started = time.perf_counter()
+            for _ in extents:
+                stream.next()
+                stream.release()
+            seconds.append(time.perf_counter() - started)
+
+        yield Reread(next_token, lambda: reader.stats, seconds)
+
+
+def sampling_of(bundle: Bundle, tokens: int) -> SamplingConfig:
+    """Random tokens of which none ends the text."""
+    ends = bundle.manifest.tokenizer.eos_ids
+    return SamplingConfig(
+        temperature=TEMPERATURE,
+        seed=0,
+        logit_bias=tuple((token, -math.inf) for token in ends),
+        max_tokens=tokens,
+    )
+
+
+def measured_row(
+    name: str,
+    resolved: ResolvedModel,
+    fetch: FetchOptions,
+    prompt: Sequence[int],
+    sampling: SamplingConfig,
+    warm_up_tokens: int,
+    reread: Reread,
+) -> AblationRow:
+    """The row of a run of `sampling.max_tokens` tokens, of which the first `warm_up_tokens` don't count."""
+    plan, max_tokens = resolved.plan, sampling.max_tokens - warm_up_tokens
+    tokens: list[int] = []
+    marks: list[tuple[float, Counters, FlashStats]] = []
+    with closing(Engine(resolved, never_cancelled, fetch)) as engine:
+        for event in engine.generate(None, prompt, sampling, never_cancelled):
+            if event.token is not None:
+                tokens.append(event.token)
+                if len(tokens) in (warm_up_tokens, sampling.max_tokens):
+                    marks.append((time.perf_counter(), engine.counters(), reread.stats()))
+                if len(tokens) < sampling.max_tokens:
+                    reread.next_token()
+        io, kernel_target, feed_forward_bytes = engine.io, engine.kernel_target, engine.feed_forward_bytes
+    (started, before, reread_before), (ended, after, reread_after) = marks
+    absent = after.neuron_cache_lookups - before.neuron_cache_lookups
+    absent -= after.neuron_cache_hits - before.neuron_cache_hits
+    prefetched = after.prefetched_used - before.prefetched_used
+
+    def per_token(counter: Callable[[Counters], float]) -> float:
+        return (counter(after) - counter(before)) / max_tokens
+
+    def reread_per_token(counter: Callable[[FlashStats], float]) -> float:
+        return (counter(reread_after) - counter(reread_before)) / max_tokens
+
+    return AblationRow(
+        name=name,
+        sparsity=resolved.runtime.sparsity,
+        io=io,
+        kernel_target=kernel_target,
+        feed_forward_bytes=feed_forward_bytes,
+        resident_bytes=0 if reread.seconds else plan.resident_weights_bytes + plan.predictor_bytes,
+        flash_bytes=per_token(lambda it: it.flash_bytes_read) + reread_per_token(lambda it: it.bytes_read),
+        flash_reads=per_token(lambda it: it.flash_reads) + reread_per_token(lambda it: it.reads),
+        io_seconds=per_token(lambda it: it.flash_read_seconds) + reread_per_token(lambda it: it.read_seconds),
+        waited_seconds=per_token(lambda it: it.waited_seconds)
+        + sum(reread.seconds[-max_tokens:]) / max_tokens,
+        managed_seconds=per_token(lambda it: it.managed_seconds),
+        total_seconds=(ended - started) / max_tokens,
+        prefetch_recall=prefetched / absent if absent > 0 else 0.0,
+        prefetch_wasted_bytes=per_token(lambda it: it.prefetch_wasted_bytes),
+        tokens=tuple(tokens),
+    )
+
+
+def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
+    """The neuron files by name, with a checksum for each row: gate, up, and down with its padding.
+
+    Reads and checks all of them once. Raises FlashReadError.
+    """
+    layout = bundle.neuron_layout
+    up_bytes = layout.parts[1][0].nbytes
+    units = (layout.part_bytes[0], up_bytes, layout.part_bytes[1] - up_bytes)
+    found = {}
+    for layer in range(bundle.config.num_layers):
+        file = bundle.neuron_file(layer)
+        with FlashReader([file], io) as reader:
+            crcs = [_native.crc32c(piece, units) for piece in _read_through(reader, [file])]
+        found[neuron_file_name(layer)] = replace(file, crc_units=units, crcs=np.concatenate(crcs))
+    return found
+
+
+def _extents(files: Sequence[CheckedFile]) -> tuple[list[Extent], int]:
+    """All that is checked of `files`, in pieces of whole units, and the bytes that a slot for them takes."""
+    extents, slot_bytes = [], 0
+    for index, file in enumerate(files):
+        unit = sum(file.crc_units)
+        step = min(max(1, STREAM_SLOT_BYTES // unit) * unit, file.nbytes - file.crc_start)
+        slot_bytes = max(slot_bytes, step + 2 * PAGE_BYTES)
+        extents += [
+            Extent(index, first, min(step, file.nbytes - first))
+            for first in range(file.crc_start, file.nbytes, step)
+        ]
+    return extents, slot_bytes
+
+
+def _read_through(reader: FlashReader, files: Sequence[CheckedFile]) -> Iterator[Bytes]:
+    """The pieces of `_extents`; each is valid until the next."""
+    extents, slot_bytes = _extents(files)
+    slots = min(STREAM_SLOTS, 1 + len(extents))
+    with ExtentStream(reader, extents, slot_bytes, slots, cyclic=False) as stream:
+        for _ in extents:
+            yield stream.next()
+            stream.release()
