@@ -87,6 +87,7 @@ class CountingTransformer:
         self.checked_logits = inner.checked_logits
         self.logits = inner.logits
         self.check_finite = inner.check_finite
+        self.accept = inner.accept
         self.lengths: list[int] = []
         self._inner = inner
 
