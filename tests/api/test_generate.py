@@ -86,6 +86,7 @@ class CountingTransformer:
         self.backend = inner.backend
         self.checked_logits = inner.checked_logits
         self.logits = inner.logits
+        self.accept = inner.accept
         self.check_finite = inner.check_finite
         self.accept = inner.accept
         self.lengths: list[int] = []
