@@ -88,7 +88,6 @@ class CountingTransformer:
         self.logits = inner.logits
         self.accept = inner.accept
         self.check_finite = inner.check_finite
-        self.accept = inner.accept
         self.lengths: list[int] = []
         self._inner = inner
 
