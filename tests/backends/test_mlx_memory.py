@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.budget.mlx_memory import MLX_STAGES
+from ondevice.budget.mlx_memory import MLX_STAGES, MlxMemory
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.flash.extent_stream import Extent, ExtentStream
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import record_chunk
-from ondevice.runtime import backend_choice
 from ondevice.units import PAGE_BYTES, memory_total
 from tests.support.engines import random_tokens
 from tests.support.mlx_models import ON_GPU, loaded, smallest
@@ -150,7 +149,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
 
     # Nothing is computed before somebody waits for it, and a layer takes more than there are stages.
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
-    monkeypatch.setattr(backend_choice, "mlx_stage_neurons", lambda *shape: 128)
+    monkeypatch.setattr(MlxMemory, "stage_neurons", 128)
     assert (streamed() == expected).all()
     next_stage = MlxBackend._next_stage
 
