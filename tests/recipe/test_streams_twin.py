@@ -22,7 +22,7 @@ from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
 from ondevice.backends.mlx_ops import MlxLinear  # noqa: E402
 from ondevice.bundle.reader import Bundle  # noqa: E402
-from ondevice.bundle.streams import Streams as MultiStreamFacts  # noqa: E402
+from ondevice.bundle.streams import MultiStreams as MultiStreamFacts  # noqa: E402
 from ondevice.converters.training.streams.loss import Window, load_top, stream_loss  # noqa: E402
 from ondevice.flash.reader import FlashReader  # noqa: E402
 from ondevice.model.kv_cache import KVCache  # noqa: E402
