@@ -21,6 +21,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RESIDENT, RowLayout
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import never_cancelled
 from ondevice.errors import BundleError, CheckpointError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -145,5 +146,5 @@ def _logits(
 
 
 def _loaded(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:
-    with ReadAhead(part_tasks(parts, lambda: False)) as ahead:
+    with ReadAhead(part_tasks(parts, never_cancelled)) as ahead:
         return {part.field: part.load(backend, ahead) for part in parts}

@@ -16,6 +16,7 @@ from typing import Literal
 
 from ondevice.backends.base import Array, Float32
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.callbacks import IsCancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import ContextOverflowError, OndeviceError, UsageError
 from ondevice.meter import Counters, Meter
@@ -69,7 +70,7 @@ class Generator:
         prompt: Sequence[int],
         kv: KVCache,
         sampling: SamplingConfig,
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: IsCancelled | None = None,
     ) -> Iterator[Event]:
         """Continue `prompt` (token ids), reusing what kv holds of it: one event per token, then the last.
 
@@ -89,7 +90,7 @@ class Generator:
         tokens: Sequence[int],
         kv: KVCache,
         rows: int,
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
         """Logits of every token, (at most rows, V) at a time: `tokens` follow what kv holds, and stay there.
 
@@ -106,7 +107,7 @@ class Generator:
         history: list[int],
         kv: KVCache,
         sampling: SamplingConfig,
-        cancelled: Callable[[], bool] | None,
+        cancelled: IsCancelled | None,
     ) -> Iterator[Event]:
         meter = Meter(self.counters())
         prompt_tokens = len(history)
@@ -151,7 +152,7 @@ class Generator:
         written: _Continuation,
         kv: KVCache,
         meter: Meter,
-        cancelled: Callable[[], bool] | None,
+        cancelled: IsCancelled | None,
     ) -> None:
         """One pass over the newest token and a draft behind it; the tokens that it gives are written.
 
@@ -195,7 +196,7 @@ class Generator:
         return None if written.ended else token
 
     def _prefill(
-        self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: Callable[[], bool] | None
+        self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: IsCancelled | None
     ) -> ForwardOutput:
         """Bring kv to hold exactly the prompt, and return what its last token became.
 

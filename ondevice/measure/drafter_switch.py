@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
+from ondevice.callbacks import never_cancelled
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.speculation.drafting import Drafting
@@ -34,7 +35,7 @@ class DrafterSwitch:
         engine, name = self.engine, arm.runtime.speculation
         engine.set_plan(arm.plan, emptied=engine.plan.offloads_weights or arm.plan.offloads_weights)
         if name not in self._made:
-            drafting = self._made[name] = engine.make_drafting(arm, lambda: False)
+            drafting = self._made[name] = engine.make_drafting(arm, never_cancelled)
             if drafting is not None:
                 self._closing.callback(drafting.close)
         engine.draft_with(name, self._made[name])

@@ -20,6 +20,7 @@ from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import Activation, ModelConfig, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
@@ -61,7 +62,7 @@ def load_weights(
     bundle: Bundle,
     reader: FlashReader,
     backend: Backend,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never_cancelled,
     sparsity: Sparsity = "dense",
     point: OperatingPoint | ThresholdPoint | None = None,
 ) -> ModelWeights:
@@ -203,7 +204,7 @@ class Part(Protocol):
     def load(self, backend: Backend, ahead: ReadAhead) -> Any: ...
 
 
-def part_tasks(parts: Iterable[Part], cancelled: Callable[[], bool]) -> Iterator[Callable[[], Any]]:
+def part_tasks(parts: Iterable[Part], cancelled: IsCancelled) -> Iterator[Callable[[], Any]]:
     """The reads of `parts`, in order. Raises Cancelled where `cancelled()` holds between two of them."""
     for part in parts:
         for task in part.tasks():

@@ -12,6 +12,7 @@ from functools import partial
 from ondevice.backends.base import Backend, Float32, Vector
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, STREAMS, layer_prefix
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import MatrixPart, Part, part_tasks
@@ -24,7 +25,7 @@ def load_streams(
     reader: FlashReader,
     backend: Backend,
     file_index: int,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never_cancelled,
 ) -> MultiStreamWeights:
     """Load the bundle's streams into `backend`; `file_index` is that of their file in `reader`.
 

@@ -20,6 +20,7 @@ import numpy as np
 from ondevice.backends.base import Array, Backend, Float32, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
+from ondevice.callbacks import IsCancelled
 from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model.attention import Rows, attention
@@ -90,7 +91,7 @@ class Transformer:
         tokens: Sequence[int],
         kv: KVCache,
         logits: WantedLogits = "last",
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: IsCancelled | None = None,
     ) -> Float32 | None:
         """Run T tokens at positions kv.length, kv.length + 1, ... and leave their keys and values in kv.
 
@@ -111,7 +112,7 @@ class Transformer:
         batch: ForwardBatch,
         kv: KVCache,
         rows: int,
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
         """Like `run`, but yields the logits of every token, (at most rows, V) at a time.
 
@@ -129,7 +130,7 @@ class Transformer:
         self,
         tokens: Sequence[int],
         kv: KVCache,
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: IsCancelled | None = None,
         x: Array | None = None,
         tree: TokenTree | None = None,
     ) -> Array:
@@ -140,7 +141,7 @@ class Transformer:
         self,
         batch: ForwardBatch,
         kv: KVCache,
-        cancelled: Callable[[], bool] | None = None,
+        cancelled: IsCancelled | None = None,
         *,
         x: Array | None = None,
         prune: Prune | None = None,
@@ -170,9 +171,7 @@ class Transformer:
                 kv.truncate(length)
         return found
 
-    def stream_states(
-        self, branches: Array, kv: KVCache, cancelled: Callable[[], bool] | None = None
-    ) -> Array:
+    def stream_states(self, branches: Array, kv: KVCache, cancelled: IsCancelled | None = None) -> Array:
         """Run the last token's streams: from initial states `branches` (S, D) to final ones, (S, D).
 
         Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
@@ -210,7 +209,7 @@ class Transformer:
         self,
         batch: ForwardBatch,
         kv: KVCache,
-        cancelled: Callable[[], bool] | None,
+        cancelled: IsCancelled | None,
         x: Array | None,
         prune: Prune | None,
     ) -> ForwardOutput:

@@ -6,7 +6,6 @@ of its own: it runs dense, with the target's `--kv-bits`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -16,6 +15,7 @@ from ondevice.backends.cpu import CpuBackend
 from ondevice.budget.plan import Plan, plan_memory
 from ondevice.budget.sizes import SegmentShape
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
 from ondevice.flash.reader import FlashReader
@@ -112,7 +112,7 @@ def _resident(bundle: Bundle, runtime: RuntimeConfig) -> Plan:
 
 
 def load_draft(
-    resolved: ResolvedDraft, beside: BudgetedBackend, cancelled: Callable[[], bool] = lambda: False
+    resolved: ResolvedDraft, beside: BudgetedBackend, cancelled: IsCancelled = never_cancelled
 ) -> DraftModel:
     """Load a second model to run on the threads of `beside`, the target's backend.
 

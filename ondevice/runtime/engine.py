@@ -18,6 +18,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.budget.claims import Claim, replanned
 from ondevice.budget.plan import Plan
 from ondevice.budget.sizes import FETCH_DEPTH, SlotShape, draft_nodes, logits_rows
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError, check_thread, system_refusals
 from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs
@@ -41,8 +42,6 @@ from ondevice.stats import GenerationStats
 from ondevice.units import format_bytes, process_memory, trim_heap
 
 log = logging.getLogger(__name__)
-
-IsCancelled = Callable[[], bool]
 
 
 class Engine:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune
 from ondevice.speculation.tree import Draft, Proposals
-
-IsCancelled = Callable[[], bool]
 
 ACCEPTANCE_DECAY = 0.97
 """Decay of an acceptance rate's history with every judged draft token."""

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import SamplingConfig
 from ondevice.errors import OndeviceError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune
-from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.tree import Draft, Proposals, grow, plain
 from ondevice.stats import DraftStats
@@ -140,7 +141,7 @@ class Drafting:
         draft = plain(root)
         if nodes > 1 and max_tokens > 1:
             try:
-                self._drafter.prepare(kv, nodes, cancelled or _never)
+                self._drafter.prepare(kv, nodes, cancelled or never_cancelled)
                 draft = self._grown(root, nodes, max_tokens - 1, started)
             except OndeviceError as error:
                 self._fail(error)
@@ -296,7 +297,3 @@ class _DraftCount:
             growing_seconds=self._growing_seconds,
             decision=decision,
         )
-
-
-def _never() -> bool:
-    return False

@@ -16,6 +16,7 @@ import pytest
 from ondevice.api import Model, load
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import IsCancelled
 from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event
@@ -102,7 +103,7 @@ def test_loading_is_given_up_between_two_pieces(chat_bundle: Path) -> None:
 def test_an_interrupt_while_loading_cancels_it(chat_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def waiting(bundle: Any, reader: Any, backend: Any, cancelled: Callable[[], bool], *mode: Any) -> None:
+    def waiting(bundle: Any, reader: Any, backend: Any, cancelled: IsCancelled, *mode: Any) -> None:
         time.sleep(0.5)  # Python misses a signal that comes just before it waits.
         os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 30

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ondevice.callbacks import IsCancelled
 from ondevice.errors import FlashReadError, OndeviceError
 from ondevice.runtime import owner as owner_module
 from ondevice.runtime.owner import OwnerThread
@@ -25,7 +26,7 @@ def owner() -> Iterator[OwnerThread[object]]:
     thread.close()
 
 
-def endless(cancelled: Callable[[], bool]) -> Iterator[int]:
+def endless(cancelled: IsCancelled) -> Iterator[int]:
     count = 0
     while not cancelled():
         yield count
@@ -72,7 +73,7 @@ def test_a_call_from_the_owner_itself_runs_at_once(owner: OwnerThread[object]) -
 def test_errors_surface_as_they_are_and_the_thread_lives_on(
     owner: OwnerThread[object], error: BaseException
 ) -> None:
-    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+    def work(cancelled: IsCancelled) -> Iterator[int]:
         yield 1
         raise error
 
@@ -162,7 +163,7 @@ def test_a_kept_thread_that_a_fork_left_behind_is_nobodys() -> None:
 
 
 def test_asyncio_gets_items_and_errors(owner: OwnerThread[object]) -> None:
-    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+    def work(cancelled: IsCancelled) -> Iterator[int]:
         yield from (1, 2, 3)
         raise FlashReadError("torn")
 
@@ -180,7 +181,7 @@ def test_asyncio_gets_items_and_errors(owner: OwnerThread[object]) -> None:
 def test_cancelling_the_task_cancels_the_work(owner: OwnerThread[object]) -> None:
     ended = threading.Event()
 
-    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+    def work(cancelled: IsCancelled) -> Iterator[int]:
         yield from endless(cancelled)
         ended.set()
 
@@ -202,7 +203,7 @@ def test_cancelling_the_task_cancels_the_work(owner: OwnerThread[object]) -> Non
 def test_a_closed_event_loop_cancels_the_work(owner: OwnerThread[object]) -> None:
     ended = threading.Event()
 
-    def work(cancelled: Callable[[], bool]) -> Iterator[int]:
+    def work(cancelled: IsCancelled) -> Iterator[int]:
         yield from endless(cancelled)
         ended.set()
 

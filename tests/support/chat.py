@@ -16,7 +16,8 @@ import ondevice
 from ondevice import api
 from ondevice.api import Model
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
-from ondevice.runtime.engine import Engine, IsCancelled
+from ondevice.callbacks import IsCancelled
+from ondevice.runtime.engine import Engine
 from ondevice.sparsity.fetch import FetchOptions
 from tests.support.bundles import EOS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -19,6 +19,7 @@ from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import segment_shape, stream_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import IsCancelled
 from ondevice.config import ModelConfig
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
@@ -66,7 +67,7 @@ def all_logits(model: Transformer, tokens: list[int], kv_bits: Literal[32, 16, 8
 
 
 def every_logits(
-    model: Transformer, tokens: list[int], kv: KVCache, cancelled: Callable[[], bool] | None = None
+    model: Transformer, tokens: list[int], kv: KVCache, cancelled: IsCancelled | None = None
 ) -> np.ndarray:
     """(T, V) logits of the tokens that follow what kv holds, from one pass, put together from pieces."""
     return np.concatenate(list(model.every_logits(ForwardBatch(tokens), kv, 3, cancelled)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune
-from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals
 
 MAX_PROPOSALS = 8

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.transformer import Transformer
-from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache, common_prefix
-from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.model import DraftContext, DraftModel
 from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
-from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import Ranking
 from ondevice.speculation.tree import Proposals
 

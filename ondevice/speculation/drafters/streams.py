@@ -14,11 +14,12 @@ from functools import partial
 import numpy as np
 
 from ondevice.backends.base import Array, Float32
+from ondevice.callbacks import IsCancelled
 from ondevice.config import SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
-from ondevice.speculation.drafter import Drafter, IsCancelled
+from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
 from ondevice.speculation.tree import Draft, Proposals
 
