@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ondevice
-from ondevice import api
+from ondevice import host
 from ondevice.api import Model
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.callbacks import IsCancelled
@@ -42,7 +42,7 @@ def budget_between(bundle: Path, quarters: int, **options: Any) -> int:
 def squeeze(model: Model, segments: int = 0) -> None:
     """Keep a loaded model to what it needs with a full context, and so many segments.
 
-    Beside small models' neurons the scratch memory of a long prompt is large: it isn't quota to them here.
+    Beside small models' neurons the scratch memory of a long prompt is large: it isn't theirs here.
     """
     model._engine.plan = replace(model.plan, decode_activation_bytes=model.plan.activation_bytes)
     bare = model.plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES
@@ -51,7 +51,7 @@ def squeeze(model: Model, segments: int = 0) -> None:
 
 def fetch_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Models that are loaded from here on keep and read their selected neurons as `FetchOptions` say."""
-    monkeypatch.setattr(api, "Engine", partial(Engine, fetch=FetchOptions(**options)))
+    monkeypatch.setattr(host, "Engine", partial(Engine, fetch=FetchOptions(**options)))
 
 
 def pause_engine(
