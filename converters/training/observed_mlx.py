@@ -14,7 +14,7 @@ class ObservedMlx(Observed, MlxBackend):
     """On MLX's default device."""
 
     def __init__(self, neurons: int) -> None:
-        """neurons: of a piece that is streamed, a multiple of 64."""
+        """neurons: number of neurons that are streamed at a time, a multiple of 64."""
         super().__init__(segment_neurons=neurons)
 
     def normed(self, x: mx.array, norm: Norm) -> mx.array:
