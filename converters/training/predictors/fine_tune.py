@@ -146,7 +146,7 @@ class _Magnitudes:
             y = bits(fired, piece, len(gate))
             products = arrays.load(inputs[piece].astype(np.float32)) @ rows.T
             gates = np.maximum(arrays.to_numpy(products)[y], 0)
-            # The first samples have so many values that their mean is that of all.
+            # The first samples have enough values for their mean to be that of all.
             unit = unit or (float(gates.mean()) if len(gates) else 0.0)
             shares = np.minimum(gates / max(unit, 1e-12) / MAGNITUDE_CAP, 1)
             self._codes[done : done + len(gates)] = np.rint(255 * shares)

@@ -23,7 +23,7 @@ UPDATE_RMS = 0.2
 
 
 class Muon:
-    """Muon. Matrices of equal shape are made orthogonal together: few large products, not many small ones."""
+    """Muon, which makes matrices of equal shape orthogonal together: few large products, not many small."""
 
     def __init__(self, parameters: list[nn.Parameter], weight_decay: float) -> None:
         self.weight_decay = weight_decay

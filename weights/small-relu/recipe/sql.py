@@ -88,7 +88,7 @@ def parses(query: str) -> bool:
 def compiles(query: str, columns: tuple[str, ...]) -> bool:
     """True if `query` is a query that SQLite can run on a table with these columns.
 
-    Double quotes are allowed only inside strings: SQLite takes a quoted name for a string if no column has it.
+    Double quotes are allowed only inside strings: SQLite takes a quoted name that is no column for a string.
     """
     return parses(query) and '"' not in _STRING.sub("", query) and _error(query, columns) is None
 

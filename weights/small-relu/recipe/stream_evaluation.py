@@ -185,7 +185,7 @@ def given_before(found: NDArray[np.bool_], own: NDArray[np.bool_]) -> dict[str, 
     right, asked = np.zeros((2, found.shape[2]), np.int64)
     for row, start, end in runs(own):
         for stream in range(found.shape[2]):
-            # Stream 1 is stream = 0 here; it guesses the second token after its own.
+            # Stream 1 is stream = 0 here; it drafts the second token after its own.
             part = found[row, start - 1 : max(start - 1, end - stream - 2)]
             before = part[:, :stream].all(1)
             asked[stream] += before.sum()
