@@ -66,7 +66,7 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
 
     In a group of zeros the bias keeps the sign of the group's first element. Padding has q = 0.
     At 16 bits the values are rounded to float16, and padding is 0.
-    Raises CheckpointError where w, scale or bias isn't finite.
+    Raises CheckpointError if w, scale or bias isn't finite.
     """
     rows, cols = weights.shape
     groups = -(-cols // GROUP_SIZE)

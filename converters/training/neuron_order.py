@@ -2,7 +2,7 @@
 
 More of the neurons that a token misses in the cache are then neighbours, and neighbours take one read. Every
 neuron has one record, in one place. The order is a permutation, applied to a neuron's gate, up row and down
-column alike, so the model is the same function. The CPU kernels round the values of 64 neighbouring records
+column alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring records
 to 8 bits with one scale, and add up in the order of the records. A different order therefore rounds
 differently, neither better nor worse.
 

@@ -20,7 +20,7 @@ Observer = Callable[[int, Float32, Float32], None]
 The arrays are valid until it returns. The tokens of a layer come in order.
 """
 InputObserver = Callable[[int, Float32], None]
-"""The same without the gates."""
+"""`Observer` without the gates."""
 
 
 class Observed:

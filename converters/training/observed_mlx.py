@@ -11,7 +11,7 @@ from ondevice.converters.training.observed import Observed
 
 
 class ObservedMlx(Observed, MlxBackend):
-    """On MLX's default device."""
+    """The MLX backend on MLX's default device, observed."""
 
     def __init__(self, neurons: int) -> None:
         """neurons: number of neurons that are streamed at a time, a multiple of 64."""

@@ -21,7 +21,7 @@ Fired: TypeAlias = NDArray[Any]
 Bools: TypeAlias = NDArray[np.bool_]
 Ids: TypeAlias = NDArray[np.int64]
 RECALLS = (0.90, 0.95, 0.97, 0.98, 0.99, 0.995)
-"""Ascending."""
+"""Recall targets, ascending."""
 PIECE_SAMPLES = 512
 """Samples that are processed together."""
 

@@ -149,7 +149,7 @@ class TrainedMultiStreams:
     arrays: Mapping[str, Float32]
 
     def write(self, folder: Path) -> MultiStreams:
-        """Add them to the bundle in `folder`. Raises what `write_streams` raises."""
+        """Add the adapters to the bundle in `folder`. Raises what `write_streams` raises."""
         facts = {name: value for name, value in vars(self.facts).items() if name not in _WRITTEN_FACTS}
         return write_streams(folder, self.arrays, **facts)
 

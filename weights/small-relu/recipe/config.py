@@ -29,7 +29,7 @@ Activation = Literal["relu", "silu"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: sizes under `transformers`' names where it has one."""
+    """Sizes of a Llama, by `transformers`' names where it has them."""
 
     hidden_size: int = 256
     num_hidden_layers: int = 6

@@ -23,7 +23,7 @@ UPDATE_RMS = 0.2
 
 
 class Muon:
-    """Muon, which makes matrices of equal shape orthogonal together: few large products, not many small."""
+    """Muon. Matrices of equal shape are made orthogonal together, in few large products."""
 
     def __init__(self, parameters: list[nn.Parameter], weight_decay: float) -> None:
         self.weight_decay = weight_decay
@@ -50,7 +50,7 @@ def _wide(matrix: Tensor) -> Tensor:
 
 
 def orthogonal(stack: Tensor) -> Tensor:
-    """(n, rows, columns) with all singular values moved near 1 by Newton-Schulz; no more rows than columns."""
+    """(n, rows, columns) with all singular values moved near 1 by Newton-Schulz; rows are at most columns."""
     first, second, third = NEWTON_SCHULZ
     x = (stack / (stack.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(product_type())
     for _ in range(ITERATIONS):

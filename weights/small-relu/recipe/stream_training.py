@@ -135,7 +135,7 @@ def digest(base: Frozen) -> str:
 
 
 def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
-    """A run at its beginning."""
+    """A new run, at step 0."""
     torch.manual_seed(training.seed)
     streams = MultiStreams(base.shape, training.sizes)
     if training.begun_with:

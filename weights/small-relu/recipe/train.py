@@ -88,7 +88,7 @@ class Run:
 
 
 def start(training: Training, build: Path) -> Run:
-    """A run at its beginning."""
+    """A new run, at step 0."""
     torch.manual_seed(training.seed)
     model = Llama(training.shape)
     context = training.shape.max_position_embeddings
