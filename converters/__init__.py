@@ -1,1 +1,1 @@
-"""Conversion of checkpoints to bundles: `convert.convert` is the entry. Running a bundle needs nothing here."""
+"""Conversion of checkpoints to bundles; `convert.convert` is the entry. Running a bundle needs none of it."""
