@@ -1,1 +1,1 @@
-"""Checkpoint to bundle: `convert.convert` is the entry; nothing here is needed to run a bundle."""
+"""Conversion of checkpoints to bundles; `convert.convert` is the entry. Running a bundle needs none of it."""

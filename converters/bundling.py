@@ -24,7 +24,7 @@ from ondevice.kernels import _native
 class Chunk:
     """The next bytes of a bundle file: records (n, stride), or elements of one resident tensor.
 
-    source_bytes: checkpoint bytes that went in; error: what quantising cost a sample of them.
+    source_bytes: checkpoint bytes that it was made of. error: quantisation error of a sample of them.
     """
 
     file: str
@@ -37,7 +37,10 @@ class Chunk:
 def pack(
     blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, engine: _native.Engine
 ) -> Generator[Chunk, None, None]:
-    """Blocks as the bundle holds them, in order. Raises CheckpointError where a value can't be stored."""
+    """Quantise blocks and pack them as the bundle stores them, in order.
+
+    Raises CheckpointError if a value can't be stored.
+    """
     layouts: dict[str, RecordLayout | None] = {}
     groups: list[QuantizedRows] = []
     with closing(blocks):
@@ -65,7 +68,7 @@ def pack(
 
 
 def pack_records(rows: Sequence[QuantizedRows], layout: RecordLayout) -> NDArray[np.uint8]:
-    """Records (n, stride) of quantised rows in the order in which `layout` has them; padding is zero."""
+    """Records (n, stride) of quantised rows, given in the order of `layout`'s parts; padding is zero."""
     records = np.zeros((len(rows[0].codes), layout.stride), dtype=np.uint8)
     remaining = iter(rows)
     for part, offset in zip(layout.parts, layout.part_offsets, strict=True):
@@ -85,7 +88,7 @@ def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], bits: int) -> It
 
 
 def _error(block: Block, rows: Sequence[QuantizedRows], bits: int) -> SquaredError:
-    """Rounding to float16 isn't worth measuring."""
+    """Quantisation error of a sample of the block; zero at 16 bits, where it isn't worth measuring."""
     total = SquaredError()
     if bits != 16:
         for weights, stored in zip(block.rows, rows, strict=True):

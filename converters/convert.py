@@ -3,8 +3,9 @@
     checkpoint -> disk space -> neurons, embedding, resident, tokenizer -> manifest -> trial -> rename
 
 Everything is written in `<output>.partial`, which becomes `<output>` once it is a whole bundle. Three stages
-overlap: one thread reads, one quantises (on every core), the calling one checksums and writes. Training, if
-any, comes before the last renaming and works on a copy: interrupted, it begins with the same bytes again.
+overlap: one thread reads, one quantises (on every core), and the calling one checksums and writes. Training,
+if any, comes before the renaming and works on a copy. If it is interrupted, it starts from the same bytes
+again.
 """
 
 from __future__ import annotations
@@ -65,21 +66,21 @@ from ondevice.kernels import _native
 from ondevice.units import usable_cores
 
 CONVERTER_VERSION = "4"
-"""Changes whenever the same checkpoint would give other bytes."""
+"""Version of the converter. It changes whenever the same checkpoint would give other bytes."""
 BLOCKS_AHEAD = 2
 _MANIFEST_BYTES = 1 << 20
 _NAMED_CHARS = 24
-"""Of a checkpoint's name, in what identifies a conversion: that has 128 characters."""
+"""Characters of a checkpoint's name in the fingerprint of a conversion, which has 128 characters."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a whole bundle gets before it takes its name.
+    """Training of a whole bundle before it takes its name.
 
-    identity: of what it learns from, a word; with the checkpoint and the options it decides the bytes.
-    run: trains the bundle in a folder, and adds to it.
+    identity: a word that identifies the training data. With the checkpoint and the options it determines the
+    bytes of the bundle. run: trains the bundle in a folder, and adds the result to it.
     """
 
     identity: str
@@ -87,7 +88,7 @@ class Training:
 
 
 BeginTraining = Callable[[Checkpoint], Training | None]
-"""Refuses a checkpoint before anything is written; None where there is nothing to train."""
+"""Gives a checkpoint's training, or None for none. It refuses a checkpoint before anything is written."""
 
 
 def convert(
@@ -99,19 +100,22 @@ def convert(
     force: bool = False,
     begin_training: BeginTraining = lambda checkpoint: None,
 ) -> Path:
-    """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that.
+    """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that folder.
 
-    quant: q4, q8, f16, or a QuantConfig.
-    resume: go on with what an interrupted run left; the result has the bytes of an uninterrupted one. That
-    needs the source files as they were: one with another size or time of change is a UsageError. A finished
-    bundle stays as it is. Training that was interrupted begins anew.
-    force: replace an existing bundle, or start again over an unfinished one.
-    on_progress: called from this thread, several times a second; what it raises stops the conversion, which
-    can then be resumed.
-    begin_training: gives what is trained before the bundle takes its name, if anything.
+    Args:
+        source: the checkpoint, see `open_checkpoint`.
+        output: the new folder.
+        quant: q4, q8, f16, or a QuantConfig.
+        on_progress: called from this thread, several times a second. An exception from it stops the
+            conversion, which can then be resumed.
+        resume: go on with what an interrupted run left. The result has the bytes of an uninterrupted run. The
+            source files must be unchanged: one with another size or time of change is a UsageError. A
+            finished bundle stays as it is. Interrupted training begins anew.
+        force: replace an existing bundle, or start again over an unfinished one.
+        begin_training: gives the training that is done before the bundle takes its name, if any.
 
-    Raises UsageError where `output` may not be written, ModelNotFoundError, UnsupportedModelError or
-    CheckpointError for the source, OndeviceError where the disk is full or refuses.
+    Raises UsageError if `output` may not be written, ModelNotFoundError, UnsupportedModelError or
+    CheckpointError for the source, OndeviceError if the disk is full or refuses.
     """
     quant_config = quant if isinstance(quant, QuantConfig) else QuantConfig.parse(quant)
     folder = OutputFolder(Path(output))
@@ -142,7 +146,7 @@ def convert(
 
 
 class _Conversion:
-    """One run over the partial folder, from whatever is there to a whole bundle."""
+    """One run over the partial folder: it completes the files that are there to a whole bundle."""
 
     def __init__(self, checkpoint: Checkpoint, quant: QuantConfig, folder: OutputFolder, origin: str) -> None:
         self._checkpoint = checkpoint
@@ -156,7 +160,7 @@ class _Conversion:
         self._open()
 
     def run(self, on_progress: OnProgress | None) -> None:
-        """Write what is missing, the manifest last; then only what it lists is left in the folder."""
+        """Write the missing files, the manifest last. Then delete the files that it doesn't list."""
         if not self._is_complete():
             if not self._errors_are_known():
                 logger.warning("%s has lost part of its state; starting again", self._folder.partial)
@@ -182,13 +186,13 @@ class _Conversion:
         self._errors = ErrorLog(self._folder.partial)
 
     def _is_complete(self) -> bool:
-        """Whether only the last renaming was missed."""
+        """True if the bundle in the partial folder is whole, and only the renaming is missing."""
         return _is_converted(self._folder.partial, self._checkpoint, self._quant, self._origin) and all(
             self._writer.finished(name) for name in (*self._record_files, RESIDENT)
         )
 
     def _errors_are_known(self) -> bool:
-        """Whether the error of everything finished was saved; only damage can have lost it."""
+        """True if the errors of all finished files were saved; only damage can have lost one."""
         if self._quant.bits == 16:
             return True
         finished = [name for name in (*self._neurons, EMBEDDING) if self._writer.finished(name)]
@@ -197,7 +201,7 @@ class _Conversion:
         return all(name in self._errors for name in finished)
 
     def _write_weights(self, on_progress: OnProgress | None) -> None:
-        """Every file that isn't finished, three stages at a time."""
+        """Write every file that isn't finished, with three overlapping stages."""
         resident = list(resident_tensors(self._checkpoint.config, self._quant))
         missing = set(resident[self._writer.resident_finished() :])
 
@@ -224,7 +228,7 @@ class _Conversion:
         )
 
     def _data(self, name: str, chunks: Iterator[Chunk]) -> Iterator[np.ndarray]:
-        """The chunks' bytes; their error is saved before the writer learns that there are no more."""
+        """The chunks' data. Their error is saved before the writer sees the end of the iterator."""
         error = SquaredError()
         for chunk in chunks:
             error += chunk.error
@@ -253,7 +257,7 @@ class _Conversion:
 
 
 def _try_out(folder: OutputFolder) -> None:
-    """Raises CheckpointError for a bundle that can say nothing; then nothing of it is kept."""
+    """Check that the bundle computes something usable; if it doesn't, delete it and raise CheckpointError."""
     try:
         check_computes(Bundle.open(folder.partial))
     except CheckpointError:
@@ -262,7 +266,7 @@ def _try_out(folder: OutputFolder) -> None:
 
 
 def _copy_as(bundle: Bundle, folder: Path, origin: str) -> None:
-    """Make the new `folder` with the bundle's files, of which another origin is said."""
+    """Make the new `folder` with the bundle's files, and with `origin` as its fingerprint."""
     copy_bundle(bundle, folder)
     provenance = replace(bundle.manifest.provenance, fingerprint=origin)
     with disk_errors(folder, "make room, then run again with --resume"):
@@ -270,7 +274,7 @@ def _copy_as(bundle: Bundle, folder: Path, origin: str) -> None:
 
 
 def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> bool:
-    """Whether `folder` is a whole bundle of this very checkpoint: trained as `origin` says, if it does."""
+    """True if `folder` is a whole bundle of this checkpoint, trained if `origin` names a training."""
     try:
         bundle = Bundle.open(folder)
     except (BundleError, ModelNotFoundError, UnsupportedModelError):
@@ -285,7 +289,7 @@ def _is_converted(folder: Path, checkpoint: Checkpoint, quant: QuantConfig, orig
 
 
 def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> None:
-    """Raises CheckpointError for what no manifest may hold: better now than after the weights."""
+    """Raises CheckpointError for values that no manifest may hold, before any weights are written."""
     entry = FileEntry(0, "0" * 64, None)
     files = dict.fromkeys(bundle_files(checkpoint.config, checkpoint.tokenizer.info), entry)
     provenance = Provenance(checkpoint.name, checkpoint.source_format, CONVERTER_VERSION, fingerprint=origin)
@@ -297,7 +301,10 @@ def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> 
 
 
 def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
-    """Size of the bundle to be made, to within the manifest's. twice: its neurons get another order."""
+    """Bytes that the bundle takes on disk, except that its manifest is estimated.
+
+    twice: count the neurons twice, as they are written again in another order.
+    """
     total = _MANIFEST_BYTES
     for name in bundle_files(checkpoint.config, checkpoint.tokenizer.info)[:-1]:
         layout = file_layout(name, checkpoint.config, quant)
@@ -308,7 +315,7 @@ def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> in
 
 
 def _source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
-    """Checkpoint bytes by what they become: a record file, or a resident tensor."""
+    """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
     for layer in range(checkpoint.config.num_layers):
@@ -323,7 +330,7 @@ def _source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
 
 
 def _counted(chunks: Iterator[Chunk], meter: ProgressMeter) -> Iterator[Chunk]:
-    """Reports a chunk once it has been written, when the next one is asked for."""
+    """Yield the chunks. Each is reported when the next one is asked for, since it is written by then."""
     for chunk in chunks:
         yield chunk
         meter.advance(chunk.file, chunk.source_bytes)

@@ -1,4 +1,4 @@
-"""The quantisation error measured so far, kept beside an unfinished bundle for when it is resumed."""
+"""The quantisation error measured so far, kept beside an unfinished bundle so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.errors import OndeviceError
 
 
 class ErrorLog:
-    """Squared errors by record file or resident tensor. An entry is durable before what it belongs to is."""
+    """Squared errors by record file or resident tensor. An entry is on disk before the data it belongs to."""
 
     FILE = "quantisation-error.json"
 
@@ -24,7 +24,7 @@ class ErrorLog:
         return name in self._entries
 
     def save(self, name: str, error: SquaredError) -> None:
-        """Set the error of one file or tensor, durably. Raises OndeviceError if the disk refuses."""
+        """Save the error of one file or tensor durably. Raises OndeviceError if the disk refuses."""
         self._entries[name] = error
         content = {key: [entry.error, entry.weight] for key, entry in sorted(self._entries.items())}
         try:
@@ -51,7 +51,7 @@ def _kind(name: str) -> str:
 
 
 def _load(path: Path) -> dict[str, SquaredError]:
-    """What an earlier run saved; nothing if that is missing or damaged."""
+    """Errors that an earlier run saved; empty if the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
         return {name: SquaredError(float(error), float(weight)) for name, (error, weight) in content.items()}

@@ -1,4 +1,4 @@
-"""What tells one checkpoint from another, without reading all of it."""
+"""The fingerprint of a checkpoint, which tells it from others without reading all of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SAMPLE_BYTES = 512
 def fingerprint(checkpoint: Checkpoint) -> str:
     """sha256 (hex) of every tensor's name, type, shape, beginning and middle, and of the tokenizer files.
 
-    A fine-tuned model differs from its base in the middle of some tensor at least. Times and paths don't
-    count.
+    A fine-tuned model differs from its base at least in the middle of some tensor. Times and paths are not
+    part of it.
     """
     digest = hashlib.sha256(checkpoint.source_format.encode())
     for name, tensor in sorted(checkpoint.tensors.items()):

@@ -1,10 +1,10 @@
-"""Where a conversion writes: `<output>.partial`, until it is whole and takes the name `<output>`.
+"""The folder where a conversion writes: `<output>.partial`, until it is whole and takes the name `<output>`.
 
-What this refuses to do: replace or delete anything that isn't a bundle or an unfinished one. Files are
-deleted one by one, by the names that conversions make, never as a whole tree.
+It replaces and deletes nothing but bundles and unfinished ones. Files are deleted one by one, by the names
+that conversions make, never as a whole tree.
 
-A bundle that is trained is a copy inside the partial folder, beside what its own ordering needs; the copy is
-then what takes the name.
+Training works on a copy of the bundle inside the partial folder, beside the folders that its ordering needs.
+The copy is then what takes the name `<output>`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 
 class OutputFolder:
-    """The folder being written, held by this process alone between `claim` and `close`."""
+    """The folder being written; only this process holds it between `claim` and `close`."""
 
     def __init__(self, output: Path) -> None:
-        """Raises UsageError for a name that the system doesn't allow, or that leaves no room for others."""
+        """Raises UsageError if the system doesn't allow the name, or the longer names made from it."""
         self.output = output.absolute()
         self.partial = self._sibling(".partial")
         self.copy = self.partial / self.output.name
-        """Where a copy of the whole bundle is trained; gone after `clear`."""
+        """Folder of the copy of the whole bundle that is trained; `clear` deletes it."""
         self._replaced = self._sibling(".replaced")
         self._force = False
         self._may_discard = False
@@ -57,7 +57,7 @@ class OutputFolder:
             _check_name(path)
 
     def check(self, resume: bool, force: bool) -> None:
-        """Raises UsageError where writing would touch what the options don't allow to be touched."""
+        """Raises UsageError if writing would touch files that `resume` and `force` don't allow to touch."""
         if not self.output.name:
             raise UsageError(f"{self.output} can't be an output folder")
         self._force = force
@@ -86,7 +86,7 @@ class OutputFolder:
             self.clear()
 
     def clear(self, keep: Container[str] = ()) -> None:
-        """Delete the conversion's files in the partial folder but those to `keep`. Raises OndeviceError."""
+        """Delete the conversion's files in the partial folder, except `keep`. Raises OndeviceError."""
         try:
             for folder in self._inner_folders():
                 _delete_files(folder, also=DOCUMENTS)
@@ -98,7 +98,7 @@ class OutputFolder:
             ) from error
 
     def check_space(self, bundle_bytes: int) -> None:
-        """Raises OndeviceError unless the disk has room for what is still missing of `bundle_bytes`."""
+        """Raises OndeviceError unless the disk has room for the bytes still missing of `bundle_bytes`."""
         present = sum(entry.stat().st_size for entry in self.partial.iterdir() if entry.is_file())
         needed = max(0, bundle_bytes - present)
         free = shutil.disk_usage(self.partial).free
@@ -111,9 +111,10 @@ class OutputFolder:
             )
 
     def publish(self) -> None:
-        """Give the whole bundle, or its copy where there is one, its name; an older one under that name goes.
+        """Give the whole bundle, or its copy if there is one, the name `output`.
 
-        Raises UsageError if something else took that name meanwhile, OndeviceError if the disk refuses.
+        An older bundle of that name is deleted. Raises UsageError if something else has taken the name
+        meanwhile, OndeviceError if the disk refuses.
         """
         self._check_output()
         try:
@@ -132,9 +133,9 @@ class OutputFolder:
         self.discard()
 
     def discard_leftover(self) -> None:
-        """Delete what an interrupted run had put aside when `output` got its name, if anything.
+        """Delete what a run left if it was interrupted after `output` got its name.
 
-        Raises UsageError if something of the user's is in it.
+        Raises UsageError if it holds a file of the user's.
         """
         if self.partial.is_dir():
             self._check_partial()
@@ -155,7 +156,7 @@ class OutputFolder:
             os.close(self._locked())
 
     def _locked(self) -> int:
-        """The partial folder, open, and ours until it is closed. Raises OndeviceError, OSError."""
+        """Descriptor of the partial folder, locked until it is closed. Raises OndeviceError, OSError."""
         descriptor = os.open(self.partial, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -181,7 +182,10 @@ class OutputFolder:
             _check_contents(self.output, "--force replaces nothing but a bundle")
 
     def _check_leftover(self, allowed: bool) -> None:
-        """A bundle under that name is what an interrupted run had put aside; anything else is the user's."""
+        """Check that `<output>.replaced` is a bundle that an interrupted run put aside, not the user's.
+
+        Raises UsageError if it isn't, or if it isn't `allowed`.
+        """
         if not (allowed and (self._replaced / MANIFEST).is_file()):
             raise UsageError(
                 f"{self._replaced} exists, a name this conversion needs; move it elsewhere, or choose "
@@ -200,19 +204,19 @@ class OutputFolder:
             _check_contents(folder, why, besides=[folder / name for name in DOCUMENTS])
 
     def _inner_folders(self) -> list[Path]:
-        """The copy, and what its ordering leaves beside it when it is interrupted."""
+        """The copy, and the folders that an interrupted ordering leaves beside it."""
         found = [self.partial / (self.output.name + suffix) for suffix in ("", ".partial", ".replaced")]
         return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
 
     def discard(self) -> None:
-        """Delete the partial folder and what conversions put there. Raises OndeviceError."""
+        """Delete the partial folder with the files that conversions put there. Raises OndeviceError."""
         if self.partial.is_dir():
             self.clear()
             with disk_errors(self.partial, "delete it yourself"):
                 self.partial.rmdir()
 
     def _discard_replaced(self) -> None:
-        """Delete the bundle that was put aside, its manifest last: until then it can be told for one."""
+        """Delete the bundle that was put aside, its manifest last: until then it is known as a bundle."""
         if not self._may_discard:
             return
         try:
@@ -246,13 +250,13 @@ def _check_name(path: Path) -> None:
 
 
 def _is_made_here(name: str) -> bool:
-    """Whether a conversion makes files of that name, finished or not."""
+    """True for names of files that a conversion makes, finished or not."""
     name = name.removesuffix(".tmp")
     return name in _NAMES or _LAYERS.fullmatch(name) is not None
 
 
 def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> None:
-    """Raises UsageError if `folder` holds anything, but `besides`, that no conversion put there."""
+    """Raises UsageError if `folder` holds anything but `besides` that no conversion put there."""
     for entry in sorted(folder.iterdir()):
         if entry in besides:
             continue
@@ -263,7 +267,7 @@ def _check_contents(folder: Path, why: str, besides: Container[Path] = ()) -> No
 
 
 def _delete_files(folder: Path, keep: Container[str] = (), also: Container[str] = ()) -> None:
-    """Delete the files in `folder` that a conversion makes but those to `keep`, and `also` others.
+    """Delete the files in `folder` that a conversion makes, and those named in `also`, except `keep`.
 
     Raises OSError.
     """

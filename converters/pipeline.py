@@ -13,8 +13,8 @@ T = TypeVar("T")
 def ahead(source: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
     """The items of `source`, computed up to `depth` ahead on another thread, in order.
 
-    An exception there is raised here, after the items before it. Closing waits for the item under way, then
-    closes `source`.
+    An exception of `source` is raised here, after the items before it. Closing this generator waits for the
+    item under way, then closes `source`.
     """
     end = object()
     pool = ThreadPoolExecutor(1, thread_name_prefix="converter-stage")

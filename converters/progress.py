@@ -1,4 +1,4 @@
-"""What a conversion tells its caller while it runs."""
+"""The progress of a conversion, as it is reported to the caller."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a conversion is. Bytes are bytes of the checkpoint."""
+    """Progress of a conversion. Bytes are bytes of the checkpoint."""
 
     step: str
     """The bundle file being made."""
     done_bytes: int
     total_bytes: int
     bytes_per_second: float
-    """Over this run; 0 until something is done."""
+    """Mean speed of this run; 0 until something is done."""
     remaining_seconds: float | None
     """None until something is done."""
 
     @property
     def fraction(self) -> float:
-        """From 0 to 1."""
+        """Share that is done, from 0 to 1."""
         return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
@@ -32,7 +32,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class ProgressMeter:
-    """Counts bytes and calls back. `skipped` bytes were done by an earlier run and say nothing of speed."""
+    """Counts bytes and calls back. Skipped bytes, done by an earlier run, don't count for the speed."""
 
     def __init__(self, total_bytes: int, on_progress: OnProgress | None) -> None:
         self._total_bytes = total_bytes
@@ -43,7 +43,7 @@ class ProgressMeter:
         self._reported_seconds = float("-inf")
 
     def skip(self, nbytes: int) -> None:
-        """Count what needs no work."""
+        """Count `nbytes` that need no work."""
         self._skipped_bytes += nbytes
 
     def advance(self, step: str, nbytes: int) -> None:

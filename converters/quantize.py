@@ -1,6 +1,7 @@
-"""Group-affine quantisation of weight rows, `w = scale * q + bias`, and the error it costs.
+"""Group-affine quantisation of weight rows, `w = scale * q + bias`, and its error.
 
-The native kernel does the work; `quantize_reference` is its oracle, and the definition of every bit.
+The native kernel does the work. `quantize_reference` defines every bit of its result and is what tests
+compare it with.
 Legend: R rows, C columns, G groups of 64 columns.
 """
 
@@ -17,7 +18,7 @@ from ondevice.errors import CheckpointError
 from ondevice.kernels import _native
 
 Weights = NDArray[Any]
-"""(R, C) float32, float16, or uint16 holding bfloat16 bits: a checkpoint's own types."""
+"""(R, C) weights in a checkpoint's own type: float32, float16, or uint16 with bfloat16 bits."""
 
 _SAMPLED_ROWS = 4
 
@@ -39,7 +40,7 @@ class QuantizedRows:
 def quantize(engine: _native.Engine, weights: Weights, bits: int, name: str) -> QuantizedRows:
     """Quantise rows to 4 or 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
 
-    Raises CheckpointError, naming the tensor, for NaN, infinity or what float16 can't hold.
+    Raises CheckpointError, which names the tensor, for NaN, infinity and values beyond float16.
     """
     rows, cols = weights.shape
     groups = -(-cols // GROUP_SIZE)
@@ -65,7 +66,7 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
 
     In a group of zeros the bias keeps the sign of the group's first element. Padding has q = 0.
     At 16 bits the values are rounded to float16, and padding is 0.
-    Raises CheckpointError where w, scale or bias isn't finite.
+    Raises CheckpointError if w, scale or bias isn't finite.
     """
     rows, cols = weights.shape
     groups = -(-cols // GROUP_SIZE)
@@ -107,7 +108,7 @@ def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedR
 
 
 def dequantize(rows: QuantizedRows, bits: int, cols: int) -> NDArray[np.float32]:
-    """Float32 (R, cols) values that quantised rows stand for."""
+    """(R, cols) float32 values of quantised rows."""
     if bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
     q = rows.codes
@@ -118,7 +119,7 @@ def dequantize(rows: QuantizedRows, bits: int, cols: int) -> NDArray[np.float32]
 
 
 def to_float32(weights: Weights) -> NDArray[np.float32]:
-    """Checkpoint values as float32, exactly; uint16 is read as bfloat16."""
+    """Checkpoint values as exact float32; uint16 is read as bfloat16."""
     if weights.dtype == np.uint16:
         return (weights.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return weights.astype(np.float32)
@@ -138,7 +139,7 @@ class SquaredError:
     def relative(self) -> float:
         """Root-mean-square error over root-mean-square weight.
 
-        To three significant digits, which the order of summation on another machine doesn't change.
+        It is rounded to three significant digits, which don't depend on another machine's order of summation.
         """
         if self.weight == 0.0:
             return 0.0
@@ -146,7 +147,7 @@ class SquaredError:
 
 
 def sampled_error(weights: Weights, rows: QuantizedRows, bits: int) -> SquaredError:
-    """What quantisation cost a few evenly spaced rows; measuring all would cost more than quantising does."""
+    """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising."""
     picks = np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)
     exact = to_float32(weights[picks]).astype(np.float64)
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])

@@ -1,4 +1,4 @@
-"""A checkpoint read once, block by block, in the order in which a bundle's files are written.
+"""Reads a checkpoint once, block by block, in the order in which a bundle's files are written.
 
 Legend: D hidden size, n rows in a block.
 """
@@ -18,15 +18,16 @@ from ondevice.converters.quantize import Weights
 BLOCK_BYTES = 4 << 20
 """Checkpoint bytes of one matrix that are read, quantised and written at a time."""
 DOWN_BLOCK_BYTES = 96 << 20
-"""Checkpoint bytes of a down projection held at a time; its columns are cheap to read only when many are."""
+"""Checkpoint bytes of a down projection held at a time; reading columns is cheap only for many at once."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that belong together: of one matrix, or gate, up and down (transposed) of the same neurons.
+    """Rows that belong together: rows of one matrix, or gate, up and down (transposed) of the same neurons.
 
-    tensor: the resident tensor, without `.codes`, or `records`. sources: the checkpoint's names of `rows`,
-    each (n, columns) in the stored type; a vector is (n,) float32. last: nothing follows of this tensor.
+    file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
+    sources: the checkpoint's names of `rows`. rows: each (n, columns) in the stored type; a vector is (n,)
+    float32. last: true for the last block of the tensor.
     """
 
     file: str
@@ -43,7 +44,7 @@ class Block:
 def read_blocks(checkpoint: Checkpoint, wanted: Callable[[str, str], bool]) -> Generator[Block, None, None]:
     """Neurons and their gates by layer, then the embedding, then the resident tensors.
 
-    wanted: told a bundle file and a resident tensor (or `records`), says whether to read for it.
+    wanted: gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read.
     """
     for layer in range(checkpoint.config.num_layers):
         if wanted(neuron_file_name(layer), RECORDS_TENSOR):
@@ -64,7 +65,7 @@ def read_blocks(checkpoint: Checkpoint, wanted: Callable[[str, str], bool]) -> G
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
-    """Every resident tensor (a matrix without `.codes`) and the tensors whose rows, in turn, make it up."""
+    """Every resident tensor (a matrix without `.codes`), and the checkpoint tensors it joins, in order."""
     config, tensors = checkpoint.config, checkpoint.tensors
     for layer in range(config.num_layers):
         name, prefix = names.LayerNames(layer), f"layers.{layer}"
@@ -110,5 +111,5 @@ def _matrix(file: str, tensor: str, sources: Sequence[SourceTensor]) -> Iterator
 
 
 def _rows_per_block(source: SourceTensor) -> int:
-    """A multiple of 16, the rows that the kernels quantise together."""
+    """Rows read at a time: a multiple of 16, the rows that the kernels quantise together."""
     return max(16, BLOCK_BYTES // (source.itemsize * source.shape[1]) // 16 * 16)

@@ -1,7 +1,7 @@
-"""A few tokens through a finished bundle, before it gets its name: what computes nothing usable is refused.
+"""Trial of a finished bundle before it gets its name: a few tokens pass through, to refuse unusable models.
 
-One layer's attention is in memory at a time, neurons and the output head a few MB at a time: a trial takes no
-more memory than the conversion did.
+One layer's attention is in memory at a time, and a few MB of neurons or of the output head. So a trial takes
+no more memory than the conversion did.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
-"""Tokens tried, at equal distances in the vocabulary: 8 let weights pass that were fuzzed to be unusable."""
+"""Tokens tried, evenly spaced in the vocabulary. With 8, weights passed that were fuzzed to be unusable."""
 PIECE_BYTES = 4 << 20
 """Bytes of neurons, or of the head's rows, that are in memory together."""
 
 
 def check_computes(bundle: Bundle) -> None:
-    """Raises CheckpointError where logits aren't finite, or are the same for every token of the vocabulary.
+    """Raises CheckpointError if logits aren't finite, or are the same for every token of the vocabulary.
 
-    And FlashReadError where the disk doesn't give back what was written.
+    Raises FlashReadError if the disk doesn't give back what was written.
     """
     config = bundle.config
     try:
@@ -65,7 +65,7 @@ def check_computes(bundle: Bundle) -> None:
 
 
 def trial_logits(bundle: Bundle, tokens: Sequence[int]) -> Float32:
-    """Logits (T, V) of a text of T tokens, those that the loaded model gives. Raises BundleError."""
+    """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError."""
     engine = make_engine(usable_cores())
     with FlashReader(bundle_files(bundle)) as reader:
         resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
@@ -92,7 +92,7 @@ def _through_layer(
     tokens: Sequence[int],
     x: Float32 | None,
 ) -> Float32:
-    """What leaves a layer that x (T, D) enters, (T, D); the first one gets the tokens' embedding."""
+    """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding."""
     windows = bundle.config.layer_windows[layer : layer + 1]
     config = replace(bundle.config, num_layers=1, layer_windows=windows)
     source = NeuronRecords(bundle, reader, layer)
@@ -107,12 +107,12 @@ def _through_layer(
         weights = LayerWeights(**fields, feed_forward=feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
         model = Transformer(config, backend, ModelWeights(embedding, [weights], None, None))
-        # What a backend returns is valid until its next op.
+        # The arrays that a backend returns are valid only until its next op.
         return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
 
 
 class _Pieces(NeuronSource):
-    """The neurons of `source`, read a piece at a time."""
+    """Neuron source that reads the neurons of `source` a piece at a time."""
 
     def __init__(self, source: NeuronRecords, piece_neurons: int) -> None:
         self._source = source
@@ -126,7 +126,7 @@ class _Pieces(NeuronSource):
 def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, engine: _native.Engine, x: Float32
 ) -> Iterator[Float32]:
-    """Logits (T, V) of what left the last layer, x (T, D), a few of V at a time."""
+    """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
     config, bits = bundle.config, bundle.quant.bits
     rows: Rows = partial(resident.rows, "head")
     if config.tie_embeddings:

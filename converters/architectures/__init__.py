@@ -1,1 +1,1 @@
-"""The model families: which config keys each has and what they mean; see `registry.read_config`."""
+"""The model families: the config keys of each, and their meaning. `registry.read_config` is the entry."""

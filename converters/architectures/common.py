@@ -1,4 +1,4 @@
-"""What the families' configs share: sizes, activation, rotary embedding and sliding windows."""
+"""Config keys that the families share: sizes, activation, rotary embedding and sliding windows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_LAYERS = 1024
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: what `config.json` calls it and how its keys become a ModelConfig."""
+    """A model family: its names in `config.json`, and the function that reads its keys into a ModelConfig."""
 
     model_type: str
     class_name: str
@@ -45,8 +45,8 @@ def base_config(
 ) -> dict[str, Any]:
     """The ModelConfig fields that all families read alike.
 
-    max_context, kv_heads, head_dim: the family's values for a key that is missing (null for the last two
-    means as many key-value heads as heads, and hidden_size / heads).
+    max_context, kv_heads, head_dim: the family's values for missing keys. For the last two, None or a null
+    key means as many key-value heads as heads, and hidden_size / heads.
     """
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
@@ -88,9 +88,9 @@ def base_config(
 
 
 def windows_by_layer(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Sliding windows as Qwen2 and Qwen3 spell them; 0 where a layer attends to everything.
+    """Sliding window of each layer in tokens, from the keys of Qwen2 and Qwen3; 0 for full attention.
 
-    A missing window is 4096; one that is null switches them off, whatever use_sliding_window says.
+    A missing window is 4096. A null window switches all windows off, whatever use_sliding_window says.
     """
     window = reader.integer("sliding_window", 4096)
     check_window(window)

@@ -1,7 +1,8 @@
 """The strict reader of `config.json`.
 
-A key is *read* (it decides the arithmetic), *harmless* (it can't change a forward pass), or refused by name:
-silence about an unknown key would be a wrong model. Keys that are off (null, false, empty) are never refused.
+A key is *read* (it decides the arithmetic), *harmless* (it can't change a forward pass), or refused by name,
+because ignoring an unknown key could give a wrong model. Keys that are off (null, false, empty) are never
+refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ HARMLESS_KEYS = frozenset({
 
 
 class ConfigReader:
-    """`config.json`, key by key; it remembers which keys were read so that `close` can refuse the others."""
+    """Reads `config.json` key by key. It remembers the keys read, so that `close` can refuse the others."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self._values = values
@@ -78,15 +79,15 @@ class ConfigReader:
         return value or None
 
     def has(self, key: str) -> bool:
-        """Whether the key is there at all, null included."""
+        """True if the key is there, even with the value null."""
         return key in self._values
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there and null."""
+        """True if the key is there with the value null."""
         return self.has(key) and self._values[key] is None
 
     def only(self, key: str, allowed: object) -> None:
-        """Refuse by name any value of `key` but `allowed` (or off)."""
+        """Refuse, by name, a value of `key` other than `allowed` or off."""
         value = self._value(key, allowed)
         if value != allowed and not _is_off(value):
             raise UnsupportedModelError(

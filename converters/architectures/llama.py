@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the many checkpoints that say they are one."""
+"""Llama 1 to 3, and the many checkpoints that declare themselves a Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family this converter knows, and the way from a `config.json` to a ModelConfig."""
+"""All families that this converter knows, and the function that reads a `config.json` into a ModelConfig."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig of a parsed `config.json`.
 
-    Raises UnsupportedModelError for another family, another head, a value that isn't implemented or a key
-    that isn't known; CheckpointError for a key that is missing or has the wrong type.
+    Raises UnsupportedModelError for another family or head, for a value that isn't implemented, and for an
+    unknown key. Raises CheckpointError for a key that is missing or has the wrong type.
     """
     reader = ConfigReader(values)
     model_type = reader.text("model_type", "")

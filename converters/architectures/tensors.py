@@ -1,4 +1,4 @@
-"""Names and shapes of a checkpoint's tensors. The families share them; biases and norms are options."""
+"""Names and shapes of a checkpoint's tensors. The families share them; some biases and norms are optional."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LayerNames:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a model of this config has, under the names that all families share."""
+    """Shape of every tensor of a model, by the names that all families share."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):

@@ -1,6 +1,6 @@
 """Tokens that a Hugging Face folder adds to its `tokenizer.model`, in JSON files beside it.
 
-They become pieces of the model file itself, which then is all that a runtime has to read.
+They become pieces of the model file itself, so that a runtime has only that file to read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ADDED_TOKENS = "added_tokens.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 
 _TEXT_SCORE = -1.0
-"""Not 0, by which the runtime tells user-defined pieces that steer the model from those that are text."""
+"""Score of added pieces that are text. It isn't 0: the runtime takes pieces of score 0 to steer the model."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,17 @@ logger = logging.getLogger(__name__)
 def with_added_tokens(
     model: bytes, pieces: Sequence[str], folder: SourceFolder, settings: dict[str, Any], vocab_size: int
 ) -> bytes:
-    """The sentencepiece `model`, whose pieces are given, with the folder's added tokens after them.
+    """The sentencepiece `model` with the folder's added tokens after its own pieces.
 
-    settings: `tokenizer_config.json`. A token whose id isn't the next one or is beyond the model's
-    `vocab_size`, or whose text is a piece already, can't be added: it is named in a warning.
+    Args:
+        model: the serialised model.
+        pieces: the texts of its pieces, by id.
+        folder: the checkpoint's folder.
+        settings: `tokenizer_config.json`.
+        vocab_size: the model's vocabulary size.
+
+    A token can't be added if its id isn't the next one or is beyond `vocab_size`, or if its text is a piece
+    already. A warning names such tokens.
     """
     known, special = set(pieces), _special(folder, settings)
     added: list[tuple[str, float, int]] = []
@@ -68,7 +75,7 @@ def _declared(folder: SourceFolder, settings: dict[str, Any]) -> set[tuple[int, 
 
 
 def _special(folder: SourceFolder, settings: dict[str, Any]) -> set[str]:
-    """Texts of tokens that steer the model and are no part of what it says."""
+    """Texts of the tokens that steer the model and aren't part of its text."""
     texts = [entry.get("content") for entry in _decoder(settings).values() if entry.get("special") is True]
     for source in (settings, folder.optional_json(SPECIAL_TOKENS)):
         for name, value in source.items():

@@ -1,6 +1,6 @@
-"""What every checkpoint reader gives the converter: a config, a tokenizer and tensors read in blocks.
+"""Checkpoints as every reader gives them to the converter: config, tokenizer, and tensors read in blocks.
 
-Nothing is mapped and no tensor is read whole unless asked for, so memory doesn't grow with the model.
+No file is mapped, and no tensor is read whole unless asked for, so memory doesn't grow with the model.
 Legend: R rows, C columns of a matrix as stored.
 """
 
@@ -85,8 +85,8 @@ class SourceFile:
 class SourceTensor:
     """A tensor inside a checkpoint file: row-major, at byte `offset`.
 
-    interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding;
-    its rows are then given in rotate-half order, (i, i + head_dim / 2), as every bundle stores them.
+    interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding.
+    Its rows are then returned in rotate-half order, (i, i + head_dim / 2), as every bundle stores them.
     """
 
     name: str
@@ -141,13 +141,13 @@ class SourceTensor:
 
 
 def printable(name: str) -> str:
-    """A file's or folder's name as a manifest can hold it."""
+    """The name of a file or folder, changed where a manifest can't hold it."""
     return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a bundle says of the tokenizer, and the files that go with it, by their names there."""
+    """The tokenizer's entry of a bundle's manifest, and its files, by their names in the bundle."""
 
     info: TokenizerInfo = field(default_factory=TokenizerInfo)
     blobs: Mapping[str, bytes] = field(default_factory=dict)
@@ -155,9 +155,9 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose every tensor has been found and has the shape its config asks for.
+    """A checkpoint whose tensors have all been found and have the shapes its config asks for.
 
-    tensors: by Hugging Face's names for a Llama, whatever the source format.
+    tensors: by Hugging Face's names for a Llama, for every source format.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Checkpoint:
 
     @property
     def source_files(self) -> list[SourceFile]:
-        """Files that hold tensors, each once, by name."""
+        """Files that hold tensors, each once, sorted by path."""
         files = {tensor.file.path: tensor.file for tensor in self.tensors.values()}
         return [files[path] for path in sorted(files)]
 

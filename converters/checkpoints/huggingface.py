@@ -22,15 +22,15 @@ from ondevice.errors import CheckpointError, UnsupportedModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 1 << 20
-"""Of `config.json` and `generation_config.json`, which have a few kilobytes."""
+"""Most bytes of `config.json` and `generation_config.json`, which have a few kilobytes."""
 
 logger = logging.getLogger(__name__)
 
 
 def open_huggingface(folder: SourceFolder) -> Checkpoint:
-    """A Hugging Face folder as a Checkpoint; headers are read, weights aren't.
+    """A Hugging Face folder as a Checkpoint. Headers are read, weights aren't.
 
-    Raises CheckpointError for what is missing, damaged or inconsistent, UnsupportedModelError for what is
+    Raises CheckpointError if files are missing, damaged or inconsistent, UnsupportedModelError if they are
     sound but can't be converted.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
@@ -51,9 +51,9 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
 
 
 def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
-    """Sampling defaults from `generation_config.json`, by SamplingConfig field; what isn't sound is left out.
+    """Sampling defaults from `generation_config.json`, by SamplingConfig field; invalid values are left out.
 
-    Without `do_sample` the authors mean greedy decoding, which is a temperature of 0.
+    Without `do_sample` the file means greedy decoding, which is a temperature of 0.
     """
     found: dict[str, float] = {}
     for name, (low, high) in GENERATION_RANGES.items():
@@ -71,7 +71,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, SourceTensor]:
-    """opened: what closes the files that are opened for it."""
+    """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
         return read_tensors(_opened(folder.file(SINGLE), opened))
     if folder.has(INDEX):
@@ -106,7 +106,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
 
 
 def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTensor]:
-    """The tensors of all shards. One that two shards hold could be either: it is refused."""
+    """The tensors of all shards. A tensor that two shards hold is ambiguous, so it is refused."""
     tensors: dict[str, SourceTensor] = {}
     for shard_name, shard in shards.items():
         for name, tensor in shard.items():
@@ -120,7 +120,7 @@ def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTenso
 
 
 def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
-    """The tensors of the model, checked against the config, without the copies that carry nothing."""
+    """The tensors of the model, checked against the config, without redundant ones."""
     expected = tensor_shapes(config)
     missing = sorted(set(expected) - set(tensors))
     if missing:
@@ -147,7 +147,7 @@ def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, 
 
 
 def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
-    """A tied model may carry its head as well; it must be the very embedding."""
+    """Check the head that a tied model's files may hold too: it must be equal to the embedding."""
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     block = max(1, (4 << 20) // (embedding.itemsize * embedding.shape[1]))
     for start in range(0, embedding.shape[0] if same else 0, block):

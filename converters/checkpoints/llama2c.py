@@ -1,7 +1,8 @@
 """llama2.c `.bin` files: the legacy layout (seven int32, then float32 weights) and its tokenizer.
 
-The header is dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative: the head is its own) and
-seq_len. Rotary embedding pairs neighbouring rows there; `SourceTensor` gives them in rotate-half order.
+The header is dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative if the head has its own
+weights) and seq_len. In these files rotary embedding pairs neighbouring rows; `SourceTensor` returns them in
+rotate-half order.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_llama2c(path: Path) -> bool:
-    """Whether a file has the header of a llama2.c checkpoint and exactly the size that follows from it."""
+    """True if a file has a llama2.c checkpoint's header, and exactly the size that the header implies."""
     try:
         with path.open("rb") as stream:
             header = stream.read(HEADER.size)
@@ -49,9 +50,9 @@ def is_llama2c(path: Path) -> bool:
 
 
 def open_llama2c(path: Path) -> Checkpoint:
-    """A `.bin` file as a Checkpoint, its tokenizer found beside it.
+    """A `.bin` file as a Checkpoint, with the tokenizer beside it.
 
-    Raises CheckpointError if the header or size is wrong, or the tokenizer is another model's.
+    Raises CheckpointError if the header or size is wrong, or the tokenizer belongs to another model.
     """
     with ExitStack() as refused:
         file = refused.enter_context(closing(SourceFile(path)))
@@ -103,7 +104,10 @@ def _config(name: str, header: bytes) -> tuple[ModelConfig, bool]:
 
 
 def _sections(config: ModelConfig, tied: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """The file's arrays in order: each stacks all layers' tensors of one kind. Empty names are skipped."""
+    """Name and shape of the file's arrays, in order. Each stacks all layers' tensors of one kind.
+
+    An empty name marks an array that isn't used.
+    """
     layers, dim, inner = config.num_layers, config.hidden_size, config.intermediate_size
     sections: list[tuple[str, tuple[int, ...]]] = [
         ("embedding", (config.vocab_size, dim)),
@@ -159,10 +163,10 @@ def _layer_name(names: LayerNames, section: str) -> str:
 
 
 def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
-    """`tok<vocabulary>.bin` or `tokenizer.bin` beside the checkpoint; without either, token ids only.
+    """The tokenizer `tok<vocabulary>.bin` or `tokenizer.bin` beside the checkpoint; else token ids only.
 
-    BOS ends a text too: training joins stories with nothing but BOS between, and llama2.c's own loop stops
-    at it. EOS is what its tokenizer calls the end, for models that were trained with one.
+    BOS ends a text too: training joins stories with only BOS between them, and llama2.c's own loop stops at
+    it. EOS is the tokenizer's own end token, for models that were trained with one.
     """
     folder = SourceFolder(path.parent)
     for name in (f"tok{vocab_size}.bin", "tokenizer.bin"):
@@ -187,9 +191,10 @@ def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:
 
 
 def convert_tokenizer(data: bytes, vocab_size: int, name: str) -> bytes:
-    """A llama2.c tokenizer file as a sentencepiece model that tokenises alike.
+    """Sentencepiece model that tokenises as a llama2.c tokenizer file does.
 
-    The file is an int32 (the longest piece), then per token a float32 score, an int32 length and the bytes.
+    The file is an int32 (length of the longest piece), then per token a float32 score, an int32 length and
+    the bytes.
     Raises CheckpointError if it doesn't hold exactly `vocab_size` tokens.
     """
     pieces: list[tuple[str, float, int]] = []
@@ -215,7 +220,10 @@ def convert_tokenizer(data: bytes, vocab_size: int, name: str) -> bytes:
 
 
 def _piece(token: int, text: str, score: float) -> tuple[str, float, int]:
-    """llama2.c spells special tokens on lines of their own, and U+2581 as a space."""
+    """(text, score, type) of a token in sentencepiece's spelling.
+
+    llama2.c spells special tokens on lines of their own, and U+2581 as a space.
+    """
     if token == 0:
         return "<unk>", score, proto.UNKNOWN
     if token in (BOS, EOS):

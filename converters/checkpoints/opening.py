@@ -1,4 +1,4 @@
-"""What a path holds, by content and not by suffix, and the reader for it."""
+"""Opens a checkpoint with the reader of its format, which is told by its content, not its suffix."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedMode
 
 
 def open_checkpoint(source: Path) -> Checkpoint:
-    """A Hugging Face folder, a llama2.c `.bin` file, or a folder with one such file.
+    """Open a Hugging Face folder, a llama2.c `.bin` file, or a folder with one such file.
 
-    Raises ModelNotFoundError if nothing is there, UnsupportedModelError for another format (a pickle,
-    which is never opened, or a GGUF file), CheckpointError for a damaged one.
+    Raises ModelNotFoundError if nothing is there, UnsupportedModelError for another format (a pickle, which
+    is never opened, or a GGUF file), CheckpointError for a damaged checkpoint.
     """
     if not source.exists():
         raise ModelNotFoundError(

@@ -1,7 +1,7 @@
 """Tensors of one safetensors file: header and bytes are read by position, and checked.
 
-Nothing is mapped: a file that shrinks while it is mapped ends the process, and a mapping counts against a
-memory cgroup. The safetensors library maps, so the header is judged here, by the same rules.
+The file is not mapped: a mapped file that shrinks kills the process, and a mapping counts against a memory
+cgroup. The safetensors library maps, so the header is checked here, by the same rules.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, Store
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 8 << 20
-"""Of a header: 50,000 tensors. The models that can be converted have a thousand, of 150 bytes each."""
+"""Most bytes of a header: 50,000 tensors. Models that can be converted have a thousand, of 150 bytes each."""
 MAX_DIMENSIONS = 8
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16,
     "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4,
     "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-"""Of a value, by the type's name in the format."""
+"""Bits of a value, by the type's name in the format."""
 
 
 def read_tensors(file: SourceFile) -> dict[str, SourceTensor]:
@@ -64,7 +64,7 @@ def _header(file: SourceFile, length: int) -> dict[str, dict[str, Any]]:
 
 
 def _span(name: str, entry: dict[str, Any], file: SourceFile) -> tuple[int, int]:
-    """Where a tensor lies in the data: as many bytes as its type and shape have. Raises CheckpointError."""
+    """(start, stop) of a tensor in the data. Raises CheckpointError if they don't fit its type and shape."""
     bits: int | None = BITS.get(str(entry.get("dtype")))
     shape: Any = entry.get("shape")
     offsets: Any = entry.get("data_offsets")

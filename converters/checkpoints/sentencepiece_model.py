@@ -1,6 +1,6 @@
-"""Write a sentencepiece model (a protocol buffer message) from pieces and scores, or more pieces for one.
+"""Writes a sentencepiece model (a protocol buffer message) from pieces and scores, or adds pieces to a model.
 
-Field numbers are those of sentencepiece_model.proto. The tokenizer it makes merges the pair with the highest
+Field numbers are those of sentencepiece_model.proto. The resulting tokenizer merges the pair with the highest
 score, falls back to bytes, puts a space before the text, and normalises nothing.
 """
 
@@ -34,7 +34,7 @@ def bpe_model(pieces: Sequence[tuple[str, float, int]], unk_id: int, bos_id: int
 
 
 def piece_fields(pieces: Sequence[tuple[str, float, int]]) -> bytes:
-    """Pieces as a ModelProto stores them; behind a whole model they are its last, as messages are merged."""
+    """Pieces as a ModelProto stores them. Appended to a whole model, they become its last pieces."""
     return b"".join(
         _bytes_field(1, _bytes_field(1, text.encode()) + _float_field(2, score) + _varint_field(3, kind))
         for text, score, kind in pieces

@@ -1,7 +1,7 @@
-"""Reading small files of a checkpoint folder without leaving it.
+"""Reads small files of a checkpoint folder without leaving the folder.
 
-Nothing in the folder is trusted: names are plain names, links stay inside (or lead to the blobs of the
-Hugging Face cache the folder belongs to), sizes are bounded before anything is read.
+Nothing in the folder is trusted. Names must be plain names. Links must stay inside, or lead to the blobs of
+the Hugging Face cache that the folder belongs to. Sizes are bounded before anything is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ondevice.bundle.strict_json import unique_keys
 from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
 
 MAX_JSON_BYTES = 16 << 20
-"""Of a JSON file. The largest are the indices of models in hundreds of files, 9 MB."""
+"""Most bytes of a JSON file. The largest are the indices of models in hundreds of files, 9 MB."""
 
 
 class SourceFolder:
@@ -39,7 +39,7 @@ class SourceFolder:
         return self._real.name
 
     def has(self, name: str) -> bool:
-        """Whether there is an entry of that name, whatever it is."""
+        """True if there is an entry of that name, of any kind."""
         return (self.path / name).is_symlink() or (self.path / name).exists()
 
     def file(self, name: str) -> Path:

@@ -1,7 +1,7 @@
 """Tokenizer, special tokens and chat template of a Hugging Face folder.
 
-`tokenizer.json` is preferred: it holds the added tokens, which `tokenizer.model` lacks and gets here. But for
-that, files are carried over as they are; they are opened only to see that they belong to the model.
+`tokenizer.json` is preferred, because it holds the added tokens. `tokenizer.model` lacks them and gets them
+here. Otherwise files are copied as they are, and opened only to check that they belong to the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ondevice.tokenizer.tokenizer_file import read_tokenizer_file
 MAX_ENDS = 32
 PROBE = string.ascii_letters + string.digits
 PROBED_TOKENS = 4096
-"""What stands for itself is asked of so many where a vocabulary knows none of PROBE."""
+"""Tokens whose own text is tried if a vocabulary knows none of PROBE."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,11 @@ TokenLookup = Callable[[str], int | None]
 def read_tokenizer(
     folder: SourceFolder, config: dict[str, Any], generation: dict[str, Any], vocab_size: int
 ) -> TokenizerFiles:
-    """The tokenizer of a folder; without tokenizer files, a warning and token ids only.
+    """The tokenizer of a folder. Without tokenizer files, it warns, and the bundle takes token ids only.
 
-    config, generation: the parsed `config.json` and `generation_config.json`.
-    Raises CheckpointError if a file is damaged, or has tokens that a model of `vocab_size` can't have;
-    UnsupportedModelError if the runtime can't use that kind of tokenizer.
+    config, generation: the parsed `config.json` and `generation_config.json`. Raises CheckpointError if a
+    file is damaged, or has tokens that a model of `vocab_size` can't have, UnsupportedModelError if the
+    runtime can't use that kind of tokenizer.
     """
     settings = folder.optional_json("tokenizer_config.json")
     kind = _kind(folder)
@@ -79,9 +79,10 @@ def read_tokenizer(
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """What a tokenizer file tells: ids are below `size`; `adds_bos`: a text gets a first token of its own.
+    """Vocabulary of a tokenizer file.
 
-    `pieces` are a sentencepiece model's, by id.
+    size: all ids are below it. lookup: id of a text. adds_bos: true if a text gets a BOS token first. pieces:
+    texts by id, of a sentencepiece model only.
     """
 
     size: int = 0
@@ -92,7 +93,7 @@ class _Vocabulary:
 
 @contextmanager
 def _refusals(file: str) -> Iterator[None]:
-    """Turns whatever is wrong with a tokenizer's file into what is wrong with a checkpoint."""
+    """Turns errors about a tokenizer's file into errors about the checkpoint."""
     try:
         with LibraryErrors(file):
             yield
@@ -105,7 +106,7 @@ def _refusals(file: str) -> Iterator[None]:
 
 
 def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_size: int, file: str) -> None:
-    """Raises what `read_tokenizer` raises for a `file` that the runtime can't use, or that can't spell."""
+    """Raises what `read_tokenizer` raises if the runtime can't use `file`, or if it can't spell a text."""
     with _refusals(file):
         tokenizer = load_tokenizer(kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocab_size)
         if not _spells(tokenizer):
@@ -117,7 +118,7 @@ def check_usable(info: TokenizerInfo, kind: TokenizerKind, data: bytes, vocab_si
 
 
 def _spells(tokenizer: Tokenizer) -> bool:
-    """Whether any letter of a plain text comes back, or of what its first tokens stand for."""
+    """True if a letter of a plain text, or of the first tokens' texts, survives encoding and decoding."""
 
     def comes_back(text: str) -> bool:
         found = tokenizer.decode(tokenizer.encode(text, add_bos=False))
@@ -143,7 +144,10 @@ def _kind(folder: SourceFolder) -> TokenizerKind | None:
 
 
 def _check_size(size: int, vocab_size: int, file: str) -> None:
-    """Models pad their vocabulary, never the other way round."""
+    """Raises CheckpointError if the tokenizer has more tokens than the model; warns if it has far fewer.
+
+    Models pad their vocabulary, so it may be larger than the tokenizer's, but never smaller.
+    """
     if size > vocab_size:
         raise CheckpointError(
             f"{file} has {size} tokens, but config.json says vocab_size {vocab_size}; it is another model's: "
@@ -160,7 +164,7 @@ def _inspect_tokenizers(data: bytes) -> _Vocabulary:
 
 
 def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
-    """What has only a sentencepiece model is framed as Llama is, with a BOS."""
+    """Vocabulary of a sentencepiece model. Its texts get a BOS if it has one, as Llama's do."""
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -176,7 +180,7 @@ def _inspect_sentencepiece(data: bytes) -> _Vocabulary:
 
 
 def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | None:
-    """The template's text, never run here: a file of its own, or a key of tokenizer_config.json."""
+    """The chat template, from a file of its own or a key of tokenizer_config.json. It is never run here."""
     if folder.has(CHAT_TEMPLATE):
         data = folder.read(CHAT_TEMPLATE, MAX_BLOB_BYTES[CHAT_TEMPLATE])
     else:
@@ -202,7 +206,7 @@ def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | No
 def _bos_id(
     settings: dict[str, Any], config: dict[str, Any], lookup: TokenLookup, vocab_size: int
 ) -> int | None:
-    """The token that starts a text: the tokenizer's own word for it before the config's."""
+    """Id of the token that starts a text. The tokenizer's settings take precedence over the config."""
     if "bos_token" in settings:
         text = _token_text(settings["bos_token"])
         return None if text is None else lookup(text)
@@ -217,7 +221,7 @@ def _eos_ids(
     lookup: TokenLookup,
     vocab_size: int,
 ) -> tuple[int, ...]:
-    """Every token that ends a text: the generation config's (else the config's), then the tokenizer's."""
+    """Ids of tokens that end a text: the generation config's (else the config's), then the tokenizer's."""
     if generation.get("eos_token_id") is not None:
         where, value = "generation_config.json: eos_token_id", generation["eos_token_id"]
     else:
@@ -229,7 +233,7 @@ def _eos_ids(
 
 
 def _token_text(value: object) -> str | None:
-    """A special token is spelt as its text, or as an object with its text in `content`."""
+    """Text of a special token, given as the text itself, or as an object with the text in `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return valid_unicode(value) if isinstance(value, str) else None

@@ -1,1 +1,1 @@
-"""What is trained for a finished bundle: neuron order, thresholds, predictors and stream adapters."""
+"""Training for a finished bundle: neuron order, thresholds, predictors and stream adapters."""

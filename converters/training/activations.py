@@ -1,9 +1,10 @@
-"""What every layer's feed-forward gets and what its gates are, over a text; recorded on disk for training.
+"""Inputs and gates of every layer's feed-forward over a text, recorded on disk for training.
 
-Gates are observed of models whose gates are exactly zero for most neurons, inputs of any.
+Inputs are recorded for any model. Gates are recorded only for models whose gates are exactly zero for most
+neurons.
 
-An engine runs the model dense, within the memory that its weights and a stream from flash need; each
-layer's record is a pair of files that are read back as they are needed. At 7B shape a token takes 300 KB.
+A backend runs the model dense, within the memory that its weights and a stream from flash need. Each layer is
+recorded in a pair of files, which are read back as needed. At 7B shape a token takes 300 KB.
 
 Legend: N tokens, L layers, D hidden size, F neurons of a layer.
 """
@@ -47,12 +48,12 @@ ObservedBackend: TypeAlias = "ObservedCpu | ObservedMlx"
 
 CHUNK_TOKENS = 256
 STREAM_BYTES = {"cpu": 2 << 20, "mlx": 16 << 20}
-"""Of a piece of a layer's neurons; MLX has fewer, larger ones, as each is launched by itself."""
+"""Bytes of a layer's neurons streamed at a time. MLX gets larger pieces: each is a launch of its own."""
 STREAM_SLOTS = 4
 
 
 class Activations:
-    """The records of `tokens` tokens of one model, in `folder`."""
+    """The recorded activations of `tokens` tokens of one model, in `folder`."""
 
     def __init__(self, folder: Path, layers: int, hidden_size: int, neurons: int) -> None:
         self._folder = folder
@@ -62,18 +63,18 @@ class Activations:
         self.tokens = 0
 
     def inputs(self, layer: int) -> NDArray[np.float16]:
-        """(N, D) what the layer's gates multiply, read from disk as it is used."""
+        """(N, D) inputs of the layer's gates, read from disk on use."""
         values = np.memmap(self.path("inputs", layer), np.float16, "r")
         return values.reshape(-1, self._hidden_size)
 
     def fired(self, layer: int) -> NDArray[np.uint8]:
-        """(N, ceil(F / 8)) whether each neuron fired, eight to a byte as `numpy.packbits` has them."""
+        """(N, ceil(F / 8)) bits, set where a neuron fired, eight to a byte as `numpy.packbits` packs them."""
         values = np.memmap(self.path("fired", layer), np.uint8, "r")
         return values.reshape(-1, -(-self._neurons // 8))
 
     @contextmanager
     def recording(self) -> Iterator[Observer]:
-        """What takes the values in, chunk by chunk."""
+        """The observer that writes values to disk, chunk by chunk."""
         with ExitStack() as stack:
             files = [
                 tuple(stack.enter_context(self.path(kind, layer).open("wb")) for kind in ("inputs", "fired"))
@@ -88,9 +89,9 @@ class Activations:
             yield add
 
     def reorder(self, layer: int, order: NDArray[np.int32]) -> None:
-        """What neuron `order[i]` did is neuron i's from now on; order (F,) is a permutation.
+        """Renumber the neurons: neuron `order[i]` becomes neuron i. order: (F,), a permutation.
 
-        Raises OndeviceError where the disk refuses.
+        Raises OndeviceError if the disk refuses.
         """
         fired, path = self.fired(layer), self.path("fired", layer)
         temporary = temporary_path(path)
@@ -102,7 +103,7 @@ class Activations:
             temporary.replace(path)
 
     def path(self, kind: str, layer: int) -> Path:
-        """Of a layer's `inputs` or `fired`."""
+        """Path of a layer's file. kind: `inputs` or `fired`."""
         return self._folder / f"{kind}-{layer:05d}"
 
 
@@ -114,10 +115,16 @@ def record_activations(
     *,
     backend: TrainingBackend = "cpu",
 ) -> Activations:
-    """Run `pieces` of token ids, each from an empty context, and record them in `folder`, in order.
+    """Run the model over `pieces` of token ids and record its activations in `folder`, in order.
 
-    backend: what runs them; ImportError for `mlx` without MLX. on_progress gets the tokens done. Raises
-    OndeviceError where the disk hasn't the room, FlashReadError.
+    Args:
+        bundle: the model.
+        pieces: token ids; each piece runs from an empty context.
+        folder: where the files go.
+        on_progress: gets the number of tokens done.
+        backend: what runs the model. ImportError for `mlx` without MLX.
+
+    Raises OndeviceError if the disk has no room, FlashReadError.
     """
     config = bundle.config
     total = sum(len(piece) for piece in pieces)
@@ -136,7 +143,7 @@ def record_inputs(
     folder: Path,
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> Activations:
-    """Like `record_activations`, of any model, without what fired."""
+    """Like `record_activations`, but for any model and without the bits of what fired."""
     config = bundle.config
     total = sum(len(piece) for piece in pieces)
     check_room(folder, total, config.num_layers * 2 * config.hidden_size, "activations")
@@ -164,10 +171,11 @@ def record_entering(
     layer: int,
     on_progress: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Run `pieces`, each from an empty context, and write what enters `layer` to `path`: (N, D) float32.
+    """Write the hidden states that enter `layer` to `path`: (N, D) float32.
 
-    Whole pieces that an earlier run has written stay. Only the layers before run; their residual stream has
-    values that float16 hasn't. on_progress gets the tokens done. Raises what `record_inputs` raises.
+    Only the layers before `layer` run, over pieces that each start from an empty context. Whole pieces that
+    an earlier run has written stay. The states are float32, because the residual stream has values that
+    float16 lacks. on_progress gets the number of tokens done. Raises what `record_inputs` raises.
     """
     token_bytes = 4 * bundle.config.hidden_size
     written = path.stat().st_size // token_bytes if path.exists() else 0
@@ -199,7 +207,7 @@ def _empty_context(model: Transformer, observed: ObservedBackend) -> KVCache:
 
 
 def _first_layers(model: Transformer, count: int) -> Transformer:
-    """A model's first layers, at least one."""
+    """The model's first `count` layers, at least one."""
     count = max(1, count)
     config = replace(model.config, num_layers=count, layer_windows=model.config.layer_windows[:count])
     return Transformer(config, model.backend, replace(model.weights, layers=model.weights.layers[:count]))
@@ -213,10 +221,17 @@ def observe_gates(
     *,
     backend: TrainingBackend = "cpu",
 ) -> None:
-    """Run `pieces` of token ids, each from an empty context, and show what every layer's gates are.
+    """Run the model over `pieces` of token ids and show every layer's gates.
 
-    backend: as for `record_activations`. on_progress gets the tokens done. Raises BundleError for a model
-    whose gates are hardly ever zero, which has no gates of their own to run; FlashReadError.
+    Args:
+        bundle: the model.
+        pieces: token ids; each piece runs from an empty context.
+        observe: gets every layer's inputs and gates.
+        on_progress: gets the number of tokens done.
+        backend: as for `record_activations`.
+
+    Raises BundleError for a model whose gates are hardly ever zero: its bundle has no separate gates to run.
+    Raises FlashReadError.
     """
     with _running(bundle, "exact", backend) as (model, observed):
         observed.observe_gates(observe)
@@ -234,14 +249,14 @@ def _run(
         kv = _empty_context(model, observed)
         for start in range(0, len(piece), CHUNK_TOKENS):
             chunk = piece[start : start + CHUNK_TOKENS]
-            # Every token passes every layer; of the logits, which nobody wants, one row is computed.
+            # Every token passes every layer. The logits aren't used, so only one row of them is computed.
             next(model.every_logits(ForwardBatch(chunk), kv, 1))
             done += len(chunk)
             on_progress(done)
 
 
 def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
-    """Raises OndeviceError where the disk hasn't the room to record so many tokens."""
+    """Raises OndeviceError if the disk has no room for `tokens` tokens of `token_bytes` bytes each."""
     needed, free = tokens * token_bytes, shutil.disk_usage(folder).free
     if needed > free:
         raise OndeviceError(
@@ -254,9 +269,10 @@ def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:
 def _running(
     bundle: Bundle, sparsity: Sparsity, backend: TrainingBackend
 ) -> Iterator[tuple[Transformer, ObservedBackend]]:
-    """The model, with its gates where they are `exact`, and its engine, which is to be told what to show.
+    """The model and its backend. The caller tells the backend what to show.
 
-    Its neurons are streamed from flash once per chunk, and none stays.
+    With the sparsity `exact` the model has its gates. Its neurons are streamed from flash once per chunk, and
+    none stays in memory.
     """
     stride = bundle.neuron_layout.stride
     neurons = max(1, STREAM_BYTES[backend] // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
@@ -269,7 +285,7 @@ def _running(
             reader,
             segment_bytes=neurons * stride,
             stream_neurons=neurons,
-            # Records that begin and end in the middle of a page.
+            # Records may begin and end in the middle of a page.
             slot_bytes=neurons * stride + 2 * PAGE_BYTES,
             slots=STREAM_SLOTS,
         )
@@ -278,7 +294,10 @@ def _running(
 
 
 def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
-    """The engine, for pieces of so many neurons. MLX is imported for `mlx` alone; ImportError without it."""
+    """The observed backend, which streams `neurons` neurons at a time.
+
+    MLX is imported only for `mlx`; ImportError without it.
+    """
     if backend == "cpu":
         return ObservedCpu(make_engine(usable_cores()), segment_neurons=neurons, stream_neurons=neurons)
     from ondevice.converters.training.observed_mlx import ObservedMlx
@@ -287,7 +306,7 @@ def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
 
 
 def gate_rows(bundle: Bundle, layer: int) -> Float32:
-    """(F, D) a layer's gate projection, as its quantised rows read back."""
+    """(F, D) a layer's gate projection, dequantised from its stored rows."""
     layout = bundle.gate_layout
     row = layout.parts[0][0]
     count, stride = bundle.config.intermediate_size, layout.stride

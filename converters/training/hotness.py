@@ -1,6 +1,6 @@
-"""How often every neuron fires on a text, from recorded activations into the two files beside a bundle.
+"""How often every neuron fires on a text: counts recorded activations and writes two files beside a bundle.
 
-The format is in `ondevice/bundle/hotness.py`. Memory: one layer's counts, and a few tokens of it.
+The format is in `ondevice/bundle/hotness.py`. Memory: the counts of one layer, and its bits of a few tokens.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def firing_frequencies(activations: Activations, config: ModelConfig, tokens: in
 
 
 def write_hotness(bundle: Bundle, frequencies: Float32, tokens: int, output: Path) -> None:
-    """Both files into the folder `output`, frequencies (L, F) as counted on so many tokens.
+    """Write both files to the folder `output`: frequencies (L, F), counted on `tokens` tokens.
 
-    The JSON file goes first and comes last, so that no crash leaves one that isn't true. Raises OndeviceError
-    where the disk refuses.
+    The JSON file is deleted first and written last, so that no crash leaves one that doesn't describe the
+    data. Raises OndeviceError if the disk refuses.
     """
     data = frequencies_bytes(frequencies, bundle.config)
     hotness = Hotness(weights_digest(bundle.manifest), tokens, hashlib.sha256(data).hexdigest())
@@ -44,7 +44,7 @@ def write_hotness(bundle: Bundle, frequencies: Float32, tokens: int, output: Pat
 
 
 def _share(fired: NDArray[np.uint8], neurons: int) -> Float32:
-    """(F,) of fired (N, ceil(F / 8)), eight neurons to a byte."""
+    """(F,) share of tokens for which each neuron fired, from bits (N, ceil(F / 8))."""
     counts = np.zeros(neurons, dtype=np.int64)
     for start in range(0, len(fired), COUNTED_TOKENS):
         piece = np.unpackbits(fired[start : start + COUNTED_TOKENS], axis=1, count=neurons)

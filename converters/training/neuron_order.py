@@ -1,13 +1,14 @@
 """The neurons' order on flash, from recorded activations: neurons that fire together lie side by side.
 
-Then more of what a cache misses for a token is neighbours, and neighbours are one read. Every neuron has one
-record, in one place: a permutation, applied to its gate, its up row and its down column alike, so the model
-is the same function. The CPU kernels round to 8 bits what 64 stored neighbours give, with one scale, and add
-up in the order of the records: another order is another rounding, neither better nor worse.
+More of the neurons that a token misses in the cache are then neighbours, and neighbours take one read. Every
+neuron has one record, in one place. The order is a permutation, applied to a neuron's gate, up row and down
+column alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring records
+to 8 bits with one scale, and add up in the order of the records. A different order therefore rounds
+differently, neither better nor worse.
 
 "LLM in a flash" (arXiv 2312.11514, section 3.2) bundled neurons that fire together by copying them, which
-read the hottest many times over; "Neuralink" (arXiv 2410.19274) gains by placing them instead. Ours is the
-plain chain from each neuron to the one that fires most alike.
+read the hottest neurons many times over. "Neuralink" (arXiv 2410.19274) gains by placing them instead. Ours
+is the plain chain from each neuron to the one that fires most alike.
 
 Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB beside them.
 Legend: N tokens, F neurons of a layer.
@@ -35,9 +36,10 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 
 MOST_TOKENS = 8192
-"""Four times as many save another 0.3 % of the reads on the shipped model, and take four times as long."""
+"""Most tokens that are counted. Four times as many take four times as long, and save another 0.3 % of the
+reads on the shipped model."""
 COUNTED_TOKENS, COUNTED_NEURONS = 512, 1024
-"""Tokens, and rows of the counts, that are multiplied together."""
+"""Tokens, and rows of the counts, of one matrix product."""
 COPIED_BYTES = 4 << 20
 
 
@@ -49,13 +51,13 @@ def order_neurons(
 ) -> Bundle:
     """Put the neurons of `bundle` in the order that the first `tokens` recorded tokens suggest.
 
-    Of those, 8,192 at most are counted, at equal distances. Writes the ordered bundle beside the old one,
-    whose place it takes at the end, as a conversion that replaces a bundle does: what was added to the old
-    one is gone with it. Until then the old one is whole. The recording is reordered too, so that it is one
-    of the ordered bundle. Returns that.
+    At most 8,192 of these tokens are counted, evenly spaced. The ordered bundle is written beside the old one
+    and takes its place at the end, as in a conversion that replaces a bundle. Until then the old bundle is
+    whole; afterwards it is gone, with everything that was added to it. The recording is reordered too, so
+    that it fits the ordered bundle. Returns the ordered bundle.
 
-    Raises OndeviceError where the disk has no room or refuses, UsageError where the bundle's folder, or one
-    beside it that is needed, holds what no conversion put there, FlashReadError, BundleError.
+    Raises OndeviceError if the disk has no room or refuses, UsageError if the bundle's folder, or a folder
+    needed beside it, holds files that no conversion put there, FlashReadError, BundleError.
     """
     with _claimed(bundle) as folder:
         whole = False
@@ -64,7 +66,7 @@ def order_neurons(
             whole = True
         finally:
             if not whole:
-                # Half of it is of no use: it can't be resumed.
+                # A partial ordered bundle is useless: it can't be resumed.
                 folder.clear()
         folder.publish()
     for layer, order in enumerate(orders):
@@ -73,13 +75,16 @@ def order_neurons(
 
 
 def check(bundle: Bundle) -> None:
-    """Raises what `order_neurons` would, of the folders and the room; for before activations are recorded."""
+    """Check the folders and the disk room, before activations are recorded.
+
+    Raises what `order_neurons` would raise about them.
+    """
     with _claimed(bundle) as folder:
         folder.partial.rmdir()
 
 
 def co_firing_counts(fired: NDArray[np.uint8], neurons: int) -> NDArray[np.uint16]:
-    """(F, F) for how many tokens both neurons fired, from bits (N, ceil(F / 8)); N is at most 65,535."""
+    """(F, F) number of tokens that fire both neurons, from bits (N, ceil(F / 8)); N is at most 65,535."""
     counts = np.zeros((neurons, neurons), dtype=np.uint16)
     blocks = [slice(start, start + COUNTED_NEURONS) for start in range(0, neurons, COUNTED_NEURONS)]
     for start in range(0, len(fired), COUNTED_TOKENS):
@@ -94,10 +99,11 @@ def co_firing_counts(fired: NDArray[np.uint8], neurons: int) -> NDArray[np.uint1
 
 
 def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
-    """(F,) the neurons of `co_firing_counts` in a chain: from the one that fires most to the likest left.
+    """(F,) neuron ids in a chain, from the `co_firing_counts` (F, F).
 
-    Likeness is Jaccard's: tokens for which both fire over tokens for which one does. The first of equals is
-    taken.
+    The chain starts at the neuron that fires most. The most similar neuron that is left comes next.
+    Similarity is Jaccard's: tokens for which both neurons fire over tokens for which at least one does. The
+    lowest id wins a tie.
     """
     fires = np.diagonal(counts).astype(np.float32)
     left = np.ones(len(counts), dtype=np.bool_)
@@ -114,7 +120,7 @@ def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
 
 @contextmanager
 def _claimed(bundle: Bundle) -> Iterator[OutputFolder]:
-    """Where the ordered bundle is written, empty and with room for it."""
+    """The claimed folder where the ordered bundle is written, empty and with room for it."""
     with closing(OutputFolder(bundle.path)) as folder:
         folder.check(resume=False, force=True)
         folder.claim(resume=False)
@@ -125,7 +131,7 @@ def _claimed(bundle: Bundle) -> Iterator[OutputFolder]:
 def _write_ordered(
     bundle: Bundle, folder: Path, activations: Activations, tokens: int, on_progress: OnProgress
 ) -> list[NDArray[np.int32]]:
-    """Fill the empty `folder`; returns the old ids of every layer's neurons, as they lie now."""
+    """Fill the empty `folder` with the ordered bundle. Returns each layer's old neuron ids in new order."""
     manifest, layers = bundle.manifest, bundle.config.num_layers
     writer = BundleWriter(
         folder, bundle.config, bundle.quant, _native.crc32c, fingerprint=manifest.provenance.fingerprint
@@ -155,7 +161,7 @@ def _write_ordered(
 def _records(
     bundle: Bundle, name: str, layout: RecordLayout, order: NDArray[np.int32]
 ) -> Iterator[NDArray[np.uint8]]:
-    """(n, stride) each, the records of a file in another order, checked as they are read."""
+    """The records of a file in another order, a few at a time (n, stride), checked as they are read."""
     count = max(1, COPIED_BYTES // layout.stride)
     with FlashReader([bundle.file(name)]) as reader:
         for start in range(0, len(order), count):
@@ -173,6 +179,6 @@ def _reordered_files(bundle: Bundle) -> set[str]:
 
 
 def _written_bytes(bundle: Bundle) -> int:
-    """Room that the ordered bundle takes beside the old one, where the other files can be links."""
+    """Bytes that the ordered bundle takes beside the old one, if the other files can be links."""
     files = bundle.manifest.files
     return MAX_JSON_BYTES + sum(files[name].nbytes for name in (*_reordered_files(bundle), CHECKSUMS))

@@ -1,4 +1,4 @@
-"""Engines that run a model dense and show what its feed-forwards get, and what their gates are."""
+"""Backends that run a model dense and show the inputs and gates of its feed-forwards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
 
 Observer = Callable[[int, Float32, Float32], None]
-"""Gets a layer, what its gates multiply (T, D), and the gates (T, F) before the activation; valid until it
-returns. The tokens of a layer come in order."""
+"""Gets a layer's index, the inputs of its gates (T, D), and the gates (T, F) before the activation.
+
+The arrays are valid until it returns. The tokens of a layer come in order.
+"""
 InputObserver = Callable[[int, Float32], None]
-"""The same without the gates."""
+"""`Observer` without the gates."""
 
 
 class Observed:
-    """To be derived from before a backend, whose feed-forward it overrides: every neuron is multiplied."""
+    """Mix-in for a backend, named before it among the bases. Its feed-forward multiplies every neuron."""
 
     feed_forwards: list[Any]
     dense_feed_forward: Callable[..., Any]
@@ -35,11 +37,14 @@ class Observed:
         self._observe_gates: Observer | None = None
 
     def observe_inputs(self, observe: InputObserver) -> None:
-        """From now on show what gates multiply."""
+        """Show the inputs of gates from now on."""
         self._observe_inputs = observe
 
     def observe_gates(self, observe: Observer) -> None:
-        """From now on show the gates too. Raises OndeviceError, in a pass, for a model without selectors."""
+        """Show inputs and gates from now on.
+
+        A forward pass then raises OndeviceError for a model without selectors.
+        """
         self._observe_gates = observe
 
     def feed_forward(
@@ -66,12 +71,12 @@ class Observed:
             self._observe_gates(layer, known, self.scores(entering, weight.selector))
 
     def normed(self, x: Any, norm: Norm) -> Any:
-        """x (T, D) as the norm leaves it."""
+        """(T, D) result of the norm on x (T, D)."""
         raise NotImplementedError
 
 
 class ObservedCpu(Observed, CpuBackend):
-    """Our own kernels, observed."""
+    """The CPU backend, observed."""
 
     def normed(self, x: Float32, norm: Norm) -> Float32:
         found = np.empty_like(x)

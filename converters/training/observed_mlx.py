@@ -11,10 +11,10 @@ from ondevice.converters.training.observed import Observed
 
 
 class ObservedMlx(Observed, MlxBackend):
-    """On MLX's default device."""
+    """The MLX backend on MLX's default device, observed."""
 
     def __init__(self, neurons: int) -> None:
-        """neurons: of a piece that is streamed, a multiple of 64."""
+        """neurons: number of neurons that are streamed at a time, a multiple of 64."""
         super().__init__(segment_neurons=neurons)
 
     def normed(self, x: mx.array, norm: Norm) -> mx.array:

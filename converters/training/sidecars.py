@@ -1,4 +1,4 @@
-"""Sidecars of a finished bundle: the text that measures them, the copy that gets them, and their files."""
+"""Sidecars of a finished bundle: the text they are measured on, the bundle's copy they go to, their files."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from ondevice.kernels import _native
 LEAST_TOKENS = 512
 """Fewest tokens of a text to train on."""
 MEASURED_SHARE = 0.1
-"""Share of the text that measures and doesn't train."""
+"""Share of the text's pieces that measure and don't train."""
 _REMEDY = "make room, or choose another --output"
 
 
 def held_out(pieces: Sequence[Sequence[int]], share: float = MEASURED_SHARE) -> Sequence[Sequence[int]]:
     """The pieces that measure and don't train: the last ones, at least one and never all.
 
-    Raises UsageError for too little text.
+    Raises UsageError if the text is too short.
     """
     count = max(1, round(share * len(pieces)))
     total = sum(len(piece) for piece in pieces)
@@ -105,8 +105,8 @@ def write_tensors(
 ) -> tuple[str, tuple[int, ...]]:
     """Write the file of tensors, durably, and return its sha256 and checksums.
 
-    arrays: (n,) each, in the order of `tensors`. The JSON file is deleted first, so that no crash leaves one
-    that doesn't describe the tensors.
+    arrays: the bytes of each tensor, (n,), in the order of `tensors`. The JSON file is deleted first, so that
+    no crash leaves one that doesn't describe the tensors.
     """
     layout = tensors_layout(tensors)
     digest = FileDigest(layout, _native.crc32c)
@@ -124,6 +124,6 @@ def write_tensors(
 
 
 def save_sidecar(sidecar: Sidecar, text: bytes, folder: Path) -> None:
-    """Write the JSON file, durably: the last step, which makes both files part of the bundle."""
+    """Write the JSON file durably. This is the last step: it makes both files part of the bundle."""
     with disk_errors(folder, _REMEDY):
         write_durably(folder / sidecar.manifest, text)

@@ -1,9 +1,9 @@
 """Thresholds for a finished bundle: how large a gate must be for its neuron to count, layer by layer.
 
-The format is in `ondevice/bundle/thresholds.py`. What enters every layer is recorded on disk while the model
-runs dense, 2 bytes a value; then one layer at a time is in memory: its gate and up projections, packed,
-histograms of 8 MB and the gates of `CHUNK_TOKENS` tokens. At 7B shape that is 70 MB, and 262 KB of disk a
-token.
+The format is in `ondevice/bundle/thresholds.py`. The model runs dense, and the inputs of every layer's gates
+are recorded on disk, 2 bytes a value. Then one layer at a time is in memory: its packed gate and up
+projections, 8 MB of histograms and the gates of `CHUNK_TOKENS` tokens. At 7B shape that is 70 MB of memory,
+and 262 KB of disk a token.
 
 Legend: N tokens, D hidden size, F neurons of a layer.
 """
@@ -45,9 +45,9 @@ from ondevice.units import usable_cores
 TARGETS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 CHUNK_TOKENS = 64
 READ_BYTES = 4 << 20
-"""Records of a layer that are read at a time."""
+"""Bytes of a layer's records that are read at a time."""
 BUCKET_BITS = 12
-"""Of a float32's 32, left out of its bucket: a bucket is 1/2048 of its values wide."""
+"""Low bits of a float32 that its bucket ignores: a bucket is 1/2048 of its values wide."""
 BUCKETS = 1 << (31 - BUCKET_BITS)
 
 
@@ -56,9 +56,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ThresholdOptions:
-    """tokens: of the text, at most. measured_share: of them, which measure and don't calibrate.
+    """How thresholds are calibrated.
 
-    targets: the shares of neurons to leave out, ascending.
+    tokens: most tokens of the text to use. measured_share: share of the text's pieces that measure and don't
+    calibrate. targets: shares of neurons to leave out, ascending.
     """
 
     tokens: int = TRAIN_TOKENS
@@ -68,7 +69,7 @@ class ThresholdOptions:
 
 @dataclass(frozen=True)
 class LayerThresholds:
-    """One layer's. importance: (F,); thresholds and skipped, the share left out, by target."""
+    """One layer's thresholds. importance: (F,). thresholds and skipped, the share left out: per target."""
 
     importance: Float32
     thresholds: tuple[float, ...]
@@ -84,9 +85,9 @@ def calibrate_thresholds(
 ) -> Thresholds:
     """Set thresholds for `bundle` on pieces of token ids and write them to the folder `output`.
 
-    The last pieces, of `measured_share` of all tokens, only measure. What thresholds cost in quality is for
-    the caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an
-    earlier calibration left in `output` is replaced.
+    The last `measured_share` of the pieces only measure. The caller adds what thresholds cost in quality. The
+    files of an earlier calibration in `output` are replaced. Raises what `check` raises, and OndeviceError if
+    the disk has no room.
     """
     measured = sum(len(piece) for piece in check(bundle, pieces, options))
     total = sum(len(piece) for piece in pieces)
@@ -115,10 +116,10 @@ def calibrate_thresholds(
 def check(
     bundle: Bundle, pieces: Sequence[Sequence[int]], options: ThresholdOptions
 ) -> Sequence[Sequence[int]]:
-    """The pieces that measure and don't calibrate: the last, at least one and never all.
+    """The pieces that measure and don't calibrate: the last ones, at least one and never all.
 
-    Raises UnsupportedModelError for a model whose gates have a threshold of their own, UsageError for too
-    little text.
+    Raises UnsupportedModelError for a model whose gates have a threshold of their own, UsageError if the text
+    is too short.
     """
     if bundle.config.zeros_gates:
         raise UnsupportedModelError(
@@ -132,7 +133,7 @@ class LayerGates:
     """One layer's gate and up projections, packed, and the lengths of its neurons' down columns."""
 
     def __init__(self, bundle: Bundle, source: NeuronRecords) -> None:
-        """Reads the layer's records. Raises FlashReadError where they don't match their checksums."""
+        """Reads the layer's records. Raises FlashReadError if they don't match their checksums."""
         self._engine = make_engine(usable_cores())
         self._activation: Activation = bundle.config.hidden_act
         neurons, row = source.num_neurons, RowLayout(source.hidden_size, source.bits)
@@ -151,10 +152,16 @@ class LayerGates:
     def thresholds(
         self, importance: Float32, inputs: NDArray[np.float16], calibrated: int, targets: Sequence[float]
     ) -> LayerThresholds:
-        """Thresholds by the first `calibrated` of inputs (N, D), what they leave out by the others.
+        """Set thresholds on the first `calibrated` inputs, and measure on the others what they leave out.
 
-        importance: (F,), `importance` of the inputs that calibrate; all ones make one threshold of the layer.
-        Raises BundleError where products aren't finite.
+        Args:
+            importance: (F,) result of `importance` for the inputs that calibrate. All ones make one gate
+                threshold for the whole layer.
+            inputs: (N, D) inputs of the layer's gates.
+            calibrated: number of inputs that calibrate.
+            targets: shares of neurons to leave out, ascending.
+
+        Raises BundleError if products aren't finite.
         """
         counted, measured = (
             self._histogram(values, importance) for values in (inputs[:calibrated], inputs[calibrated:])
@@ -170,10 +177,10 @@ class LayerGates:
         )
 
     def importance(self, inputs: NDArray[np.float16]) -> Float32:
-        """(F,) the length of what a neuron adds for an activated gate of 1: rms(up) * |down|.
+        """(F,) length of the vector that a neuron adds at an activated gate of 1: rms(up) * |down|.
 
-        Leaving out the smallest |act(gate)| * importance then costs the least expected squared error, if gate
-        and up are independent and neurons' columns orthogonal.
+        Leaving out the neurons of smallest |act(gate)| * importance costs the least expected squared error,
+        if gate and up are independent and the neurons' columns orthogonal.
         """
         squares = np.zeros(self._up.rows)
         for up in self._products(self._up, inputs):
@@ -182,7 +189,7 @@ class LayerGates:
         return importance
 
     def _histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
-        """(BUCKETS,) how many contributions of neurons lie in each bucket."""
+        """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
         for gates in self._products(self._gate, inputs):
             contributions(self._engine, gates, importance, self._activation, gates)
@@ -190,7 +197,10 @@ class LayerGates:
         return counts
 
     def _products(self, matrix: _native.Matrix, inputs: NDArray[np.float16]) -> Iterator[Float32]:
-        """(at most CHUNK_TOKENS, F) of `inputs` (N, D), as the runtime's kernels compute them."""
+        """Products of `inputs` (N, D) and `matrix`, at most (CHUNK_TOKENS, F) at a time.
+
+        The runtime's kernels compute them.
+        """
         for start in range(0, len(inputs), CHUNK_TOKENS):
             x = inputs[start : start + CHUNK_TOKENS].astype(np.float32)
             products = np.empty((len(x), matrix.rows), dtype=np.float32)
@@ -199,7 +209,7 @@ class LayerGates:
 
 
 def bucket_of(values: Float32) -> NDArray[np.uint32]:
-    """(n,) the buckets of values, which are all zero or more: the leading bits of floats order as they do."""
+    """(n,) buckets of values, all zero or more: the leading bits of such floats sort as the floats do."""
     return values.reshape(-1).view(np.uint32) >> np.uint32(BUCKET_BITS)
 
 
@@ -209,7 +219,7 @@ def bucket_end(bucket: int) -> float:
 
 
 def quantile_bucket(counts: NDArray[np.int64], share: float) -> int:
-    """The first bucket up to whose end lie at least `share` of all that was counted."""
+    """The first bucket at or below which lies at least `share` of all counted values."""
     return int(np.searchsorted(np.cumsum(counts), share * counts.sum()))
 
 
@@ -221,7 +231,7 @@ def write_thresholds(
     calibrated: int,
     measured: int,
 ) -> Thresholds:
-    """Both files, the JSON file last."""
+    """Write both files, the JSON file last."""
     arrays = (layer.importance.astype("<f4").view(np.uint8) for layer in layers)
     sha256, crcs = write_tensors(THRESHOLDS_SIDECAR, threshold_tensors(bundle.config), arrays, output)
     thresholds = Thresholds(
@@ -247,5 +257,5 @@ def write_thresholds(
 
 
 def save_thresholds(thresholds: Thresholds, folder: Path) -> None:
-    """Write `thresholds.json`, durably: the last step, which makes them part of the bundle."""
+    """Write `thresholds.json` durably. This is the last step: it makes the thresholds part of the bundle."""
     save_sidecar(THRESHOLDS_SIDECAR, thresholds_text(thresholds), folder)

@@ -1,7 +1,7 @@
-"""What predictors are fitted with: numpy, or MLX on its default device; one algorithm over both.
+"""Array libraries that predictors are fitted with: numpy, or MLX on its default device.
 
-The heavy products and all gradient steps go through here; decompositions of thin matrices, thresholds and
-what comes from disk are numpy's everywhere.
+One algorithm runs on both. The heavy products and all gradient steps go through here. Decompositions of thin
+matrices, thresholds and data from disk always use numpy.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ from ondevice.converters.training.predictors.layer_predictor import Float32
 
 TrainingBackend: TypeAlias = Literal["cpu", "mlx"]
 Array: TypeAlias = Any
-"""float32 or booleans, with numpy's operators, `T` and `sum`."""
+"""Array of float32 or booleans, with numpy's operators, `T` and `sum`."""
 Elementwise: TypeAlias = Callable[..., tuple[Array, ...]]
-"""As many arrays as change, of these and of others, row by row."""
+"""Function from the arrays that change, and others, to the new values of the former, row by row."""
 
 BLOCK_VALUES = 1 << 17
-"""Values of an array that numpy goes over together: what lies between stays in a core's cache."""
+"""Values of an array that numpy goes over at a time, so that intermediate results stay in a core's cache."""
 
 
 class Arrays(Protocol):
-    """Where arrays lie, and how they are computed."""
+    """An array library: where arrays lie, and how they are computed."""
 
     @property
     def namespace(self) -> Any:
-        """What has `abs`, `einsum`, `exp`, `sqrt` and `where` for them."""
+        """The module with `abs`, `einsum`, `exp`, `sqrt` and `where` for these arrays."""
         ...
 
     def load(self, values: NDArray[Any]) -> Array:
-        """float32 or booleans as such an array, which may be `values` itself. Raises MemoryError."""
+        """Array of the float32 or boolean `values`; it may be `values` itself. Raises MemoryError."""
         ...
 
     def to_numpy(self, array: Array) -> Float32:
-        """Its values, once they are known; they may be `array` itself. Raises MemoryError."""
+        """Values of `array`, once they are computed; they may be `array` itself. Raises MemoryError."""
         ...
 
     def changed(self, function: Elementwise, changing: Sequence[Array], *others: Array) -> tuple[Array, ...]:
-        """What `function` makes of `changing`, which may be overwritten, and `others`; equal rows all."""
+        """Result of `function` on `changing`, which may be overwritten, and `others`. All have equal rows."""
         ...
 
     def begin(self, *arrays: Array) -> None:
-        """Have these computed while the host goes on."""
+        """Start to compute these arrays while the host goes on."""
         ...
 
     def wait(self, *arrays: Array) -> None:
-        """Until these are known. Raises MemoryError."""
+        """Wait until these arrays are computed. Raises MemoryError."""
         ...
 
 
 class NumpyArrays:
-    """`Arrays` on the CPU: everything is known at once, and changed in place."""
+    """`Arrays` on the CPU: everything is computed at once, and changed in place."""
 
     namespace = np
 
@@ -82,7 +82,7 @@ class NumpyArrays:
 
 
 def arrays_of(backend: TrainingBackend) -> Arrays:
-    """What a backend fits with. MLX is imported for `mlx` alone; ImportError without it."""
+    """The arrays of a backend. MLX is imported only for `mlx`; ImportError without it."""
     if backend == "cpu":
         return NumpyArrays()
     from ondevice.converters.training.predictors.mlx_arrays import MlxArrays

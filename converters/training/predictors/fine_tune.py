@@ -1,6 +1,6 @@
-"""Moving predictors by gradient steps, so that their rank is spent on what fires.
+"""Gradient steps that move predictors, so that their rank is spent on what fires.
 
-"LLM in a flash" (arXiv 2312.11514), appendix B, trains with a balanced loss that it doesn't spell out; ours
+"LLM in a flash" (arXiv 2312.11514), appendix B, trains with a balanced loss that it doesn't spell out. Ours
 is in `FineTuning`. Legend as in `layer_predictor.py`.
 """
 
@@ -33,10 +33,10 @@ Parameters: TypeAlias = tuple[Array, Array, Array]
 
 
 class FineTuning:
-    """Adam on balanced cross-entropy over the samples `ids`, an epoch at a time.
+    """Adam on balanced cross-entropy over the samples `ids`, one epoch at a time.
 
-    All predictors see the same minibatches; numpy moves them in place. Memory, beside four times the
-    predictors: a byte for every gate that fires, and a few (B, F) of a minibatch.
+    All predictors see the same minibatches; numpy moves them in place. Memory: four times the predictors, a
+    byte for every gate that fires, and a few (B, F) arrays of a minibatch.
     """
 
     def __init__(
@@ -51,7 +51,19 @@ class FineTuning:
         rng: Generator,
         arrays: Arrays,
     ) -> None:
-        """ids: ascending; active: how often neurons fire for them. gate: (F, D), multiplied once for all."""
+        """Start with predictors at step 0.
+
+        Args:
+            predictors: the predictors to move, one per rank.
+            inputs: see `Samples`.
+            fired: see `Fired`.
+            gate: (F, D) gate projection, multiplied once for all predictors.
+            ids: ascending ids of the samples to train on.
+            active: `active_count` of these samples.
+            config: how predictors are fitted.
+            rng: generator of the minibatches.
+            arrays: the array library to fit with.
+        """
         self._inputs, self._fired, self._ids = inputs, fired, ids
         self._config, self._rng, self._neurons, self._arrays = config, rng, len(gate), arrays
         values = len(ids) * len(gate)
@@ -65,19 +77,19 @@ class FineTuning:
 
     @property
     def predictors(self) -> list[LayerPredictor]:
-        """Those that are moved, as they are now."""
+        """The predictors that are still trained, as they are now."""
         return [descent.predictor for descent in self._descents]
 
     def keep(self, rank: int) -> None:
-        """Move none but the one of this rank from now on."""
+        """Train only the predictor of this rank from now on."""
         self._descents = [descent for descent in self._descents if descent.rank == rank]
 
     def epoch(self) -> None:
-        """A pass over all samples, one of `config.epochs`."""
+        """Train one pass over all samples, of `config.epochs` passes."""
         order = self._rng.permutation(self._ids)
         for first in range(0, len(order), self._config.batch_samples):
             x, y, weights = self._minibatch(order[first : first + self._config.batch_samples])
-            # The step before was computed while the host put this minibatch together; no more are under way.
+            # The previous step ran while the host built this minibatch; at most one step is under way.
             self._arrays.wait(*self._moved())
             self._step += 1
             for descent in self._descents:
@@ -86,7 +98,7 @@ class FineTuning:
             self._arrays.begin(*self._moved())
 
     def _minibatch(self, batch: Ids) -> tuple[Array, Array, Array]:
-        """x (B, D), y (B, F) what fired, and how much each counts (B, F)."""
+        """Inputs x (B, D), neurons that fired y (B, F), and the weights of these (B, F)."""
         x, y = self._inputs[batch].astype(np.float32), bits(self._fired, batch, self._neurons)
         weights = np.ones(y.shape, dtype=np.float32)
         magnitudes = 1 if self._magnitudes is None else self._magnitudes.of(batch)
@@ -94,16 +106,17 @@ class FineTuning:
         return self._arrays.load(x), self._arrays.load(y), self._arrays.load(weights)
 
     def _moved(self) -> Iterator[Array]:
-        """All that a step moves."""
+        """All arrays that a step moves."""
         return (array for descent in self._descents for state in descent.states for array in state)
 
 
 def gradients(
     arrays: Arrays, parameters: Parameters, x: Array, y: Array, weights: Array
 ) -> tuple[Array, Array, Array]:
-    """Of the weighted binary cross-entropy, summed over neurons, mean of samples, for down, up and bias.
+    """Gradients of the weighted binary cross-entropy for down, up and bias.
 
-    x: (B, D); y: (B, F) what fired; weights: (B, F) how much each counts.
+    The loss is summed over neurons and averaged over samples. x: (B, D). y: (B, F), true where a neuron
+    fired. weights: (B, F) weight of each.
     """
     down, up, bias = parameters
     xp, samples = arrays.namespace, len(x)
@@ -120,7 +133,7 @@ def gradients(
 
 
 class _Magnitudes:
-    """Gates of what fires, in means of them and at most MAGNITUDE_CAP, rounded to a byte each."""
+    """Gates of the neurons that fire, in units of their mean, capped at MAGNITUDE_CAP, a byte each."""
 
     def __init__(
         self, inputs: Samples, fired: Fired, gate: Float32, ids: Ids, active: int, arrays: Arrays
@@ -133,7 +146,7 @@ class _Magnitudes:
             y = bits(fired, piece, len(gate))
             products = arrays.load(inputs[piece].astype(np.float32)) @ rows.T
             gates = np.maximum(arrays.to_numpy(products)[y], 0)
-            # The mean of the first samples: so many values that all of them have no other.
+            # The first samples have enough values for their mean to be that of all.
             unit = unit or (float(gates.mean()) if len(gates) else 0.0)
             shares = np.minimum(gates / max(unit, 1e-12) / MAGNITUDE_CAP, 1)
             self._codes[done : done + len(gates)] = np.rint(255 * shares)
@@ -141,14 +154,14 @@ class _Magnitudes:
             done, samples = done + len(gates), samples + len(piece)
 
     def of(self, batch: Ids) -> Float32:
-        """Those of what fires for the samples of a batch, sample by sample, by ascending neuron."""
+        """Magnitudes of what fires for the samples of a batch, sample by sample, by ascending neuron."""
         places = np.searchsorted(self._ids, batch)
         codes = [self._codes[self._ends[place] : self._ends[place + 1]] for place in places]
         return np.concatenate(codes).astype(np.float32) * np.float32(MAGNITUDE_CAP / 255)
 
 
 class _Adam:
-    """Steps of Adam (arXiv 1412.6980) on one predictor's arrays, at rates relative to their size."""
+    """Adam (arXiv 1412.6980) on one predictor's arrays, at rates relative to their root mean square."""
 
     def __init__(self, predictor: LayerPredictor, learning_rate: float, arrays: Arrays) -> None:
         parameters = (predictor.down, predictor.up, predictor.bias)
@@ -159,7 +172,7 @@ class _Adam:
             tuple(arrays.load(values) for values in (p, np.zeros_like(p), np.zeros_like(p)))
             for p in parameters
         ]
-        """Of down, up and bias: values, and means of their slopes and of these squared."""
+        """For down, up and bias: the values, and running means of their slopes and squared slopes."""
 
     @property
     def parameters(self) -> Parameters:
@@ -172,7 +185,7 @@ class _Adam:
         return LayerPredictor(down, up, bias)
 
     def step(self, slopes: Sequence[Array], step: int, steps: int) -> None:
-        """One of `steps` steps, counted from 1, down the slopes of down, up and bias."""
+        """Take step `step` of `steps`, counted from 1, down the slopes of down, up and bias."""
         fall = (1 - (step - 1) / steps) * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
         for index, (rate, slope) in enumerate(zip(self._rates, slopes, strict=True)):
             function = partial(_moved, self._arrays.namespace, rate * fall)
@@ -180,7 +193,7 @@ class _Adam:
 
 
 def _moved(xp: Any, rate: float, p: Array, mean: Array, square: Array, g: Array) -> tuple[Array, ...]:
-    """Values and both means after a step down the slope g."""
+    """The values p and both running means after a step down the slope g."""
     mean = mean + (1 - BETA1) * (g - mean)
     square = square + (1 - BETA2) * (g * g - square)
     return p - rate * mean / (xp.sqrt(square) + EPSILON), mean, square

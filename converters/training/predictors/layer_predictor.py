@@ -1,4 +1,4 @@
-"""One layer's predictor of which neurons fire, how it is trained, and how well it does.
+"""One layer's predictor of which neurons fire, its training settings, and its measured rates.
 
 Legend: N samples (tokens), D model width, F neurons, R rank, B samples of a minibatch.
 """
@@ -15,27 +15,32 @@ from ondevice.errors import UsageError
 
 Float32: TypeAlias = NDArray[np.float32]
 Samples: TypeAlias = NDArray[Any]
-"""(N, D) float16 or float32 inputs of a layer's gate; may be an np.memmap."""
+"""(N, D) float16 or float32 inputs of a layer's gates; may be an np.memmap."""
 Fired: TypeAlias = NDArray[Any]
 """(N, F) booleans, or (N, ceil(F / 8)) uint8 as np.packbits(..., axis=1) packs them; may be an np.memmap."""
 Bools: TypeAlias = NDArray[np.bool_]
 Ids: TypeAlias = NDArray[np.int64]
 RECALLS = (0.90, 0.95, 0.97, 0.98, 0.99, 0.995)
-"""Ascending."""
+"""Recall targets, ascending."""
 PIECE_SAMPLES = 512
-"""Samples that are gone over together."""
+"""Samples that are processed together."""
 
 
 @dataclass(frozen=True)
 class PredictorTraining:
     """How a predictor is fitted. Equal settings, data and generator give equal predictors.
 
-    learning_rate is relative: a step of Adam moves a matrix by about that share of its root mean square. It
-    falls linearly to zero. trial_epochs: after so many the rank is chosen, and no other is trained on.
-    balance: what fires weighs (inactive / active) ** balance, 0 for no weighting. weigh_magnitude: it also
-    weighs as its gate's distance from zero, in means of what fires and at most 4 of them, since what is
-    missed near zero hardly counts. held_back: share of the samples (4,096 at most) that don't train, but set
-    thresholds and judge ranks. recall: of what fires, the share that a score above zero shall find.
+    Args:
+        epochs: passes over the training samples.
+        trial_epochs: epochs after which the rank is chosen; the other ranks are then dropped.
+        batch_samples: samples of a minibatch.
+        learning_rate: share of a matrix's root mean square by which a step of Adam moves it, about. It falls
+            linearly to zero.
+        balance: exponent of the weight of what fires, (inactive / active) ** balance. 0 is no weighting.
+        weigh_magnitude: if true, what fires also weighs by its gate's distance from zero, in units of the
+            mean of what fires and at most 4, since misses near zero hardly count.
+        held_back: share of the samples (4,096 at most) that don't train, but set thresholds and judge ranks.
+        recall: target share of what fires that has a score above zero.
     """
 
     epochs: int = 10
@@ -61,10 +66,11 @@ class PredictorTraining:
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """What selecting every neuron with a score above `threshold` finds, as shares.
+    """Measured rates of selecting every neuron with a score above `threshold`. All rates are shares.
 
-    recall: the target. false_negatives: of what fires, what is missed. false_positives: of what doesn't fire,
-    what is selected. precision: of what is selected, what fires; of nothing 1. selected, active: of all.
+    recall: the target. false_negatives: missed neurons per neuron that fires. false_positives: selected
+    neurons per neuron that doesn't fire. precision: share of the selected neurons that fire, 1 if none is
+    selected. selected, active: shares of all neurons.
     """
 
     recall: float
@@ -83,10 +89,10 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class LayerPredictor:
-    """down (R, D), up (F, R), bias (F,): float32. A neuron is selected where its score is above zero.
+    """A layer's predictor: it selects a neuron if the neuron's score is above zero.
 
-    points: measured on samples that neither trained it nor set thresholds; the threshold of the recall that
-    it was calibrated for is 0.
+    down (R, D), up (F, R), bias (F,): float32. points: measured on samples that neither trained the predictor
+    nor set its thresholds. The threshold of the recall that it was calibrated for is 0.
     """
 
     down: Float32
@@ -104,7 +110,7 @@ class LayerPredictor:
         return hidden @ self.up.T + self.bias
 
     def point(self, recall: float) -> OperatingPoint:
-        """The measurement at a recall target. Raises UsageError if there is none."""
+        """The operating point of a recall target. Raises UsageError if there is none."""
         for point in self.points:
             if point.recall == recall:
                 return point
@@ -112,7 +118,7 @@ class LayerPredictor:
 
 
 def active_count(fired: Fired, ids: Ids, neurons: int) -> int:
-    """How often neurons fire, over the samples `ids`."""
+    """Number of (sample, neuron) pairs in which the neuron fires, over the samples `ids`."""
     return sum(int(bits(fired, piece, neurons).sum()) for piece in in_pieces(ids))
 
 
@@ -122,6 +128,6 @@ def in_pieces(ids: Ids) -> list[Ids]:
 
 
 def bits(fired: Fired, ids: Ids, neurons: int) -> Bools:
-    """(n, F) what fired for the samples `ids`."""
+    """(n, F) booleans: true where a neuron fired, for the samples `ids`."""
     rows: NDArray[Any] = np.asarray(fired[ids])
     return rows if rows.dtype == np.bool_ else np.unpackbits(rows, axis=1, count=neurons).view(np.bool_)

@@ -1,9 +1,9 @@
 """Low-rank predictors of which feed-forward neurons fire, fitted layer by layer with numpy or MLX.
 
 "LLM in a flash" (arXiv 2312.11514), section 3.1 and appendix B: a layer's predictor sees what the gate sees,
-the normed output of the layer's attention, and gives every neuron a score, `up @ (down @ x) + bias`. Two
-plain linear maps; they begin as principal components, `fine_tune.py` moves them, and of what is held back one
-part sets their thresholds and the other measures them.
+the normed output of the layer's attention, and gives every neuron a score, `up @ (down @ x) + bias`. These
+two plain linear maps begin as principal components, and `fine_tune.py` moves them. One part of the held-back
+samples sets the thresholds, and the other part measures them.
 
 Legend as in `layer_predictor.py`.
 """
@@ -34,13 +34,13 @@ from ondevice.converters.training.predictors.operating_points import HeldBack, m
 from ondevice.errors import CheckpointError, UsageError
 
 OVERSAMPLE, POWER_ITERATIONS = 16, 4
-# The logistic function is nearest to the normal distribution's at this scale.
+# At this scale the logistic function is nearest to the normal distribution function.
 LOGIT_OF_PROBIT = 1.702
 HELD_BACK_BLOCK = 128
 LEAST_BLOCKS = 16
-"""Held back at least: half of them have to show by how much blocks differ."""
+"""Fewest blocks held back: half of them have to show by how much blocks differ."""
 MOST_HELD_BACK = 4096
-"""Samples held back at most: their scores may all be in memory while thresholds are set."""
+"""Most samples held back: the scores of all may be in memory while thresholds are set."""
 
 
 def train_layer(
@@ -52,14 +52,25 @@ def train_layer(
     rng: Generator,
     arrays: Arrays,
 ) -> LayerPredictor:
-    """One layer's calibrated predictor, of the smallest of `ranks` that does (`choose_rank`).
+    """One layer's calibrated predictor, of the smallest rank that is good enough (`choose_rank`).
 
-    All ranks are trained together for the epochs on trial, the chosen one goes on alone. inputs: (N, D);
-    fired: (N, F), see `Samples` and `Fired`; gate: (F, D) the layer's gate projection. Holds float32 copies
-    of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F) of a minibatch, and
-    while it calibrates of a few (2048, F), and a byte for every gate that fires; never of (N, D), (N, F) or
-    (F, F). Arrays that aren't numpy's hold the gate once more. Raises UsageError for shapes or ranks that
-    don't fit, CheckpointError for inputs or gates that aren't finite.
+    All ranks are trained together for the trial epochs; then the chosen one is trained alone.
+
+    Args:
+        inputs: (N, D) inputs of the layer's gates, see `Samples`.
+        fired: (N, F) neurons that fired, see `Fired`.
+        gate: (F, D) the layer's gate projection.
+        ranks: the ranks to choose from.
+        config: how the predictor is fitted.
+        rng: generator of the first basis and of the minibatches.
+        arrays: the array library to fit with.
+
+    Memory: float32 arrays of (D, D), of the gate, of four times (D + F) * R for every rank R, of a few (B, F)
+    of a minibatch and, while it calibrates, of a few (2048, F), and a byte for every gate that fires. It
+    never holds (N, D), (N, F) or (F, F). Arrays that aren't numpy's hold the gate once more.
+
+    Raises UsageError for shapes or ranks that don't fit, CheckpointError for inputs or gates that aren't
+    finite.
     """
     neurons, width = gate.shape
     _check(inputs, fired, gate, ranks)
@@ -71,7 +82,7 @@ def train_layer(
         return calibrate(LayerPredictor(*nothing, bias), inputs, fired, held, config.recall)
     predictors = principal_components(inputs, trained, gate, sorted(set(ranks)), rng, arrays)
     tuning = FineTuning(predictors, inputs, fired, gate, trained, active, config, rng, arrays)
-    del predictors  # those that are given up shall go
+    del predictors  # frees the memory of the ranks that are dropped
 
     def best() -> LayerPredictor:
         candidates = (
@@ -87,11 +98,11 @@ def train_layer(
 
 
 def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
-    """Ascending sample ids to train on, and those held back. Raises UsageError where there are too few.
+    """Ascending ids of the samples to train on, and the samples held back.
 
-    Blocks, not single tokens, are held back: a token's neighbours are too much like it to be news. One of
-    every so many is drawn at random, so that no place in a text's pieces is preferred; they calibrate and
-    measure in turn.
+    Blocks, not single tokens, are held back, because a token is too much like its neighbours to test on. One
+    block of every 1 / `held_back` or more is drawn at random, so that no place in a text's pieces is
+    preferred. Drawn blocks calibrate and measure in turn. Raises UsageError if there are too few samples.
     """
     every = max(round(1 / config.held_back), -(-samples // MOST_HELD_BACK))
     if samples < LEAST_BLOCKS * every:
@@ -109,12 +120,13 @@ def split(samples: int, config: PredictorTraining) -> tuple[Ids, HeldBack]:
 def principal_components(
     inputs: Samples, ids: Ids, gate: Float32, ranks: Sequence[int], rng: Generator, arrays: Arrays
 ) -> list[LayerPredictor]:
-    """The maps of each rank R nearest to the gates on the samples `ids`, as log-odds of being above zero.
+    """For each rank R the maps nearest to the gates on the samples `ids`, as log-odds of a gate above zero.
 
-    G = X W^T, centred; V (F, R) its principal directions: the gates that V V^T W x leaves have the smallest
-    squared error. Since G^T G = W (X^T X) W^T, randomised subspace iteration (arXiv 0909.4061, algorithm 4.4)
-    needs only the covariance (D, D) of X. The largest rank's directions begin with those of the others. What
-    is left of a neuron's gate is taken as normal noise, and its score divided by that noise's deviation.
+    G = X W^T are the centred gates, and V (F, R) their principal directions: V V^T W x approximates the gates
+    with the smallest squared error. Since G^T G = W (X^T X) W^T, randomised subspace iteration (arXiv
+    0909.4061, algorithm 4.4) needs only the covariance (D, D) of X. The directions of the largest rank begin
+    with those of the others. The rest of a neuron's gate is taken as normal noise, and the neuron's score is
+    divided by the deviation of that noise.
     """
     mean, covariance = _moments(inputs, ids, arrays)
     rows = arrays.load(gate)
@@ -140,11 +152,11 @@ def principal_components(
 def calibrate(
     predictor: LayerPredictor, inputs: Samples, fired: Fired, held: HeldBack, recall: float
 ) -> LayerPredictor:
-    """`predictor` with a bias that finds `recall` of what fires above zero, and its operating points.
+    """`predictor` with its operating points, and a bias for which scores above zero find `recall`.
 
-    Thresholds are set on held.calibrating as `thresholds` promises; the points' rates are of held.measuring.
-    recall: one of RECALLS. Rounding moves scores: whoever rounds the weights sets thresholds again, as
-    `predictors.store_predictor` does.
+    Thresholds are set on held.calibrating, as `thresholds` promises; the rates are measured on
+    held.measuring. recall: one of RECALLS. Rounding the weights moves scores, so thresholds are set again
+    after it, as `store_predictor` in `predictors/train.py` does.
     """
     neurons, ids = len(predictor.bias), held.calibrating
     found = thresholds(predictor.scores(inputs[ids]), bits(fired, ids, neurons), held.block)
@@ -156,18 +168,18 @@ def calibrate(
 
 
 def choose_rank(candidates: Sequence[LayerPredictor], recall: float, factor: float = 1.15) -> LayerPredictor:
-    """The smallest candidate that selects at most `factor` times what the largest does, at equal recall.
+    """The lowest-rank candidate that selects at most `factor` times what the highest-rank one does.
 
-    Nor may it miss more than the target allows, or than the largest does, where that misses more. What is
-    selected in vain is read from flash in vain; what rank is too high is memory that the neuron cache loses.
-    Raises UsageError if there is none to choose from.
+    Both are compared at the target `recall`. The candidate may miss no more than the target allows, or than
+    the highest-rank one if that misses more. Neurons selected in vain are read from flash in vain. A rank
+    that is too high takes memory from the neuron cache. Raises UsageError if `candidates` is empty.
     """
     if not candidates:
         raise UsageError("no predictor to choose from; train at least one rank")
     ascending = sorted(candidates, key=lambda candidate: candidate.rank)
     largest = ascending[-1].point(recall)
     limit = factor * largest.over_prediction
-    # Not exactly 1 - recall: that difference is rounded.
+    # The small addend allows for the rounding of 1 - recall.
     allowed = max(1 - recall + 1e-9, largest.false_negatives)
     for candidate in ascending[:-1]:
         point = candidate.point(recall)

@@ -1,4 +1,4 @@
-"""MLX's arrays for fitting predictors. MLX is lazy: nothing is computed that isn't asked for."""
+"""MLX's arrays for fitting predictors. MLX is lazy: it computes only what is asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MlxArrays:
     namespace = mx
 
     def __init__(self) -> None:
-        """What ran before is done with its memory, which MLX would keep."""
+        """Free the memory of whatever ran before, which MLX would keep."""
         mx.clear_cache()
 
     def load(self, values: NDArray[Any]) -> mx.array:

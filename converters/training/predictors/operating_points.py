@@ -1,11 +1,11 @@
-"""Thresholds of a predictor's scores that find a share of what fires, and what they do on other samples.
+"""Score thresholds of a predictor that find a target share of what fires, and their rates on other samples.
 
-A threshold that finds just the target's share of what fires where it is set finds less elsewhere about
-every other time. So it is set where a lower confidence bound of recall reaches the target, as for
-risk-controlling prediction sets (arXiv 2101.02703, with the bound of the central limit theorem): MARGIN
-standard errors below the recall found. Neighbouring tokens are alike, and a token's neurons fire together:
-the standard error is that of a ratio over a sample of whole blocks of tokens (Cochran, Sampling Techniques,
-3rd edition, 1977, chapter 6).
+A threshold with exactly the target recall on the samples that set it misses the target on other samples about
+every other time. So the threshold is set where a lower confidence bound of recall reaches the target, as for
+risk-controlling prediction sets (arXiv 2101.02703, with the bound of the central limit theorem). The bound is
+MARGIN standard errors below the recall found. Neighbouring tokens are alike, and a token's neurons fire
+together. The standard error is therefore that of a ratio over a sample of whole blocks of tokens (Cochran,
+Sampling Techniques, 3rd edition, 1977, chapter 6).
 
 Legend as in `layer_predictor.py`; M samples.
 """
@@ -34,17 +34,19 @@ from ondevice.converters.training.predictors.layer_predictor import (
 from ondevice.errors import UsageError
 
 MARGIN = 2.0
-"""Standard errors between recall where a threshold is set and the target: 97.7 % of a normal distribution."""
+"""Standard errors between the recall where a threshold is set and the target: 97.7 % of a normal
+distribution."""
 
 Scores = Callable[[Samples], Float32]
-"""(B, F) of inputs (B, D)."""
+"""Function from inputs (B, D) to scores (B, F)."""
 
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Ascending ids of samples that weren't trained on, some to set thresholds and others to measure them.
+    """Ascending ids of samples that weren't trained on.
 
-    block: of the samples that calibrate, so many neighbours after each other are one block.
+    calibrating: they set thresholds. measuring: they measure them. block: number of neighbouring calibrating
+    samples that form one block.
     """
 
     calibrating: Ids
@@ -55,13 +57,18 @@ class HeldBack:
 def thresholds(
     scores: Float32, fired: Bools, block: int, recalls: Sequence[float] = RECALLS
 ) -> tuple[float, ...]:
-    """For each recall target the threshold above which scores find that share of what fires elsewhere too.
+    """For each recall target, the threshold above which scores reach that recall on other samples too.
 
-    scores, fired: (M, F), of samples that the predictor wasn't trained on, in blocks of `block` after each
-    other; recalls: ascending. Promised, if blocks are drawn at random and many enough for their recall to be
-    normal: samples drawn from the same text miss no more than 1 - target in 97.7 % of all cases, for each
-    layer and target. Nothing is promised for text of another kind. One block has no error that can be known,
-    and gets no margin.
+    Args:
+        scores: (M, F) scores of samples that the predictor wasn't trained on.
+        fired: (M, F), true where a neuron fired.
+        block: number of consecutive samples that form a block.
+        recalls: the targets, ascending.
+
+    The promise: other samples drawn from the same text miss no more than 1 - target in 97.7 % of all cases,
+    for each layer and target. It holds if blocks are drawn at random, and are so numerous that their recall
+    is normally distributed. Nothing is promised for text of another kind. The error of a single block can't
+    be known, so it gets no margin.
 
     Raises UsageError for shapes that differ, scores that are NaN, or recalls outside (0, 1].
     """
@@ -76,7 +83,7 @@ def thresholds(
     asked = 0.0
     for recall in recalls:
         hits = _per_block((scores > np.float32(_threshold(active, recall))) & fired, starts)
-        # Where the error falls faster than the target rises, thresholds must still not.
+        # The error may fall faster than the target rises; a higher target still must not raise the threshold.
         asked = max(asked, recall + MARGIN * _standard_error(hits, firing))
         found.append(_threshold(active, min(1.0, asked)))
     return tuple(found)
@@ -90,9 +97,15 @@ def measure(
     neurons: int,
     wanted: Sequence[tuple[float, float]],
 ) -> tuple[OperatingPoint, ...]:
-    """What selecting the scores above thresholds finds of what fired, for the samples `ids`, in pieces.
+    """The operating points of thresholds, measured on the samples `ids`, a piece at a time.
 
-    wanted: recall targets and their thresholds.
+    Args:
+        scores: computes the scores of inputs.
+        inputs: see `Samples`.
+        fired: see `Fired`.
+        ids: the samples to measure on.
+        neurons: F.
+        wanted: recall targets and their thresholds.
     """
     hits, chosen, active = [0] * len(wanted), [0] * len(wanted), 0
     for piece in in_pieces(ids):
@@ -118,21 +131,21 @@ def measure(
 
 
 def _threshold(active: Float32, recall: float) -> float:
-    """The highest above which lie so many of the ascending scores; 0 of none."""
+    """The highest threshold with the share `recall` of the ascending scores above it; 0 without scores."""
     if not len(active):
         return 0.0
-    # A product such as 0.9 * 10 may come out above 9, and must not ask for a tenth neuron.
+    # A product such as 0.9 * 10 may be rounded to above 9; it must not ask for a tenth neuron.
     last = len(active) - ceil(recall * len(active) * (1 - 1e-12))
     return float(np.nextafter(active[last], np.float32(-np.inf)))
 
 
 def _per_block(values: Bools, starts: NDArray[np.int64]) -> NDArray[Any]:
-    """How many of (M, F) are true in each block."""
+    """Number of true values of (M, F) in each block."""
     return np.add.reduceat(np.count_nonzero(values, axis=1), starts)
 
 
 def _standard_error(hits: NDArray[Any], firing: NDArray[Any]) -> float:
-    """Of the ratio of their sums: recall of blocks of which `hits` of `firing` were found."""
+    """Standard error of sum(hits) / sum(firing): the recall if `hits` of `firing` were found per block."""
     blocks, total = len(firing), int(firing.sum())
     if blocks < 2 or not total:
         return 0.0

@@ -1,7 +1,7 @@
 """Predictors for a finished bundle: record activations, fit each layer, quantise, calibrate, write the files.
 
-The maths is in `train_predictor`; the format in `ondevice/bundle/predictors.py`. Memory: one layer at a time,
-of `train_layer`'s bound, beside the quantised predictors themselves; the recorded activations are on disk.
+The maths is in `low_rank.py`, the format in `ondevice/bundle/predictors.py`. Memory: what `train_layer` needs
+for one layer, and all quantised predictors. The recorded activations are on disk.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ondevice.units import usable_cores
 SCORED_TOKENS = 256
 """Tokens whose scores are computed together."""
 MOST_OF_GATE = 0.5
-"""A predictor's bytes, of those of the gates that it stands for: a larger one saves too little."""
+"""Largest bytes of a predictor, as a share of those of the gates it stands for: more saves too little."""
 
 
 log = logging.getLogger(__name__)
@@ -61,10 +61,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PredictorOptions:
-    """tokens: of the text, at most. measured_share: of them, which measure, and neither train nor calibrate.
+    """How a bundle's predictors are made.
 
-    ranks: what each layer's is chosen from, multiples of 64; those that take more than MOST_OF_GATE are left
-    out. bits: of the stored matrices; half the bits and twice the rank select less at equal recall.
+    Args:
+        tokens: most tokens of the text to use.
+        measured_share: share of the text's pieces that only measure, and neither train nor calibrate.
+        ranks: the ranks that each layer's is chosen from, multiples of 64. Ranks whose predictor exceeds
+            MOST_OF_GATE are left out.
+        bits: bits of the stored matrices. Half the bits and twice the rank select less at equal recall.
+        seed: seed of all random numbers.
+        training: how a layer's predictor is fitted.
     """
 
     tokens: int = TRAIN_TOKENS
@@ -100,17 +106,25 @@ def train_predictors(
     backend: TrainingBackend,
     order: bool,
 ) -> Predictors:
-    """Fit predictors to `bundle` on pieces of token ids and write them to its folder `output`, or a copy's.
+    """Fit predictors to `bundle` and write them to the folder `output`.
 
-    The last pieces, of `measured_share` of all tokens, neither train nor calibrate: all rates are theirs. How
-    often each neuron fired on the others is written as well. What predictors cost in quality is for the
-    caller to add. Raises what `check` raises, and OndeviceError where the disk has no room. What an earlier
-    training left in `output` is replaced.
+    The last `measured_share` of the pieces neither train nor calibrate: all rates are measured on them. How
+    often each neuron fired on the other pieces is written as well. The caller adds what predictors cost in
+    quality. The files of an earlier training in `output` are replaced.
 
-    backend: what runs the model and fits; thresholds are set on what our own kernels make of the stored
-    matrices, so that predictors mean the same whatever fitted them. ImportError for `mlx` without MLX.
-    order: first put the neurons of the bundle in `output` in the order that the text suggests, unless an
-    earlier text has. Raises what `order_neurons` raises too.
+    Args:
+        bundle: the bundle.
+        pieces: token ids of the text.
+        output: the folder of the bundle, or of a copy of it.
+        options: how predictors are made.
+        on_progress: gets the share done and what is being done.
+        backend: what runs the model and fits the predictors. Thresholds are set on the scores that the
+            runtime's kernels compute from the stored matrices, so predictors mean the same whatever fitted
+            them. ImportError for `mlx` without MLX.
+        order: if true, first put the neurons of the bundle in `output` in the order that the text suggests,
+            unless they have been ordered before.
+
+    Raises what `check` and `order_neurons` raise, and OndeviceError if the disk has no room.
     """
     measured = sum(len(piece) for piece in check(bundle, pieces, options))
     total = sum(len(piece) for piece in pieces)
@@ -128,7 +142,7 @@ def train_predictors(
         )
         started = 0.5
         if order:
-            # What was recorded stands for the ordered bundle too, which rounds otherwise and no more.
+            # The recording is valid for the ordered bundle too, which differs only in rounding.
             bundle = neuron_order.order_neurons(
                 Bundle.open(output),
                 activations,
@@ -150,9 +164,10 @@ def train_predictors(
 def check(
     bundle: Bundle, pieces: Sequence[Sequence[int]], options: PredictorOptions
 ) -> Sequence[Sequence[int]]:
-    """The pieces that measure and don't train: the last, at least one and never all.
+    """The pieces that measure and don't train: the last ones, at least one and never all.
 
-    Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError for too little text.
+    Raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError if the text is too
+    short.
     """
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
@@ -163,7 +178,7 @@ def check(
 
 
 def save_predictors(predictors: Predictors, folder: Path) -> None:
-    """Write `predictors.json`, durably: the last step, which makes them part of the bundle."""
+    """Write `predictors.json` durably. This is the last step: it makes the predictors part of the bundle."""
     save_sidecar(PREDICTORS_SIDECAR, predictors_text(predictors), folder)
 
 
@@ -175,10 +190,10 @@ def fit_layer(
     options: PredictorOptions,
     arrays: Arrays,
 ) -> StoredPredictor:
-    """The layer's smallest predictor that does; its rates are those of the stored, quantised matrices.
+    """The stored predictor of a layer, of the smallest rank that is good enough (`choose_rank`).
 
-    The first `trained` recorded tokens train it and, those that are held back from that, set its thresholds;
-    the others measure it.
+    Of the first `trained` recorded tokens, some are held back and set its thresholds; the others train it.
+    The later tokens measure it. Its rates are those of the stored, quantised matrices.
     """
     gate = gate_rows(bundle, layer)
     inputs, fired = activations.inputs(layer), activations.fired(layer)
@@ -186,16 +201,16 @@ def fit_layer(
     ranks = rank_options(options, len(gate), gate.shape[1], bundle.quant.bits)
     chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng, arrays)
     _, held = split(trained, options.training)
-    # What judged ranks is free to calibrate, since other samples measure from here on.
+    # Samples that judged ranks may calibrate now, since other samples measure from here on.
     calibrating = np.union1d(held.calibrating, held.measuring)
     held = HeldBack(calibrating, np.arange(trained, len(inputs)), held.block)
     return store_predictor(chosen, inputs, fired, held, options.bits)
 
 
 def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits: int) -> list[int]:
-    """The ranks to choose a layer's from: of those that leave enough of the gate's memory, all, or the least.
+    """The ranks that a layer's is chosen from: all whose predictor is within MOST_OF_GATE, else GROUP_SIZE.
 
-    gate_bits: of the stored gate (neurons, width).
+    gate_bits: bits of the stored gate (neurons, width).
     """
     most = MOST_OF_GATE * neurons * RowLayout(width, gate_bits).nbytes
     down = RowLayout(width, options.bits).nbytes
@@ -208,10 +223,16 @@ def rank_options(options: PredictorOptions, neurons: int, width: int, gate_bits:
 def store_predictor(
     predictor: LayerPredictor, inputs: Samples, fired: Fired, held: HeldBack, stored_bits: Literal[4, 8, 16]
 ) -> StoredPredictor:
-    """A layer's predictor, quantised, its thresholds set on some of the samples and measured on others.
+    """Quantise a layer's predictor, set its thresholds on some samples and measure them on others.
 
-    inputs (N, D), fired: see `Samples` and `Fired`; held: none of them trained it. Scores are those of the
-    runtime's own kernels.
+    Args:
+        predictor: the layer's predictor.
+        inputs: (N, D), see `Samples`.
+        fired: see `Fired`.
+        held: the samples to calibrate and to measure; none of them trained the predictor.
+        stored_bits: bits of the stored matrices.
+
+    The runtime's own kernels compute the scores.
     """
     engine = _native.Engine(usable_cores(), "auto")
     (neurons, _), width = predictor.up.shape, predictor.down.shape[1]
@@ -238,7 +259,7 @@ def _scores(
     bias: Float32,
     inputs: Samples,
 ) -> Float32:
-    """(T, F) as the runtime's kernels compute them."""
+    """(T, F) scores of inputs (T, D), as the runtime's kernels compute them."""
     scores = np.empty((len(inputs), up.rows), dtype=np.float32)
     for start in range(0, len(inputs), SCORED_TOKENS):
         x = inputs[start : start + SCORED_TOKENS].astype(np.float32)
@@ -255,14 +276,14 @@ def _matrix(engine: _native.Engine, rows: QuantizedRows, cols: int, bits: int) -
 
 
 def _padded(matrix: Float32, rows: int, cols: int) -> Float32:
-    """With zeros up to (rows, cols): the rank that storage takes."""
+    """`matrix` padded with zeros to (rows, cols), since stored ranks are multiples of GROUP_SIZE."""
     return np.pad(matrix, ((0, rows - len(matrix)), (0, cols - matrix.shape[1])))
 
 
 def write_predictors(
     bundle: Bundle, stored: Sequence[StoredPredictor], output: Path, trained: int, measured: int
 ) -> Predictors:
-    """Both files, the JSON file last."""
+    """Write both files, the JSON file last."""
     ranks = tuple(layer.rank for layer in stored)
     bits = stored[0].bits
     tensors = predictor_tensors(bundle.config, bits, ranks)
@@ -285,7 +306,7 @@ def write_predictors(
 
 
 def _tensor_bytes(stored: Sequence[StoredPredictor], bits: int) -> Iterator[NDArray[np.uint8]]:
-    """uint8 (n,) each, in the order of `predictor_tensors`."""
+    """The bytes of each tensor, uint8 (n,), in the order of `predictor_tensors`."""
     for layer in stored:
         for rows in (layer.down, layer.up):
             affine = () if bits == 16 else (rows.scales, rows.biases)

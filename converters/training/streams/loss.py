@@ -1,11 +1,11 @@
-"""What stream adapters are trained by: a loss through the model's own forward pass, differentiable by MLX.
+"""The training loss of stream adapters: the model's own forward pass computes it, and MLX differentiates it.
 
 "Speculative Streaming" (arXiv 2402.11131), section 3.2. Only the layers that have streams run, on the hidden
-states that enter them, with `model/`'s pass over this module's backend. Where these states come from, which
-windows are taken and what becomes of gradients is not known here.
+states that enter them: the forward pass of `model/` over this module's backend. The caller provides the
+states, chooses the windows and uses the gradients.
 
-A window's streams stand in runs of neighbouring tokens: what comes before a run passes without streams, so
-that a gradient in lossless mode goes through no more rows than the run's.
+The tokens of a window that have streams form runs of neighbours. Tokens before a run pass without streams,
+so that in lossless mode a gradient goes through the rows of the run only.
 
 Legend: T tokens of a window, P tokens of its runs, S streams, D width, F neurons, V vocabulary.
 """
@@ -41,18 +41,18 @@ from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, Mult
 from ondevice.units import usable_cores
 
 STREAM_WEIGHT = 0.1
-"""Of every stream's loss in shared mode, where the text's own has 1 (section 3.2.4)."""
+"""Weight of each stream's loss in shared mode; the text's own loss has weight 1 (section 3.2.4)."""
 EMBEDDING_DEVIATION = 0.1
 LOGIT_ROWS = 256
-"""Rows whose logits are in memory at once while guesses are counted."""
+"""Rows whose logits are in memory at once while correct draft tokens are counted."""
 
 Parameters = Mapping[str, mx.array]
-"""What is trained, by the names of `streams.safetensors`, matrices in their logical shapes."""
+"""The trained arrays, by their names in `streams.safetensors`; matrices have their logical shapes."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A piece of text. tokens: (T,); entering: (T, D), what enters the stream layers."""
+    """A piece of text. tokens: (T,) ids. entering: (T, D) hidden states that enter the stream layers."""
 
     tokens: Sequence[int]
     entering: mx.array
@@ -60,29 +60,30 @@ class Window:
 
 @dataclass(frozen=True)
 class TopLayers:
-    """The last layers of a model and its head, frozen; `config` is of these layers alone."""
+    """The last layers of a model and its head, frozen. `config` describes these layers alone."""
 
     config: ModelConfig
     weights: ModelWeights
 
     def model(self, parameters: Parameters, streams: MultiStreams, resident_tokens: int = 0) -> Transformer:
-        """The layers with streams, of this shape, whose matrices are `parameters`; see `ResidentBackend`."""
+        """The layers with streams. streams: their shape. resident_tokens: see `ResidentBackend`."""
         adapters = stream_weights(parameters, streams, self.config.num_layers)
         return Transformer(self.config, ResidentBackend(resident_tokens), self.weights, adapters)
 
 
 class ResidentBackend(MlxFloatBackend):
-    """Streams make do with the neurons that the last tokens used, as they do where neurons are cached.
+    """Backend whose streams use only the neurons that the last tokens used, as where neurons are cached.
 
-    resident_tokens: how many of them, their own token included; 0: every neuron is at hand. For one text,
-    whose passes follow each other, of a model with ReLU gates. Where a pass has streams, all its tokens do.
+    resident_tokens: number of these tokens, the stream's own token included. 0 means that every neuron is
+    available. One backend is for the consecutive forward passes of one text, and for a model with ReLU gates.
+    If a forward pass has streams, all its tokens have them.
     """
 
     def __init__(self, resident_tokens: int) -> None:
         super().__init__()
         self._tokens = resident_tokens
         self._used: dict[int, mx.array] = {}
-        """By a layer's neurons, which of them the last tokens used: (at most resident_tokens - 1, F)."""
+        """Neurons used by the last tokens, (at most resident_tokens - 1, F), by `id` of a layer's weights."""
 
     def feed_forward(
         self,
@@ -127,7 +128,7 @@ def top_config(config: ModelConfig, first_layer: int) -> ModelConfig:
 
 
 class _TopBackend(MlxFloatBackend):
-    """Passes over the matrices of the layers before `first_layer`: they are read and not kept."""
+    """Backend that reads the matrices of the layers before `first_layer` without keeping them."""
 
     def __init__(self, first_layer: int) -> None:
         super().__init__()
@@ -144,7 +145,7 @@ class _TopBackend(MlxFloatBackend):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> Any:
-        # The last of a layer's parts.
+        # The feed-forward is the last part of a layer.
         self._layer = layer + 1
         return super().load_feed_forward(layer, source, selector) if layer >= self._first_layer else None
 
@@ -154,7 +155,7 @@ class _TopBackend(MlxFloatBackend):
 
 
 def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: int) -> MultiStreamWeights:
-    """Streams of `num_layers` layers, `TopLayers`, whose matrices are these arrays. streams: their shape."""
+    """Stream adapters of `num_layers` layers, those of `TopLayers`, from arrays. streams: their shape."""
 
     def low_rank(name: str) -> LowRank:
         return LowRank(*(MlxLinear(parameters[f"{name}.{end}"], None) for end in ("down", "up")))
@@ -171,7 +172,7 @@ def stream_weights(parameters: Parameters, streams: MultiStreams, num_layers: in
 
 
 def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) -> dict[str, mx.array]:
-    """Where training begins: adapters that add nothing yet, and embeddings that hardly do."""
+    """Parameters at the start of training: adapters that add nothing, and embeddings that add little."""
     rng = np.random.default_rng(seed)
     shape = (streams.streams, config.hidden_size)
     found = {EMBEDDINGS: mx.array(EMBEDDING_DEVIATION * rng.standard_normal(shape, np.float32))}
@@ -182,7 +183,7 @@ def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) ->
 
 
 def stored_parameters(arrays: Mapping[str, Float32], bits: int) -> dict[str, mx.array]:
-    """What arrays read back as once they are written. Raises CheckpointError beyond float16."""
+    """The arrays as they read back once quantised. Raises CheckpointError for values beyond float16."""
     engine = _native.Engine(usable_cores(), "auto")
     rows = {name: quantize(engine, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}
     read = {name: dequantize(of, bits, arrays[name].shape[1]) for name, of in rows.items()}
@@ -190,7 +191,7 @@ def stored_parameters(arrays: Mapping[str, Float32], bits: int) -> dict[str, mx.
 
 
 def longest_run(streams: int) -> int:
-    """Tokens of a run at most: it and a token's streams are a path of the pass's tree."""
+    """Most tokens of a run: the run and a token's streams form one path of the forward pass's tree."""
     return MAX_DEPTH + 1 - streams
 
 
@@ -202,12 +203,20 @@ def stream_loss(
     run: range,
     resident_tokens: int = 0,
 ) -> mx.array:
-    """The loss of the streams of the tokens `run`, nats per token, of which run.stop + S < T.
+    """The loss of the streams of the tokens `run`, in nats per token.
 
-    Stream j of the token at t guesses the one at t + 1 + j: the cross-entropy to what the model itself says
-    there, given the text up to t + j, as it does when guesses are verified. Lossless, their mean; shared, a
-    tenth of each beside the text's own next tokens. The pruning adapter's guess of the token at t + 1, which
-    is judged in the same way, is added.
+    Stream j of the token at t drafts the token at t + 1 + j. Its loss is the cross-entropy to the model's own
+    distribution there, given the text up to t + j, as when draft tokens are verified. In lossless mode the
+    loss is the mean of these. In shared mode it is a tenth of each stream's, plus the loss of the text's own
+    next tokens. The pruning adapter drafts the token at t + 1; its loss, computed in the same way, is added.
+
+    Args:
+        parameters: the trained arrays.
+        streams: their shape.
+        top: the frozen layers.
+        window: the text, of T tokens.
+        run: the tokens that have streams; run.stop + S < T.
+        resident_tokens: see `ResidentBackend`.
     """
     model = top.model(parameters, streams, resident_tokens)
     shared, count = streams.mode == "shared", streams.streams
@@ -224,9 +233,9 @@ def stream_loss(
 
 
 def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:
-    """(T - S, S) whether the likeliest of every stream is the likeliest of what the model says there.
+    """(T - S, S), true where a stream's likeliest token is the model's own likeliest token there.
 
-    Of all tokens but the last S; every neuron is at hand.
+    It covers all tokens but the last S. Every neuron is available.
     """
     assert model.streams is not None
     count = model.streams.count
@@ -242,9 +251,9 @@ def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:
 
 
 def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
-    """Of each stream, the share that it guessed right where all streams before it had; 0 of nothing.
+    """Acceptance rate of each stream: share of correct draft tokens where all streams before it were correct.
 
-    right: (n, S) of every window.
+    right: (n, S) result of `right_guesses` for every window. The rate is 0 if there is nothing to count.
     """
     so_far = np.concatenate([np.cumprod(of, axis=1) for of in right])
     counts = [len(so_far), *so_far.sum(axis=0).tolist()]
@@ -252,7 +261,7 @@ def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
 
 
 def states(model: Transformer, window: Window, runs: Sequence[range], stop: int) -> tuple[mx.array, mx.array]:
-    """What the window's tokens before `stop` become, (stop, D), and the streams of `runs`, (P, S, D).
+    """Last hidden states of the window's tokens before `stop`, (stop, D), and of `runs`' streams, (P, S, D).
 
     runs: ascending, none longer than `longest_run`.
     """
@@ -280,18 +289,18 @@ def _all_with_streams(x: mx.array) -> PrunedDraft:
 
 
 def _soft_cross_entropy(logits: mx.array, chances: mx.array) -> mx.array:
-    """(...,) nats, of (..., V) each; chances sum to one."""
+    """(...,) cross-entropy in nats of logits (..., V) to chances (..., V), which sum to one."""
     return mx.logsumexp(logits, axis=-1) - (logits * chances).sum(axis=-1)
 
 
 def _cross_entropy(logits: mx.array, tokens: mx.array) -> mx.array:
-    """(n,) nats, of logits (n, V) and what came (n,)."""
+    """(n,) cross-entropy in nats of logits (n, V) to the actual tokens (n,)."""
     picked = mx.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return mx.logsumexp(logits, axis=-1) - picked
 
 
 def _likeliest(model: Transformer, hidden: mx.array) -> NDArray[np.int64]:
-    """(n,) the likeliest token of (n, D)."""
+    """(n,) likeliest next tokens after hidden states (n, D)."""
     found: list[Float32] = []
     for start in range(0, hidden.shape[0], LOGIT_ROWS):
         found.append(np.array(mx.argmax(model.logits(hidden[start : start + LOGIT_ROWS]), axis=-1)))

@@ -1,8 +1,8 @@
-"""Streams for a finished bundle: record what enters their layers, train adapters, measure and write them.
+"""Streams for a finished bundle: record the inputs of their layers, train adapters, measure and write them.
 
-The loss is in `stream_loss`, the format in `ondevice/bundle/streams.py`. Whatever is needed to go on after a
-stop lies in a folder of its own, and the numbers are then those of a training that never stopped. Memory: the
-layers that have streams and the head in float32, and one window's gradients; what enters is on disk.
+The loss is in `loss.py`, the format in `ondevice/bundle/streams.py`. The state of a training lies in a folder
+of its own, so that a stopped training can go on. Its numbers are then the same as without the stop. Memory:
+the layers that have streams and the head in float32, and one window's gradients. The inputs are on disk.
 
 Legend: N tokens, D hidden size, S streams.
 """
@@ -61,9 +61,9 @@ from ondevice.errors import OndeviceError, UsageError
 
 MOST_LAYERS = 8
 WARM_UP_SHARE = 0.05
-"""Of the steps: the learning rate rises, before it falls as a cosine."""
+"""Share of the steps in which the learning rate rises, before it falls as a cosine."""
 MOST_GRADIENT = 1.0
-"""Norm of all gradients together, at most."""
+"""Largest norm of all gradients together; larger ones are clipped."""
 MOST_RESIDENT_TOKENS = 16
 SAVE_SECONDS = 60.0
 ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
@@ -71,20 +71,31 @@ _WRITTEN_FACTS = ("model", "sha256", "crcs")
 _REMEDY = "make room, or choose another --output"
 
 OnStep = Callable[[int, float], None]
-"""Gets, after each step, the tokens whose streams have been trained, and the step's loss in nats."""
+"""Gets, after each step, the number of tokens whose streams were trained so far, and the loss in nats."""
 Pieces = Sequence[Sequence[int]]
 ReadWindow = Callable[[], Window]
 
 
 @dataclass(frozen=True)
 class MultiStreamOptions:
-    """What streams are to be, and how they are trained.
+    """The shape of the streams, and how they are trained.
 
-    gamma: streams of a token. layers: the last ones, which have streams; 0: half of them, MOST_LAYERS at
-    most. attention_rank, feed_forward_rank: smaller where the adapters would have more than `most_of_model`
-    of the model's parameters. bits: of the stored matrices. tokens: of the text, at most. learning_rate: its
-    highest. batch_tokens: whose streams a step trains, about, run_tokens of a window; the others are their
-    context.
+    Args:
+        mode: `lossless`, or `shared` if adapters also apply to the text's own tokens.
+        gamma: streams per token.
+        layers: number of last layers that have streams. 0 means half of the layers, MOST_LAYERS at most.
+        attention_rank: rank of the attention's adapters. It is reduced, as `feed_forward_rank` is, if the
+            adapters would exceed `most_of_model`.
+        feed_forward_rank: rank of the feed-forward's adapters.
+        pruning_rank: rank of the pruning adapter; 0 means none.
+        most_of_model: largest number of adapter parameters, as a share of the model's parameters.
+        bits: bits of the stored matrices.
+        tokens: most tokens of the text to use.
+        learning_rate: the highest learning rate of the schedule.
+        batch_tokens: tokens whose streams a step trains, about: run_tokens of each window.
+        run_tokens: tokens of a window whose streams are trained; the other tokens are their context.
+        steps: number of steps.
+        seed: seed of all random numbers.
     """
 
     mode: MultiStreamMode = "lossless"
@@ -126,27 +137,27 @@ class MultiStreamOptions:
 
     @property
     def windows(self) -> int:
-        """Of a step."""
+        """Number of windows of a step."""
         return -(-self.batch_tokens // self.run_tokens)
 
 
 @dataclass(frozen=True)
 class TrainedMultiStreams:
-    """Adapters by the names of `streams.safetensors`, float32; `facts` but for their file's checksums."""
+    """Trained adapters. arrays: float32 by the names of `streams.safetensors`. facts: without checksums."""
 
     facts: MultiStreams
     arrays: Mapping[str, Float32]
 
     def write(self, folder: Path) -> MultiStreams:
-        """Add them to the bundle in `folder`. Raises what `write_streams` raises."""
+        """Add the adapters to the bundle in `folder`. Raises what `write_streams` raises."""
         facts = {name: value for name, value in vars(self.facts).items() if name not in _WRITTEN_FACTS}
         return write_streams(folder, self.arrays, **facts)
 
 
 def check(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> Pieces:
-    """The pieces that measure and don't train: the last, at least one and never all.
+    """The pieces that measure and don't train: the last ones, at least one and never all.
 
-    Raises UsageError for too little text, or more stream layers than the model has.
+    Raises UsageError if the text is too short, or for more stream layers than the model has.
     """
     if options.layers > bundle.config.num_layers:
         raise UsageError(f"layers is {options.layers}; {bundle.name} has {bundle.config.num_layers}")
@@ -166,12 +177,22 @@ def train_streams(
     on_progress: OnProgress = ignore_progress,
     on_step: OnStep = lambda tokens, loss: None,
 ) -> TrainedMultiStreams:
-    """Train streams for `bundle` on pieces of token ids, and measure what is to be stored of them.
+    """Train streams for `bundle`, and measure them as they will be stored.
 
-    folder: where all is kept that a second call with the same arguments goes on from; it stays. The last
-    pieces, MEASURED_SHARE of all, measure. Raises what `check` raises, UsageError if `folder` is of another
-    training, OndeviceError where the disk has no room, another process trains there, or the loss isn't
-    finite; FlashReadError.
+    The last MEASURED_SHARE of the pieces measure and don't train.
+
+    Args:
+        bundle: the model.
+        pieces: token ids of the text.
+        folder: keeps the state of the training. A second call with the same arguments goes on from there. The
+            folder is not deleted.
+        options: the shape of the streams, and how they are trained.
+        on_progress: gets the share done and what is being done.
+        on_step: gets the tokens and loss after each step.
+
+    Raises what `check` raises. Raises UsageError if `folder` belongs to another training. Raises
+    OndeviceError if the disk has no room, another process trains there, or the loss isn't finite. Raises
+    FlashReadError.
     """
     measured = check(bundle, pieces, options)
     facts = _facts(bundle, pieces, measured, options)
@@ -198,7 +219,7 @@ def train_streams(
 
 
 def forget(folder: Path) -> None:
-    """Delete what a training that is over has kept in `folder`. Raises OndeviceError."""
+    """Delete the folder of a finished training with its state. Raises OndeviceError if the disk refuses."""
     with disk_errors(folder, "delete it yourself"):
         for name in (STATE, ENTERING, IDENTITY):
             for path in (folder / name, temporary_path(folder / name)):
@@ -207,7 +228,7 @@ def forget(folder: Path) -> None:
 
 
 def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStreamOptions) -> MultiStreams:
-    """Shape and text of the streams; `acceptance` and checksums are nobody's yet."""
+    """Shape of the streams, and sizes of their text. `acceptance` and checksums are placeholders."""
     config = bundle.config
     layers = options.layers or min(MOST_LAYERS, max(1, config.num_layers // 2))
     measured_tokens = sum(len(piece) for piece in measured)
@@ -235,7 +256,7 @@ def _facts(bundle: Bundle, pieces: Pieces, measured: Pieces, options: MultiStrea
 
 
 def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> bytes:
-    """What must be the same for a training to go on."""
+    """Bytes that identify a training: it goes on only if the model, text and options are the same."""
     text = hashlib.sha256()
     for piece in pieces:
         text.update(len(piece).to_bytes(8, "little") + np.array(piece, dtype="<i8").tobytes())
@@ -245,7 +266,11 @@ def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> by
 
 @contextmanager
 def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
-    """The folder, made if need be, ours alone and of this training. Raises UsageError, OndeviceError."""
+    """Hold the training's folder for this process alone; it is made if it doesn't exist.
+
+    Raises UsageError if it belongs to another training, OndeviceError if the disk refuses or another process
+    trains there.
+    """
     with disk_errors(folder, "choose an --output that you may write beside"):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -267,14 +292,14 @@ def _claimed(folder: Path, identity: bytes) -> Iterator[None]:
 
 
 def _long_enough(piece: Sequence[int], options: MultiStreamOptions) -> bool:
-    """Whether the streams of one token at least have all their tokens in the piece."""
+    """True if the piece holds all tokens that the streams of at least one of its tokens draft."""
     return len(piece) >= options.gamma + 2
 
 
 def _windows(
     pieces: Pieces, entering: Path, hidden_size: int, options: MultiStreamOptions
 ) -> list[tuple[int, ReadWindow]]:
-    """The pieces that are long enough, by index, to be read when they are used."""
+    """Index and reader of each piece that is long enough. A reader loads the window when it is called."""
     values = np.memmap(entering, np.float32, "r").reshape(-1, hidden_size)
     starts = np.cumsum([0, *(len(piece) for piece in pieces)])
 
@@ -286,7 +311,7 @@ def _windows(
 
 
 class Training:
-    """Parameters and Adam's moments (arXiv 1412.6980), which move step by step and are saved now and then."""
+    """Parameters and Adam's moments (arXiv 1412.6980), moved step by step and saved every SAVE_SECONDS."""
 
     def __init__(
         self,
@@ -296,7 +321,7 @@ class Training:
         options: MultiStreamOptions,
         path: Path,
     ) -> None:
-        """path: of what is saved; what an earlier run has left there is gone on from."""
+        """path: the file of the saved state. If an earlier run has left it, training goes on from there."""
         self._facts, self._top, self._options, self._path = facts, top, options, path
         self._zeros_gates = config.zeros_gates
         self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
@@ -307,7 +332,7 @@ class Training:
             self._restore()
 
     def run(self, windows: Sequence[ReadWindow], on_progress: OnProgress, on_step: OnStep) -> None:
-        """All steps that are left."""
+        """Take all steps that are left."""
         steps, saved = self._options.steps, time.monotonic()
         while self._step < steps:
             loss = self.step(windows)
@@ -319,7 +344,10 @@ class Training:
             on_progress(0.1 + 0.85 * self._step / steps, what)
 
     def step(self, windows: Sequence[ReadWindow]) -> float:
-        """The mean loss of its windows, before it moves. Raises OndeviceError if it isn't finite."""
+        """Take one step. Returns the mean loss of its windows before the parameters move.
+
+        Raises OndeviceError if the loss isn't finite.
+        """
         options = self._options
         rng = np.random.default_rng([options.seed, 1, self._step])
         total, sums = 0.0, dict[str, Any]()
@@ -345,12 +373,12 @@ class Training:
         return loss
 
     def _gradients(self, window: Window, rng: Generator) -> tuple[float, dict[str, Any]]:
-        """Loss, and its gradients by every parameter, of a run of the window at random."""
+        """Loss of a random run of the window, and its gradients by parameter."""
         count = self._facts.streams
         length = len(window.tokens) - count - 1
         tokens = min(self._options.run_tokens, length)
         start = int(rng.integers(length - tokens + 1))
-        # As drawn whatever the model, so that one seed means one order of runs.
+        # Both are drawn for every model, so that a seed gives the same runs whatever the model.
         masked, resident = rng.random() < 0.5, int(rng.integers(1, MOST_RESIDENT_TOKENS + 1))
         loss, gradients = mx.value_and_grad(stream_loss)(
             self.parameters,
@@ -365,7 +393,7 @@ class Training:
         return float(loss.item()), gradients
 
     def _state(self) -> dict[str, NDArray[Any]]:
-        """Everything that decides what is to come, by name."""
+        """All arrays that determine the rest of the training, by name."""
         state = self._adam.state
         arrays = {f"parameter/{name}": np.array(values) for name, values in self.parameters.items()}
         for moment in ("m", "v"):
@@ -377,7 +405,7 @@ class Training:
             write_durably(self._path, save(self._state()))
 
     def _restore(self) -> None:
-        """Raises OndeviceError for a file that isn't the state of such a training."""
+        """Load the saved state. Raises OndeviceError for a file that isn't the state of such a training."""
         try:
             arrays, own = load(self._path.read_bytes()), self._state()
             for name in sorted(own.keys() | arrays.keys()):
@@ -399,12 +427,12 @@ class Training:
 
 
 def _kind(array: NDArray[Any] | None) -> str:
-    """Of a saved array, what must be as it was."""
+    """Type and shape of a saved array, which must be the expected ones, or "missing"."""
     return "missing" if array is None else f"{array.dtype} {array.shape}"
 
 
 def learning_rate(options: MultiStreamOptions, step: int) -> float:
-    """Of a step, the first of which is 0: a rise, then half a cosine down to nothing."""
+    """Learning rate of a step, counted from 0: a rise, then half a cosine down to zero."""
     rise = max(1.0, WARM_UP_SHARE * options.steps)
     fall = 0.5 * (1.0 + math.cos(math.pi * step / options.steps))
     return options.learning_rate * min(1.0, (step + 1) / rise) * fall

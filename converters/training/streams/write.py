@@ -1,4 +1,4 @@
-"""Stream adapters for a finished bundle: checked, quantised and written, whoever trained them.
+"""Stream adapters for a finished bundle: checked, quantised and written, however they were trained.
 
 The format is in `ondevice/bundle/streams.py`. All quantised adapters are in memory at once.
 """
@@ -50,9 +50,9 @@ def write_streams(
 ) -> MultiStreams:
     """Add streams to the bundle in `folder`; older ones are replaced.
 
-    arrays: float32 by the specification's names, matrices (`layers.{i}.qkv.down` ...) in their logical shapes
-    and not quantised. acceptance: of each stream; zeros where nobody has measured it. The other facts are
-    those of `MultiStreams`.
+    arrays: float32 by the specification's names. Matrices (`layers.{i}.qkv.down` ...) have their logical
+    shapes and aren't quantised. acceptance: acceptance rate of each stream; None writes zeros. The other
+    arguments are those of `MultiStreams`.
 
     Raises, before anything is changed, what `Bundle.open` raises, BundleError for a fact out of range, and
     CheckpointError for an array that is missing, unknown, of another type or shape, or not finite. Raises
@@ -77,7 +77,7 @@ def write_streams(
     _check_facts(facts, bundle.config)
     _check_arrays(facts, bundle.config, arrays)
     tensors = stream_tensors(bundle.config, facts)
-    # All of them first: what can't be quantised takes no older streams away.
+    # Quantise everything first: if that fails, the older streams are still there.
     stored = list(_tensor_bytes(facts, bundle.config, arrays))
     sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors, stored, bundle.path)
     written = replace(facts, sha256=sha256, crcs=crcs)
@@ -86,19 +86,19 @@ def write_streams(
 
 
 def save_streams(streams: MultiStreams, folder: Path) -> None:
-    """Write `streams.json`, durably: the last step, which makes them part of the bundle."""
+    """Write `streams.json` durably. This is the last step: it makes the streams part of the bundle."""
     save_sidecar(STREAMS_SIDECAR, streams_text(streams), folder)
 
 
 def _check_facts(facts: MultiStreams, config: ModelConfig) -> None:
-    """Raises BundleError for what no reader would accept."""
+    """Raises BundleError for facts that no reader would accept."""
     if not all(0.0 <= share <= 1.0 for share in facts.acceptance):
         raise BundleError(f"acceptance is {facts.acceptance}; it must be shares from 0 to 1, one per stream")
     check_streams(facts, config)
 
 
 def _check_arrays(facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]) -> None:
-    """Raises CheckpointError for the first array that isn't what the specification has."""
+    """Raises CheckpointError for the first array that doesn't match the specification."""
     shapes = {EMBEDDINGS: (facts.streams, config.hidden_size)} | facts.matrices(config)
     unknown = sorted(set(arrays) - set(shapes))
     if unknown:
@@ -116,7 +116,10 @@ def _check_arrays(facts: MultiStreams, config: ModelConfig, arrays: Mapping[str,
 def _tensor_bytes(
     facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]
 ) -> Iterator[NDArray[np.uint8]]:
-    """uint8 (n,) each, in the order of `stream_tensors`. Raises CheckpointError beyond float16."""
+    """The bytes of each tensor, uint8 (n,), in the order of `stream_tensors`.
+
+    Raises CheckpointError for values beyond float16.
+    """
     engine = _native.Engine(usable_cores(), "auto")
     yield _flat(arrays[EMBEDDINGS].astype("<f4"))
     for name in facts.matrices(config):

@@ -1,4 +1,4 @@
-"""Every choice of the recipe in one place: text, sizes, schedule. No step has defaults of its own."""
+"""All choices of the recipe in one place: text, sizes and schedule. No step has defaults of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build" / "recipe"
-"""Where everything is made; git doesn't see it."""
+"""Folder of everything that the recipe makes; git ignores it."""
 DATA = ROOT.parent / "shared" / "data"
 MODEL_FOLDER = Path(__file__).resolve().parents[1]
 
@@ -22,14 +22,14 @@ MIXTURE = {
     "math": 0.06,
     "restaurants": 0.03,
 }
-"""Share of the training tokens that each domain gives, however many it has."""
+"""Share of the training tokens from each domain, regardless of how many tokens the domain has."""
 
 Activation = Literal["relu", "silu"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: sizes under `transformers`' names where it has one."""
+    """Sizes of a Llama, by `transformers`' names where it has them."""
 
     hidden_size: int = 256
     num_hidden_layers: int = 6
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Embeddings are tied: they count once."""
+        """Number of parameters. Embeddings are tied, so they count once."""
         width, neurons = self.hidden_size, self.intermediate_size
         layer = 4 * width * width + 3 * width * neurons + 2 * width
         return self.vocab_size * width + self.num_hidden_layers * layer + width
@@ -71,25 +71,25 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Training:
-    """One run: what is trained, on how much, how fast. Equal settings and seed give equal models."""
+    """Settings of one training run. Equal settings and seed give equal models."""
 
     shape: Shape = field(default_factory=Shape)
     tokens: int = 20_000_000
     batch_windows: int = 16
     micro_windows: int = 4
-    """Windows per forward and backward pass: as many as stay in the processor's caches."""
+    """Windows per forward and backward pass: as many as fit the processor's caches."""
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     warmup_steps: int = 100
     decay_share: float = 0.2
-    """The last part of the run, in which the learning rate falls to zero."""
+    """Share of the run, at its end, in which the learning rate falls to zero."""
     clip_norm: float = 1.0
     penalty: bool = True
     target_zeros: float = 0.92
-    """Share of gate activations that shall be zero, mean over layers, from `target_share` of the run on."""
+    """Target share of zero gate activations, mean over layers, from `target_share` of the run on."""
     target_share: float = 0.5
     stored_bits: int = 4
-    """While the learning rate falls, weights are used as a bundle of so many bits has them; 0: never."""
+    """Bits to which weights are rounded, as in a bundle, while the learning rate falls; 0: no rounding."""
     seed: int = 1
 
     @property

@@ -1,11 +1,12 @@
-"""Text as the base would say it: training text whose replies are the base's own greedy ones.
+"""Continuations: training text whose replies are replaced by the base's own greedy ones.
 
     python -m recipe.continuations --part 0 --parts 2
 
-Streams guess what the base says next, so they are trained where it has spoken. A window is forced along true
-text and let go at every reply, then forced again from the next question on: free for longer, a small model
-says the same made-up dialogue for ever. Novels alternate; some windows of every domain are let go for good.
-Groups of windows go to BUILD/multi-stream/continuations, each by its own seed, so parts can be made at once.
+Streams draft what the base says next, so they are trained on text that it has generated. A window follows the
+true text, the base generates each reply, and the true text goes on with the next question. Free for longer, a
+small model repeats the same made-up dialogue for ever. Novels alternate between true and generated text. In
+some windows of every domain the base generates everything after a prefix. Groups of windows go to
+BUILD/multi-stream/continuations. Each group has its own seed, so parts can be made at the same time.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from recipe.tokenizer import Encoder
 
 FOLDER = "continuations"
 WANTED = {"dialogue": 0.35, "sql": 0.25, "restaurants": 0.15, "novels": 0.20, "math": 0.05}
-"""Share of the windows: what the streams are for weighs more than in the base's own mixture."""
+"""Share of the windows from each domain. The uses of streams weigh more than in the base's own mixture."""
 GROUPS, ROWS = 14, 128
 REPLY_TOKENS = 96
 NOVEL_FORCED, NOVEL_FREE = (24, 96), 128
 FREE_SHARE, FREE_PREFIX = 0.2, (24, 128)
-"""Rows that are let go for good, and after how many tokens of true text."""
+"""Share of rows in which the base generates all text after a prefix, and range of the prefix in tokens."""
 
 Tokens = NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """True tokens, then as many of the base's own, or fewer if it says `end`."""
+    """`forced` true tokens, then up to `free_tokens` of the base's own, until it says `end`."""
 
     forced: Tokens
     free_tokens: int
@@ -52,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Marks:
-    """Tokens that structure a chat."""
+    """Ids of the tokens that structure a chat."""
 
     begin: int
     assistant: int
@@ -71,7 +72,7 @@ def documents(stream: Tokens, marks: Marks) -> list[Tokens]:
 
 
 def replies(document: Tokens, marks: Marks) -> Iterator[Segment]:
-    """A chat: every reply of the assistant's is left to the base."""
+    """Segments of a chat: the base generates every reply of the assistant's."""
     at = 0
     for turn in np.flatnonzero(document == marks.assistant).tolist():
         if turn >= at:
@@ -83,7 +84,10 @@ def replies(document: Tokens, marks: Marks) -> Iterator[Segment]:
 def plan(
     texts: list[Tokens], marks: Marks, rng: np.random.Generator, chat: bool, free: bool
 ) -> Iterator[Segment]:
-    """What a window is made of, without end."""
+    """Endless segments of a window, from documents at random.
+
+    chat: replies are generated. free: all text after a prefix is generated.
+    """
     while True:
         document = texts[int(rng.integers(len(texts)))]
         if free:
@@ -100,7 +104,7 @@ def plan(
 
 
 class Row:
-    """A window in the making: what it has to say next, if anything."""
+    """A window that is being generated: it gives the next true token, or takes the base's."""
 
     def __init__(self, segments: Iterator[Segment]) -> None:
         self._segments = segments
@@ -108,7 +112,7 @@ class Row:
         self._said = 0
 
     def next(self, own: int) -> tuple[int, bool]:
-        """The token at this position, and whether it is the base's `own`; call once per position."""
+        """The next token, and true if it is `own`, the base's likeliest. Call it once per position."""
         forced, limit = len(self._segment.forced), len(self._segment.forced) + self._segment.free_tokens
         if self._said >= limit:
             self._segment, self._said = next(self._segments), 0
@@ -122,7 +126,7 @@ class Row:
 
 
 def continued(base: Frozen, plans: list[Iterator[Segment]], tokens: int) -> tuple[Tokens, NDArray[np.bool_]]:
-    """(B, tokens) windows, and which of their tokens are the base's own."""
+    """(B, tokens) windows, and booleans (B, tokens): true where the token is the base's own."""
     rows = [Row(segments) for segments in plans]
     caches = base.caches(len(rows), tokens)
     windows = np.zeros((len(rows), tokens), dtype=np.uint16)
@@ -160,7 +164,7 @@ def write_group(base: Frozen, texts: dict[str, list[Tokens]], marks: Marks, path
 
 
 def read_groups(build: Path) -> Tokens:
-    """(2, n, T): windows, and 1 where a token is the base's own. Raises FileNotFoundError for none."""
+    """(2, n, T): windows, and 1 where a token is the base's own. Raises FileNotFoundError if none exists."""
     paths = sorted((build / "multi-stream" / FOLDER).glob("???.npy"))
     if not paths:
         raise FileNotFoundError(f"{build} has no continuations; python -m recipe.continuations makes them")
@@ -168,7 +172,7 @@ def read_groups(build: Path) -> Tokens:
 
 
 def make(model: Path, build: Path, part: int, parts: int, groups: int) -> Iterator[dict[str, float]]:
-    """Every `parts`-th group that is missing."""
+    """Make the missing groups among every `parts`-th group, from `part` on. Yields a log entry for each."""
     folder = build / "multi-stream" / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     missing = [i for i in range(part, groups, parts) if not (folder / f"{i:03d}.npy").exists()]

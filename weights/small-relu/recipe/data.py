@@ -1,6 +1,6 @@
-"""Text others wrote, as documents per domain, with what training never sees held out.
+"""Text of the recipe as documents by domain, split into training text and held-out text.
 
-A document is a list of (role, text): turns of a chat, or one piece of running text with the role "".
+A document is a sequence of (role, text): turns of a chat, or one piece of running text with the role "".
 The same files give the same documents in the same order.
 """
 
@@ -21,11 +21,11 @@ Document = tuple[tuple[str, str], ...]
 
 HELD_OUT_BOOKS = frozenset({"Burnett_Garden_1911", "Doyle_Lost_1912", "Gissing_Unclassed_1884"})
 ONE_IN = 50
-"""Dialogues and meaning representations are held out by a hash: one in so many."""
+"""One of this many dialogues and meaning representations is held out, chosen by a hash."""
 PIECE_CHARS = 6000
 """A novel is cut into documents of about this length, between paragraphs."""
 WRAPPED_BELOW = 110
-"""A book whose long lines are shorter than this has wrapped lines, else a line is a paragraph."""
+"""Characters of a line. A book whose long lines are shorter has wrapped lines; else a line is a paragraph."""
 SENTENCE_ENDS = frozenset(".!?\"')]")
 
 _TYPOGRAPHY = str.maketrans(
@@ -38,29 +38,29 @@ _LOWER = re.compile("[^a-z]")
 
 
 def split_documents(data: Path, domain: str) -> tuple[list[Document], list[Document]]:
-    """(for training, held out), without duplicates and without training on anything that is held out."""
+    """Documents for training and held-out documents, without duplicates or overlap."""
     train: dict[Document, None] = {}
     held: dict[Document, None] = {}
     for is_held, document in READERS[domain](data):
         (held if is_held else train)[document] = None
-    # What is asked identifies a document too: no answer to a held-out question is trained on.
+    # The first turn identifies a document too, so that no answer to a held-out question is trained on.
     asked = {document[0] for document in held}
     return [document for document in train if document[0] not in asked], list(held)
 
 
 def clean(text: str) -> str:
-    """One spelling of quotes, dashes and spaces; no control characters but newlines."""
+    """The text with one spelling of quotes, dashes and spaces, and no control characters but newlines."""
     text = _CONTROL.sub("", text.replace("\r\n", "\n").translate(_TYPOGRAPHY))
     return "\n".join(_SPACES.sub(" ", line).strip() for line in text.split("\n")).strip()
 
 
 def chance(key: str, one_in: int) -> bool:
-    """The same coin for the same key, for ever."""
+    """True for one key in `one_in`, by a hash: always the same result for the same key."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little") % one_in == 0
 
 
 def read_dialogue(data: Path) -> Iterator[tuple[bool, Document]]:
-    """Task dialogues: User and Assistant in turns. Those whose lines aren't such turns are left out."""
+    """Task dialogues: User and Assistant in turns. Dialogues of another form are left out."""
     for name in ("train", "dev"):
         with lzma.open(data / "corpus" / "sgd_dialogues" / f"{name}.txt.xz", "rt", encoding="utf-8") as file:
             text = file.read()
@@ -80,7 +80,7 @@ def read_sql(data: Path) -> Iterator[tuple[bool, Document]]:
 
 
 def read_restaurants(data: Path) -> Iterator[tuple[bool, Document]]:
-    """E2E: a meaning representation, and a sentence that says it. Split by meaning representation."""
+    """E2E: a meaning representation, and a sentence that expresses it. Split by meaning representation."""
     with open(data / "prompts" / "e2e_nlg" / "devset.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             meaning = clean(row["mr"])
@@ -109,13 +109,13 @@ def read_novels(data: Path) -> Iterator[tuple[bool, Document]]:
     if missing := HELD_OUT_BOOKS - set(texts):
         raise FileNotFoundError(f"the novels lack {', '.join(sorted(missing))}, which are held out")
     for name in sorted(texts):
-        # Underscores set words in italics.
+        # Underscores mark italics.
         for piece in pieces(paragraphs(clean(texts[name].replace("_", "")))):
             yield name in HELD_OUT_BOOKS, (("", piece),)
 
 
 def paragraphs(text: str) -> list[str]:
-    """Paragraphs of a book, unwrapped; without title pages, headings, pictures and what else isn't prose."""
+    """Unwrapped paragraphs of a book, without title pages, headings, pictures and other non-prose."""
     lines = text.split("\n")
     lengths = sorted(len(line) for line in lines if line)
     width = lengths[len(lengths) * 95 // 100] if lengths else 0
@@ -123,7 +123,7 @@ def paragraphs(text: str) -> list[str]:
     blocks: list[list[str]] = [[]]
     for line in lines:
         last = blocks[-1][-1] if blocks[-1] else ""
-        # Without blank lines, a paragraph ends where a sentence does and the line had room for another word.
+        # Without blank lines, a paragraph ends at a sentence's end if the line had room for another word.
         room = len(last) + 1 + len(line.partition(" ")[0]) <= width
         ended = not blank_between and room and (last[-1:] in SENTENCE_ENDS or last.isupper())
         if line and last and width < WRAPPED_BELOW and not ended:
@@ -141,7 +141,7 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def pieces(blocks: list[str]) -> Iterator[str]:
-    """Paragraphs joined by newlines, up to PIECE_CHARS."""
+    """Paragraphs joined by newlines to pieces of about PIECE_CHARS."""
     current: list[str] = []
     for block in blocks:
         current.append(block)

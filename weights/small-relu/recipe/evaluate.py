@@ -1,11 +1,11 @@
-"""Held-out bits per byte and perplexity, the same windows for everyone: PyTorch, `transformers`, our runtime.
+"""Held-out bits per byte and perplexity of PyTorch, `transformers` and our runtime, on the same windows.
 
     python -m recipe.evaluate
 
-takes what the bundle that ships stands for, exports it as a run is exported, converts that at three widths,
-prints a table and one JSON line, and exits 0 only if the first three agree within 0.5 %, q8 (the bundle that
-ships too) within 0.5 % and q4 within 3 % of the training framework, in every domain. With `--name small-relu`
-it takes a run's own float weights.
+takes the dequantised weights of the shipped bundle, exports them as a run is exported, converts the export at
+three widths, and prints a table and one JSON line. It exits 0 only if perplexity agrees with the training
+framework's in every domain: `transformers`, f16, q8 and the shipped bundle within 0.5 %, q4 within 3 %. With
+`--name small-relu` it takes a run's own float weights.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from recipe.train import held_out_losses
 
 WINDOWS = 40
 LIMITS = {"transformers": 0.005, "f16": 0.005, "q8": 0.005, "shipped": 0.005, "q4": 0.03}
-"""By how much perplexity may differ from the training framework's."""
+"""Largest relative difference of perplexity from the training framework's."""
 
 Windows = NDArray[np.int64]
 Judge = Callable[[Windows], float]
-"""Nats of all predicted tokens of (n, T) windows: every token but a window's first."""
+"""Function from (n, T) windows to the summed loss, in nats, of all tokens but each window's first."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Held-out windows of one domain, and how much they predict."""
+    """Held-out windows of one domain, and the number of tokens and bytes that are predicted."""
 
     windows: Windows
     tokens: int
@@ -97,7 +97,7 @@ def judge_by_runtime(model: ondevice.Model) -> Judge:
 
 
 def evaluate(build: Path, name: str | None, limit: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Figures by framework and domain, of a run or of the bundle that ships. Bundles go to BUILD/bundles."""
+    """Stats by framework and domain, of a run or of the shipped bundle. Bundles go to BUILD/bundles."""
     folder = build / "export" / (name or "shipped")
     if name is None:
         model = model_of_bundle(MODEL_FOLDER)
@@ -123,7 +123,7 @@ def evaluate(build: Path, name: str | None, limit: int) -> dict[str, dict[str, d
 
 
 def differences(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:
-    """The domain in which each framework's perplexity is furthest from PyTorch's: by what share."""
+    """Each framework's largest relative difference of perplexity from PyTorch's, over all domains."""
     ours = found["pytorch"]
     return {
         name: max(abs(values[d]["perplexity"] / ours[d]["perplexity"] - 1) for d in ours)
@@ -133,7 +133,7 @@ def differences(found: dict[str, dict[str, dict[str, float]]]) -> dict[str, floa
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Markdown: a row per domain, `bits per byte / perplexity` per framework."""
+    """Markdown table: a row per domain, and `bits per byte / perplexity` per framework."""
     lines = [f"| held-out text | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
     for domain in next(iter(found.values())):
         cells = [f"{v[domain]['bits_per_byte']:.4f} / {v[domain]['perplexity']:.3f}" for v in found.values()]

@@ -1,8 +1,8 @@
-"""A checkpoint as a Hugging Face folder, and back: the weights that a folder or a bundle stands for.
+"""Exports a run's checkpoint as a Hugging Face folder, and loads the models of checkpoints and bundles.
 
     python -m recipe.export --name small-relu
 
-writes the folder from which `ondevice convert` makes the bundle, as it does from any other model's.
+writes the folder from which `ondevice convert` makes the bundle, as from any other model's folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from recipe.tokenizer import Encoder, write_tokenizer
 from recipe.train import load_checkpoint, training_of
 
 SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
-"""What `ondevice chat` samples with unless it is told otherwise."""
+"""Default sampling of `ondevice chat`."""
 
 
 def hugging_face_config(shape: Shape, bos_id: int, end_id: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def export(model: Llama, tokenizer: bytes, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     encoder = Encoder(tokenizer)
     config = hugging_face_config(model.shape, encoder.bos_id, encoder.end_id)
-    # Plain text ends where the next document would begin.
+    # Plain text ends at <s>, where the next document would begin.
     ends = {"bos_token_id": encoder.bos_id, "eos_token_id": [encoder.end_id, encoder.bos_id]}
     for name, values in (("config.json", config), ("generation_config.json", ends | SAMPLING)):
         (folder / name).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -65,7 +65,7 @@ def export(model: Llama, tokenizer: bytes, folder: Path) -> None:
 
 
 def model_of_checkpoint(folder: Path, unfinished: bool = False) -> Llama:
-    """The model of a run's folder. Raises ValueError for a run that isn't at its end, unless it may be."""
+    """The model of a run's folder. Raises ValueError for an unfinished run, unless `unfinished` allows it."""
     state = load_checkpoint(folder)
     if not unfinished and state["step"] < sum(state["decay"]):
         raise ValueError(
@@ -78,7 +78,7 @@ def model_of_checkpoint(folder: Path, unfinished: bool = False) -> Llama:
 
 
 def model_of_bundle(folder: Path) -> Llama:
-    """The model whose weights are what a bundle's codes stand for: no float checkpoint is needed."""
+    """The model with a bundle's dequantised weights; no float checkpoint is needed."""
     bundle = Bundle.open(folder)
     config = bundle.config
     activation = config.hidden_act

@@ -1,7 +1,8 @@
-"""The base model as constants: matrices in one type, and passes that leave keys, values and gates.
+"""The base model as constants: matrices in one type, and forward passes that record keys, values and gates.
 
-Streams are trained beside it and read what it leaves; nothing here has gradients. B windows, T tokens,
-D width, H heads, d head_dim, F neurons, V vocabulary. What trains is none of this module's business.
+Streams are trained beside it on these records. Nothing here has gradients.
+
+Legend: B windows, T tokens, D width, H heads, d head_dim, F neurons, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from torch.nn import functional
 from recipe.model import Llama, rotate
 
 LENGTHS = 64
-"""Keys are looked at in multiples of so many."""
+"""Keys are read in multiples of this number."""
 BEYOND = 16
-"""Positions after the context that streams may stand at."""
+"""Number of positions after the context that streams may have."""
 
 
 @dataclass(frozen=True)
 class FrozenLayer:
-    """attention_norm, feed_forward_norm: (D,) float32. qkv (3D, D), out (D, D), gate_up (2F, D), down (D, F).
+    """Weights of a layer.
 
-    extra: a second feed-forward beside the first, (R, D) and (D, R) with ReLU between, if there is one.
+    attention_norm, feed_forward_norm: (D,) float32. qkv (3D, D), out (D, D), gate_up (2F, D), down (D, F).
+    extra: a second feed-forward beside the first, (R, D) and (D, R) with ReLU between, or None.
     """
 
     attention_norm: Tensor
@@ -39,7 +41,7 @@ class FrozenLayer:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What the base left in one layer. keys, values: (B, H, T, d), keys rotated; active: (B, T, F) bool."""
+    """Records of the base in one layer. keys, values: (B, H, T, d), keys rotated; active: (B, T, F) bool."""
 
     keys: Tensor
     values: Tensor
@@ -48,10 +50,10 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """A pass over (B, T) tokens.
+    """Records of a forward pass over (B, T) tokens.
 
-    entering: (B, T, D) float32, what enters the first stream layer; layers: of the stream layers only;
-    final: (B, T, D), what the head multiplies.
+    entering: (B, T, D) float32 hidden states that enter the first stream layer. layers: records of the stream
+    layers only. final: (B, T, D) hidden states for the head.
     """
 
     entering: Tensor
@@ -95,14 +97,14 @@ class Frozen:
         return (weight * (x * scale)).to(self.dtype)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, T, 3D) as queries, keys, values (B, H, T, d), not rotated."""
+        """Queries, keys and values (B, H, T, d), not rotated, of qkv (B, T, 3D)."""
         heads = self.shape.num_attention_heads
         split = qkv.unflatten(-1, (3 * heads, self.shape.head_dim)).transpose(1, 2)
         q, k, v = split.split(heads, dim=1)
         return q, k, v
 
     def rotated(self, x: Tensor, start: int = 0) -> Tensor:
-        """(B, H, T, d) at positions start, start + 1, ..."""
+        """x (B, H, T, d), rotated for the positions start, start + 1, ..."""
         part = slice(start, start + x.shape[2])
         return rotate(x.float(), self.cos[part], self.sin[part]).to(self.dtype)
 
@@ -116,7 +118,7 @@ class Frozen:
         return x + change, LayerTrace(k, v, active)
 
     def feed_forward(self, layer: FrozenLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The change of (..., D), and which neurons were not zero (..., F)."""
+        """Output (..., D) of the feed-forward, and booleans (..., F): true where a neuron is not zero."""
         g = self.normed(x, layer.feed_forward_norm)
         gate, up = functional.linear(g, layer.gate_up).chunk(2, dim=-1)
         change = functional.linear(torch.relu(gate) * up, layer.down)
@@ -126,7 +128,7 @@ class Frozen:
         return change, gate > 0
 
     def trace(self, ids: Tensor, first_layer: int) -> Trace:
-        """One pass over (B, T) tokens; traces from `first_layer` on."""
+        """Run one forward pass over (B, T) tokens and record the layers from `first_layer` on."""
         x = functional.embedding(ids, self.table)
         entering, traces = x, []
         for index, layer in enumerate(self.layers):
@@ -138,12 +140,15 @@ class Frozen:
         return Trace(entering, tuple(traces), self.normed(x, self.final_norm))
 
     def step(self, ids: Tensor, at: int, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Logits (B, V) after the tokens (B,) at one position; caches: keys, values by layer (B, H, T, d)."""
+        """(B, V) logits after the tokens (B,) at position `at`.
+
+        caches: keys and values (B, H, T, d) by layer; the new ones are added.
+        """
         x = functional.embedding(ids[:, None], self.table)
         for layer, (keys, values) in zip(self.layers, caches, strict=True):
             q, k, v = self.heads(functional.linear(self.normed(x, layer.attention_norm), layer.qkv))
             keys[:, :, at : at + 1], values[:, :, at : at + 1] = self.rotated(k, at), v
-            # A few lengths only: for each, the library makes and keeps kernels of its own.
+            # Few different lengths: the library makes and keeps its own kernels for each.
             end = min(keys.shape[2], (at // LENGTHS + 1) * LENGTHS)
             scores = (self.rotated(q, at) @ keys[:, :, :end].transpose(2, 3)).float()
             scores[..., at + 1 :] = -math.inf
@@ -154,8 +159,8 @@ class Frozen:
         return functional.linear(self.normed(x[:, 0], self.final_norm), self.head)
 
     def caches(self, batch: int, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Room for the keys and values of every layer."""
+        """Empty keys and values (B, H, T, d) of every layer, for `step`."""
         shape = (batch, self.shape.num_attention_heads, tokens, self.shape.head_dim)
-        # Zeros, because what lies behind the last token is multiplied by nothing.
+        # Positions after the last token are multiplied by zero chances, so they must be finite.
         room = torch.zeros(len(self.layers), 2, *shape, dtype=self.dtype)
         return [(keys, values) for keys, values in room]

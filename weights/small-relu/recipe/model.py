@@ -1,7 +1,9 @@
 """The model in PyTorch: `transformers`' LlamaForCausalLM, with its parameter names, made fast on a CPU.
 
-Matrices are multiplied in `product_type()` while training and in float32 while evaluating; the residual
-stream, norms and losses are float32 always. B windows, T tokens, D width, F neurons, V vocabulary.
+Matrices are multiplied in `product_type()` while training and in float32 while evaluating. The residual
+stream, norms and losses are always float32.
+
+Legend: B windows, T tokens, D width, F neurons, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,20 +20,20 @@ from recipe.config import Shape
 from recipe.precision import product_type
 
 LOSS_CHUNK = 1024
-"""Tokens whose logits exist at a time."""
+"""Tokens whose logits are in memory at a time."""
 QUERY_BLOCK = 128
-"""Queries that attend together; what lies after the block isn't multiplied."""
+"""Queries that attend together; keys after the block aren't multiplied."""
 HIDDEN = -1e30
 GROUP = 64
-"""Weights that share a scale and a bias in a bundle."""
+"""Number of weights that share a scale and a bias in a bundle."""
 INITIAL_STD = 0.03
 
 
 def stored(weight: Tensor, bits: int, dim: int = 1) -> Tensor:
-    """The weights as a bundle of so many bits would give them back, in groups along `dim`; 0: as they are.
+    """The weights as a bundle of `bits` bits gives them back, in groups along `dim`. 0 bits: unchanged.
 
-    The gradient passes straight through (Bengio and others, arXiv 1308.3432), so what is learnt survives
-    rounding. The arithmetic is the converter's.
+    The gradient passes straight through (Bengio and others, arXiv 1308.3432), so that the trained weights
+    survive rounding. The arithmetic is the converter's.
     """
     if not bits:
         return weight
@@ -90,10 +92,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class CausalAttention(torch.autograd.Function):
-    """Softmax attention of (B, heads, T, head_dim), queries scaled already, written out block by block.
+    """Softmax attention of (B, heads, T, head_dim) with scaled queries, computed block by block.
 
-    It takes 0.4 of the time of torch's own kernel here, whose backward pass is slow on CPUs: blocks leave
-    out most of what is masked, and only the weights in the matrices' type are kept for the way back.
+    It takes 0.4 of the time of torch's own kernel here, whose backward pass is slow on CPUs. Blocks skip most
+    of the masked scores, and only the attention weights, in the matrices' type, are kept for the backward
+    pass.
     """
 
     @staticmethod
@@ -144,7 +147,7 @@ class FeedForward(nn.Module):
         return self.activation(self.gate_proj(x))
 
     def forward(self, x: Tensor, dtype: torch.dtype, bits: int) -> tuple[Tensor, Tensor]:
-        """The layer's output, and its gates' (share of zeros, mean magnitude)."""
+        """The feed-forward's output, and the gates' (share of zeros, mean magnitude)."""
         weight = stored(torch.cat([self.gate_proj.weight, self.up_proj.weight]), bits).to(dtype)
         gate, up = functional.linear(x.to(dtype), weight).chunk(2, dim=-1)
         active = self.activation(gate.float())
@@ -179,7 +182,7 @@ class Decoder(nn.Module):
     def forward(
         self, ids: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, bits: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the head multiplies, what the gates by layer showed, and the table that is the head too."""
+        """Hidden states for the head (B, T, D), gate stats by layer (L, 2), and the table, also the head."""
         table = stored(self.embed_tokens.weight, bits)
         x = functional.embedding(ids, table)
         seen = []
@@ -202,14 +205,14 @@ class Llama(nn.Module):
         self._initialise()
 
     def compile(self) -> None:
-        """Compile what training runs, for the sizes that it sees first."""
+        """Compile the functions that training runs, for the first sizes that they get."""
         self._run = torch.compile(self.model.forward, dynamic=False)
         LinearCrossEntropy.softmax_errors = torch.compile(softmax_errors, dynamic=False)
 
     def loss(self, windows: Tensor, bits: int = 0) -> tuple[Tensor, Tensor]:
-        """Training loss of (B, T + 1) windows, and per layer (zeros, mean gate): (L, 2).
+        """Training loss of (B, T + 1) windows, and gate stats (L, 2): share of zeros, mean magnitude.
 
-        bits: of `stored`, for every matrix.
+        bits: bits of every matrix, as for `stored`.
         """
         ids, targets = windows[:, :-1], windows[:, 1:]
         hidden, seen, head = self._run(ids, *self._turns(ids), product_type(), bits)
@@ -217,7 +220,7 @@ class Llama(nn.Module):
         return loss, seen
 
     def logits_and_gates(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, T, V) in float32, as `transformers` has them in that type, and per layer as `loss` has it."""
+        """(B, T, V) logits in float32, as `transformers` computes them, and gate stats as in `loss`."""
         hidden, seen, _ = self.model(ids, *self._turns(ids), torch.float32, 0)
         return functional.linear(hidden, self.model.embed_tokens.weight), seen
 
@@ -239,7 +242,7 @@ def _frequencies(shape: Shape) -> Tensor:
 
 
 def softmax_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses (N,), and the derivative of their sum by the logits (N, V) in the logits' type."""
+    """(N,) losses, and the derivative of their sum by the logits, (N, V) in the logits' type."""
     wide = logits.float()
     log_sums = torch.logsumexp(wide, dim=-1)
     hit = torch.arange(logits.shape[1])[None, :] == targets[:, None]
@@ -248,9 +251,9 @@ def softmax_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of hidden (N, D) through a head (V, D), without ever holding all logits.
+    """Mean cross-entropy of hidden (N, D) through a head (V, D). It never holds all logits.
 
-    Gradients are computed on the way forward, chunk by chunk, while the logits are in the caches.
+    Gradients are computed in the forward pass, chunk by chunk, while the logits are in the CPU's caches.
     """
 
     softmax_errors = softmax_errors

@@ -1,10 +1,11 @@
-"""Multi-stream attention (Speculative Streaming, arXiv 2402.11131): adapters by which a model guesses ahead.
+"""Multi-stream attention (Speculative Streaming, arXiv 2402.11131): adapters that draft the next tokens.
 
-From a token's hidden state in the middle of the base, `gamma` streams go on through the last layers, each
-with its own embedding, all with the same low-rank adapters; stream j of the token at t guesses the token at
-t + 1 + j. Streams see the base's keys and values up to t, and the streams before them of the same t; the
-base sees none of them. B windows, T tokens, S positions with streams, G streams, D width, H heads,
-d head_dim, F neurons. Where windows come from and what is learnt from them is for others to know.
+From a token's hidden state in the middle of the base, `gamma` streams go on through the last layers. Each has
+its own embedding, and all have the same low-rank adapters. Stream j of the token at t drafts the token at
+t + 1 + j. Streams see the base's keys and values up to t, and the earlier streams of the same t. The base
+sees no streams.
+
+Legend: B windows, T tokens, S positions with streams, G streams, D width, H heads, d head_dim, F neurons.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from recipe.frozen import Frozen, FrozenLayer, LayerTrace, Trace
 from recipe.model import HIDDEN, rotate
 
 QUERY_BLOCK = 64
-"""Positions whose streams attend together; what lies after the block isn't multiplied."""
+"""Positions whose streams attend together; keys after the block aren't multiplied."""
 EMBEDDING_STD = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiStreamSizes:
-    """What is built: layers, counted from the top; streams; ranks of the adapters."""
+    """Sizes of the streams: number of last layers with streams, streams per token, ranks of the adapters."""
 
     layers: int = 3
     gamma: int = 4
@@ -39,7 +40,7 @@ class MultiStreamSizes:
 
 
 class Adapter(nn.Module):
-    """down (R, in), up (out, R). `up` begins as zero: so does what the adapter changes."""
+    """Low-rank adapter: down (R, in), up (out, R). `up` begins as zero, so it adds nothing at first."""
 
     def __init__(self, into: int, out: int, rank: int) -> None:
         super().__init__()
@@ -51,12 +52,12 @@ class Adapter(nn.Module):
         return functional.linear(torch.relu(inner) if relu else inner, self.up.to(x.dtype))
 
     def merged(self, weight: Tensor) -> Tensor:
-        """The matrix that does both, in the weight's type."""
+        """The sum of the weight and the adapter as one matrix, in the weight's type."""
         return (weight.float() + self.up @ self.down).to(weight.dtype)
 
 
 class LayerAdapters(nn.Module):
-    """Of one stream layer."""
+    """The adapters of one stream layer."""
 
     def __init__(self, width: int, sizes: MultiStreamSizes) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class LayerAdapters(nn.Module):
 
 
 class MultiStreams(nn.Module):
-    """All that is trained. Its state's names are those of the arrays that a bundle gets."""
+    """All trained parameters. The names of its state are those of a bundle's arrays."""
 
     def __init__(self, shape: Shape, sizes: MultiStreamSizes) -> None:
         super().__init__()
@@ -81,10 +82,10 @@ class MultiStreams(nn.Module):
     def forward(
         self, base: Frozen, trace: Trace, positions: Tensor, stride: int = 1, masks: Sequence[Tensor] = ()
     ) -> Tensor:
-        """What the head multiplies for the streams at `positions` (B, S): (B, S, G, D).
+        """(B, S, G, D) hidden states for the head, of the streams at `positions` (B, S).
 
-        positions: ascending, the i-th below (i + 1) * stride. masks: by stream layer (B, S, F), the neurons
-        that streams may use; none: all.
+        positions: ascending, the i-th below (i + 1) * stride. masks: for each stream layer (B, S, F), the
+        neurons that streams may use; empty means all.
         """
         gamma = self.sizes.gamma
         rows = torch.arange(len(positions))[:, None]
@@ -103,7 +104,7 @@ class MultiStreams(nn.Module):
         return base.normed(streams, base.final_norm)
 
     def pruned(self, base: Frozen, entering: Tensor) -> Tensor:
-        """What the head multiplies for the pruning adapter's early guess of the next token: (..., D)."""
+        """(..., D) hidden states for the head, for the pruning adapter's early draft of the next token."""
         changed = entering + self.pruning(entering.to(base.dtype)).float()
         return base.normed(changed, base.final_norm)
 
@@ -155,10 +156,10 @@ class MultiStreams(nn.Module):
 
 
 class MultiStreamAttention(torch.autograd.Function):
-    """Softmax attention of streams over the base's tokens and the streams before them, block by block.
+    """Softmax attention of streams over the base's tokens and the earlier streams, block by block.
 
-    q (scaled), k, v: (B, H, S, G, d) of the streams; keys, values: (B, H, T, d) of the base. Written out as
-    `CausalAttention` is, and for the same reasons; keys and values get gradients only if they need them.
+    q (scaled), k, v: (B, H, S, G, d) of the streams. keys, values: (B, H, T, d) of the base. It is computed
+    like `CausalAttention`, for the same reasons. Keys and values get gradients only if they need them.
     """
 
     @staticmethod
@@ -219,7 +220,7 @@ class MultiStreamAttention(torch.autograd.Function):
 
 
 def _blocks(positions: int, tokens: int, stride: int) -> list[tuple[slice, int]]:
-    """Positions that attend together, and how many of the base's tokens the last of them may see."""
+    """Slices of positions that attend together, and the number of the base's tokens that each may see."""
     ends = [min(positions, start + QUERY_BLOCK) for start in range(0, positions, QUERY_BLOCK)]
     return [
         (slice(start, end), min(tokens, end * stride))
@@ -228,7 +229,7 @@ def _blocks(positions: int, tokens: int, stride: int) -> list[tuple[slice, int]]
 
 
 def recently_active(active: Tensor, tokens: int) -> Tensor:
-    """(T, F): the neurons that were active for any of the last `tokens` tokens, this one included."""
+    """(T, F) booleans: true if a neuron was active for any of the last `tokens` tokens, this one included."""
     reach = 1
     while reach < tokens:
         shift = min(reach, tokens - reach)

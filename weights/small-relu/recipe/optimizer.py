@@ -1,8 +1,8 @@
-"""Muon for the matrices inside the layers, AdamW for the rest: less loss per token than AdamW alone has.
+"""Muon for the matrices inside the layers, AdamW for the rest: less loss per token than with AdamW alone.
 
 Muon (Jordan and others, 2024) is momentum whose matrices are replaced by the nearest orthogonal ones before
-they are applied; here scaled so that an update's entries are as large as AdamW's (Liu and others, arXiv
-2502.16982).
+they are applied. Here they are scaled so that an update's entries are as large as AdamW's (Liu and others,
+arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BETAS = (0.9, 0.95)
 ITERATIONS = 5
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 UPDATE_RMS = 0.2
-"""Root mean square of an update's entries, before the learning rate: AdamW's is about this."""
+"""Root mean square of an update's entries before the learning rate is applied; AdamW's is about the same."""
 
 
 class Muon:
-    """Matrices of equal shape are made orthogonal together: a few large products, not many small ones."""
+    """Muon. Matrices of equal shape are made orthogonal together, in few large products."""
 
     def __init__(self, parameters: list[nn.Parameter], weight_decay: float) -> None:
         self.weight_decay = weight_decay
@@ -45,12 +45,12 @@ class Muon:
 
 
 def _wide(matrix: Tensor) -> Tensor:
-    """The matrix or its transpose, as a view: no more rows than columns."""
+    """View of the matrix or its transpose, whichever has no more rows than columns."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.t()
 
 
 def orthogonal(stack: Tensor) -> Tensor:
-    """(n, rows, columns), no more rows than columns, with all singular values near 1: Newton-Schulz."""
+    """(n, rows, columns) with all singular values moved near 1 by Newton-Schulz; rows are at most columns."""
     first, second, third = NEWTON_SCHULZ
     x = (stack / (stack.norm(dim=(1, 2), keepdim=True) + 1e-7)).to(product_type())
     for _ in range(ITERATIONS):
@@ -60,7 +60,7 @@ def orthogonal(stack: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """Both, under one learning rate."""
+    """Muon and AdamW under one learning rate."""
 
     def __init__(self, model: nn.Module, weight_decay: float) -> None:
         inside: list[nn.Parameter] = []
@@ -74,7 +74,7 @@ class Optimizer:
         self.adamw = torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
     def step(self, rate: float) -> None:
-        """One update. Gradients are left as they are."""
+        """Update the parameters once. The gradients aren't cleared."""
         for group in self.adamw.param_groups:
             group["lr"] = rate
         self.adamw.step()

@@ -2,9 +2,9 @@
 
     python -m recipe.pack
 
-writes DOMAIN.train.bin and DOMAIN.held_out.bin, and says how much each has. `Batches` draws training
-windows from them in the proportions of the mixture; what it draws depends on the seed and on how much it
-has drawn, so a resumed run goes on exactly where it stopped.
+writes DOMAIN.train.bin and DOMAIN.held_out.bin, and prints the size of each. `Batches` draws training windows
+from them in the proportions of the mixture. The windows depend only on the seed and on the number drawn
+before, so a resumed run goes on exactly where it stopped.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SHUFFLE_SEED = 20
 
 
 def pack(documents: Sequence[Document], encoder: Encoder) -> NDArray[np.uint16]:
-    """One stream of tokens. Documents begin with <s>, and need no other mark."""
+    """One stream of tokens from all documents, shuffled. Each begins with <s>, and needs no other mark."""
     order = np.random.default_rng(SHUFFLE_SEED).permutation(len(documents))
     return np.concatenate([np.array(encoder.encode(documents[i]), dtype=np.uint16) for i in order])
 
 
 def write_streams(data: Path, build: Path, encoder: Encoder) -> dict[str, dict[str, int]]:
-    """Every domain's streams; the figures of each."""
+    """Write every domain's streams. Returns the stats of each."""
     figures = {}
     for domain in READERS:
         for split, documents in zip(("train", "held_out"), split_documents(data, domain), strict=True):
@@ -48,7 +48,7 @@ def read_stream(build: Path, domain: str, split: str) -> NDArray[np.uint16]:
 
 
 class Batches:
-    """Windows of training text, in an order that the seed decides. drawn: windows by domain so far."""
+    """Windows of training text, in an order set by the seed. drawn: windows drawn so far, by domain."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class Batches:
         self._orders: dict[str, tuple[int, NDArray[np.int64]]] = {}
 
     def draw(self, windows: int) -> NDArray[np.int64]:
-        """(windows, context + 1): inputs and, one later, what follows each."""
+        """(windows, context + 1) tokens: the inputs, and one position later the targets."""
         return np.stack([self._window(self._next_domain()) for _ in range(windows)]).astype(np.int64)
 
     def _next_domain(self) -> str:
-        """The one that is furthest behind its share."""
+        """The domain that is furthest behind its share."""
         total = sum(self.drawn.values()) + 1
         return max(self._shares, key=lambda domain: self._shares[domain] * total - self.drawn[domain])
 
@@ -83,7 +83,7 @@ class Batches:
         if self._orders.get(domain, (-1, None))[0] != epoch:
             key = [self._seed, sorted(self._shares).index(domain), epoch]
             rng = np.random.default_rng(key)
-            # Each epoch cuts the stream elsewhere.
+            # Each epoch cuts the stream at different places.
             starts = rng.permutation(windows) * self._context + int(rng.integers(self._context))
             self._orders[domain] = epoch, starts
         start = int(self._orders[domain][1][index])
@@ -91,7 +91,7 @@ class Batches:
 
 
 def held_out_windows(build: Path, domain: str, context: int, limit: int) -> NDArray[np.int64]:
-    """(n, context): the first `limit` windows of held-out text, all tokens but the first predicted once."""
+    """(n, context) first `limit` windows of held-out text. Each token but the first is predicted once."""
     stream = read_stream(build, domain, "held_out")
     count = min(limit, (len(stream) - 1) // (context - 1))
     starts = np.arange(count)[:, None] * (context - 1)

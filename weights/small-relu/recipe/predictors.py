@@ -1,11 +1,11 @@
-"""Predictors of which neurons fire, for the bundle, and how often each does, from training text.
+"""Predictors of which neurons fire, and the neurons' firing frequencies, from training text.
 
-Training text sets their thresholds too, in blocks that they aren't fitted to; held-out text measures them.
+Blocks of training text that predictors aren't fitted to set their thresholds. Held-out text measures them.
 
     python -m recipe.predictors
 
-adds them to a bundle (`--model`; by default the one that ships) and prints what each recall target takes and
-costs.
+adds them to a bundle (`--model`; by default the shipped one) and prints a table of the recall targets: the
+neurons that each selects, and its cost in quality.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def held_out(build: Path) -> Windows:
 
 
 def trained(build: Path, measured: int) -> Windows:
-    """Windows of training text, in the same proportions, as many as are wanted beside `measured` others."""
+    """Windows of training text in the same proportions, as many as belong to `measured` measured windows."""
     streams = {domain: read_stream(build, domain, "train") for domain in MIXTURE}
     count = round(measured / MEASURED_SHARE) - measured
     found: Windows = Batches(streams, MIXTURE, CONTEXT, SEED).draw(count)[:, :CONTEXT].tolist()

@@ -21,13 +21,13 @@ from ondevice.doctor.generation import CONTEXT, RECORDED, RECORDED_VERSION
 from recipe.config import MODEL_FOLDER
 
 MESSAGE = "How many silver medals did Norway win? [bronze, gold, nation, silver]"
-"""Its answer is one that the model is sure of: all of its margins are above what any backend is forgiven."""
+"""The model is sure of its answer: all margins are above the tolerance of every backend."""
 MOST_TOKENS = 32
 DIGITS = 4
 
 
 def recorded(folder: Path, message: str = MESSAGE) -> dict[str, Any]:
-    """The recording, as JSON has it: the answer to its end, or MOST_TOKENS of it."""
+    """The recording as JSON values: the answer to its end, or its first MOST_TOKENS tokens."""
     with ondevice.load(folder, backend="cpu", max_context=CONTEXT) as model:
         prompt = model.chat_ids([{"role": "user", "content": message}])
         response = model.generate(tokens=prompt, max_tokens=MOST_TOKENS)

@@ -1,9 +1,9 @@
-"""What the model says, through our runtime: SQL that is counted, dialogues and stories to read.
+"""Samples of the model's text, made by our runtime: SQL that is scored, dialogues and stories to read.
 
     python -m recipe.samples --model ..
 
-asks 300 held-out WikiSQL questions, and continues 20 held-out dialogues and 10 openings of held-out novels:
-greedily, but for the stories. Continuations go unedited to SAMPLES.md beside the model; the SQL figures are
+asks 300 held-out WikiSQL questions, and continues 20 held-out dialogues and 10 openings of held-out novels.
+All but the stories are greedy. Continuations go unedited to SAMPLES.md beside the model. The SQL stats are
 printed as one JSON line.
 """
 
@@ -31,19 +31,19 @@ STORY_SAMPLING: dict[str, Any] = {
     "top_p": SAMPLING["top_p"],
     "seed": SEED,
 }
-"""As `ondevice chat` samples; greedy stories of small models go round in circles."""
+"""Sampling as in `ondevice chat`; greedy stories of small models repeat themselves."""
 TURNS = 3
-"""What the user says in a dialogue before it is read: so many turns, each answered by the model."""
+"""User turns of a dialogue, each answered by the model."""
 
 
 def chosen(documents: list[Document], count: int) -> list[Document]:
-    """The same documents at every call."""
+    """`count` documents at random, the same at every call."""
     order = np.random.default_rng(SEED).permutation(len(documents))
     return [documents[i] for i in order[:count]]
 
 
 def questions(data: Path, count: int) -> list[sql.Example]:
-    """Held-out questions that come with their table's columns."""
+    """`count` held-out questions that name their table's columns, at random, the same at every call."""
     examples = [
         example
         for example in sql.read(data / "prompts" / "wikisql" / "wikisql.json.bz2")
@@ -54,7 +54,7 @@ def questions(data: Path, count: int) -> list[sql.Example]:
 
 
 def judge_sql(model: ondevice.Model, examples: list[sql.Example]) -> dict[str, Any]:
-    """What share of the answers is SQL, fits the table asked about, is the reference (letter case aside)."""
+    """Shares of the answers that are SQL, that fit the table, and that equal the reference but for case."""
     answers = [
         model.session().respond(clean(example.prompt), max_tokens=REPLY_TOKENS).text.strip()
         for example in examples
@@ -71,7 +71,7 @@ def judge_sql(model: ondevice.Model, examples: list[sql.Example]) -> dict[str, A
 
 
 def dialogues(model: ondevice.Model, documents: list[Document]) -> Iterator[str]:
-    """The user's turns of held-out dialogues, every answer the model's own."""
+    """Held-out dialogues as Markdown: the user's true turns, each answered by the model."""
     for number, document in enumerate(documents, 1):
         session = model.session()
         lines = [f"### Dialogue {number}", ""]
@@ -82,7 +82,7 @@ def dialogues(model: ondevice.Model, documents: list[Document]) -> Iterator[str]
 
 
 def stories(model: ondevice.Model, documents: list[Document]) -> Iterator[str]:
-    """Openings of pieces of held-out novels, continued."""
+    """Openings of pieces of held-out novels as Markdown, continued by the model."""
     for number, document in enumerate(documents, 1):
         text = document[0][1]
         opening = text[: text.find(" ", 160)]

@@ -1,4 +1,4 @@
-"""What changes while a run goes on: the learning rate, and how hard zeros are asked for. Pure arithmetic."""
+"""Schedules of a run: the learning rate, and the weight of the penalty that makes gates zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMORY = 0.9
 
 @dataclass
 class Schedule:
-    """Warm-up, a constant learning rate, and a decay to zero whose start may be called at any time."""
+    """Learning rate: a warm-up, a constant part, and a decay to zero that may be started at any time."""
 
     training: Training
     decay_from: int
@@ -25,7 +25,7 @@ class Schedule:
         return Schedule(training, training.steps - decay_steps, decay_steps)
 
     def decay_now(self, step: int) -> None:
-        """End the run early, with a decay of the usual share of it."""
+        """Start the decay now, so that the run ends early. The decay keeps its share of the run."""
         if step < self.decay_from:
             share = self.training.decay_share
             self.decay_from, self.decay_steps = step, max(1, round(step * share / (1 - share)))
@@ -35,11 +35,11 @@ class Schedule:
         return self.decay_from + self.decay_steps
 
     def bits(self, step: int) -> int:
-        """Bits per weight of the update that follows `step` updates; 0: as they are."""
+        """Bits per weight in the update that follows `step` updates; 0 means unrounded weights."""
         return self.training.stored_bits if step >= self.decay_from else 0
 
     def learning_rate(self, step: int) -> float:
-        """Of the update that follows `step` updates."""
+        """Learning rate of the update that follows `step` updates."""
         warm = min(1.0, (step + 1) / self.training.warmup_steps)
         left = min(1.0, (self.steps - step) / self.decay_steps)
         return self.training.learning_rate * min(warm, left)
@@ -52,17 +52,17 @@ class Penalty:
     training: Training
     weight: float = FIRST_WEIGHT
     zeros: float = 0.5
-    """Moving mean, over layers and time."""
+    """Share of zeros, a moving mean over layers and time."""
 
     def target(self, step: int, steps: int) -> float:
-        """A straight line from the half that are zero by chance to the share that is wanted."""
+        """Target share of zeros: a straight line from 0.5, which are zero by chance, to the final target."""
         way = min(1.0, step / max(1.0, steps * self.training.target_share))
         return 0.5 + way * (self.training.target_zeros - 0.5)
 
     def observe(self, zeros: float, step: int, steps: int) -> None:
-        """zeros: of the last step."""
+        """Adjust the weight after a step. zeros: share of zeros in that step."""
         self.zeros = MEMORY * self.zeros + (1 - MEMORY) * zeros
-        # Relative to how many are left active: 0.90 and 0.91 differ as much as 0.0 and 0.1 do.
+        # The lack is relative to the active share: 0.90 and 0.91 differ as much as 0.0 and 0.1 do.
         lack = (1 - self.zeros) / (1 - self.target(step, steps)) - 1
         change = 1 + GAIN * max(-1.0, min(1.0, lack))
         self.weight = min(MOST_WEIGHT, max(LEAST_WEIGHT, self.weight * change))

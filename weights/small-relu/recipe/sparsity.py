@@ -1,8 +1,8 @@
-"""How many gates are zero, and how the active neurons of neighbouring tokens overlap, on held-out text.
+"""Share of zero gates, and overlap of the active neurons of neighbouring tokens, on held-out text.
 
     python -m recipe.sparsity --model ..
 
-reads a bundle (by default the one that ships) and prints Markdown tables and one JSON line; `--name` takes a
+reads a bundle (by default the shipped one) and prints Markdown tables and one JSON line. `--name` takes a
 run's checkpoint instead.
 """
 
@@ -24,11 +24,11 @@ from recipe.pack import held_out_windows
 
 WINDOWS = 16
 SPANS = (1, 2, 4, 8, 16, 32)
-"""Neighbouring tokens whose neurons are counted together."""
+"""Numbers of neighbouring tokens whose active neurons are counted together."""
 
 
 def active_neurons(model: Llama, ids: Tensor) -> list[Tensor]:
-    """By layer, which gates of (n, T) windows are not zero: (n, T, F) booleans."""
+    """For each layer, (n, T, F) booleans: true where a gate of the (n, T) windows is not zero."""
     found: list[Tensor] = []
 
     def keep(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -43,20 +43,20 @@ def active_neurons(model: Llama, ids: Tensor) -> list[Tensor]:
 
 
 def distinct_share(active: Tensor, span: int) -> float:
-    """Mean share of neurons that are active at least once in spans of so many tokens, of (n, T, F)."""
+    """Mean share of neurons that are active at least once in a span of `span` tokens. active: (n, T, F)."""
     windows, tokens, neurons = active.shape
     spans = active[:, : tokens // span * span].view(windows, -1, span, neurons)
     return float(spans.any(2).float().mean())
 
 
 def also_before(active: Tensor) -> float:
-    """Share of active neurons that were active for the token before, too."""
+    """Share of active neurons that were also active for the previous token."""
     again = int((active[:, 1:] & active[:, :-1]).sum())
     return again / max(1, int(active[:, 1:].sum()))
 
 
 def measure(model: Llama, build: Path, limit: int) -> dict[str, dict[str, list[Any]]]:
-    """By domain and then by layer: zeros, also_before, and distinct shares for each of SPANS."""
+    """For each domain, lists by layer: zeros, also_before, and distinct shares for each of SPANS."""
     found = {}
     for domain in MIXTURE:
         windows = held_out_windows(build, domain, model.shape.max_position_embeddings, limit)
@@ -70,7 +70,7 @@ def measure(model: Llama, build: Path, limit: int) -> dict[str, dict[str, list[A
 
 
 def layer_table(found: dict[str, dict[str, list[Any]]], key: str) -> str:
-    """A row per domain, a column per layer, and the mean."""
+    """Markdown table: a row per domain, a column per layer, and the mean."""
     layers = range(len(next(iter(found.values()))[key]))
     return _table(
         ["held-out text", *(f"layer {layer}" for layer in layers), "mean"],
@@ -79,7 +79,7 @@ def layer_table(found: dict[str, dict[str, list[Any]]], key: str) -> str:
 
 
 def distinct_table(values: dict[str, list[Any]]) -> str:
-    """The aggregated curve of one domain: a row per layer, a column per span."""
+    """Markdown table of one domain's distinct shares: a row per layer, a column per span."""
     columns = list(zip(*values["distinct"], strict=True))
     mean = ["mean", *(sum(column) / len(column) for column in columns)]
     rows = [[f"layer {layer}", *shares] for layer, shares in enumerate(values["distinct"])]

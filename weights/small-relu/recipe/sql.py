@@ -1,7 +1,7 @@
 """WikiSQL, in the form of text2sql-data, as questions and queries that SQLite can parse.
 
-The source has the queries with templates for values and the real column names, in capitals; which columns a
-table has is gathered from all queries about it.
+The source's queries have placeholders for values, and the real column names in capitals. A table's columns
+are gathered from all queries about it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 TABLE = "records"
 PLAIN_ONE_IN = 4
-"""One question in so many comes without its table's columns."""
+"""One of this many questions comes without its table's columns."""
 
 _AGGREGATES = ("COUNT", "MAX", "MIN", "SUM", "AVG")
 _STRING = re.compile(r"'(?:[^']|'')*'")
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
 
 @dataclass(frozen=True)
 class Example:
-    """A question about a table, and its query; `prompt` is the question as it is asked."""
+    """A question about a table, and its query. `prompt` is the question as the model gets it."""
 
     split: str
     question: str
@@ -56,12 +56,12 @@ class _Query:
 
 
 def with_columns(question: str, columns: tuple[str, ...]) -> str:
-    """A question in the form that names the columns of its table."""
+    """The question with the columns of its table after it."""
     return f"{question} [{', '.join(columns)}]"
 
 
 def read(path: Path) -> Iterator[Example]:
-    """All examples whose query can be written for SQLite."""
+    """All examples of the file whose query can be written for SQLite."""
     with bz2.open(path, "rt", encoding="utf-8") as file:
         groups: list[dict[str, Any]] = json.load(file)
     queries = [_parse(group["sql"][0]) for group in groups]
@@ -81,14 +81,14 @@ def read(path: Path) -> Iterator[Example]:
 
 
 def parses(query: str) -> bool:
-    """Whether it is a query by SQLite's grammar, whatever columns it names."""
+    """True if `query` is a query by SQLite's grammar, whatever columns it names."""
     return query.startswith("SELECT ") and (_error(query, ("anything",)) or _UNKNOWN).startswith(_UNKNOWN)
 
 
 def compiles(query: str, columns: tuple[str, ...]) -> bool:
-    """Whether it is a query that SQLite can run on a table with these columns.
+    """True if `query` is a query that SQLite can run on a table with these columns.
 
-    No double quotes but in strings: what they enclose and isn't a column, SQLite takes for a string.
+    Double quotes are allowed only inside strings: SQLite takes a quoted name that is no column for a string.
     """
     return parses(query) and '"' not in _STRING.sub("", query) and _error(query, columns) is None
 
@@ -106,7 +106,7 @@ def _error(query: str, columns: tuple[str, ...]) -> str | None:
 
 
 def _parse(template: str) -> _Query | None:
-    """`SELECT MAX A_FIELD FROM TABLE AS TABLEalias0 WHERE B_FIELD = "var0" AND ... ;`"""
+    """Parse `SELECT MAX A_FIELD FROM TABLE AS TABLEalias0 WHERE B_FIELD = "var0" AND ... ;`, or None."""
     match = re.fullmatch(r"SELECT (.+) FROM TABLE AS TABLEalias0(?: WHERE (.+))? ;", template)
     if match is None:
         return None
@@ -130,7 +130,7 @@ def _filled(query: _Query, question: str, variables: dict[str, str]) -> str | No
         value = variables.get(variable, "").strip()
         if not value:
             return None
-        # As the question spells it: the source has many values in lower case.
+        # Take the question's spelling, because the source has many values in lower case.
         at = question.lower().find(value.lower())
         value = question[at : at + len(value)] if at >= 0 else value
         literal = value if _NUMBER.fullmatch(value) else "'" + value.replace("'", "''") + "'"

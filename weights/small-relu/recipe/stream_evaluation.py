@@ -1,13 +1,17 @@
-"""How far streams guess right on held-out text that the base continues greedily: tokens per pass.
+"""Tokens per forward pass with streams, on held-out text that the base continues greedily.
 
     python -m recipe.stream_evaluation --name small-relu
 
-takes a run's last checkpoint, finished or not. Two ways of continuing: `replies`, where every assistant's
-turn of held-out chats is the base's own and all questions are true (novels: 128 tokens after every 64 true
-ones); and `onward`, 128 tokens after the first 64 of a document, past its end if need be. Three ways of
-guessing: the likeliest token of each stream (chain); any of the three likeliest (tree of their products);
-and the 2 to 64 nodes likeliest by the product of the streams' chances, the root among them. A pass gives the
-accepted guesses and one token of the base's own. What a pass costs isn't this module's business.
+takes a run's last checkpoint, finished or not.
+
+The text is continued in two styles. `replies`: the base generates every assistant's turn of held-out chats,
+and all questions are true; novels get 128 tokens after every 64 true ones. `onward`: the base generates 128
+tokens after the first 64 of a document, past its end if need be.
+
+Draft tokens are chosen in three ways. Chain: the likeliest token of each stream. Tree: any of the three
+likeliest tokens of each stream. Best first: the 2 to 64 nodes, root included, of the highest product of the
+streams' chances. A forward pass gives the accepted draft tokens and one token of the base's own. The cost of
+a forward pass isn't measured here.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from recipe.stream_loss import Batch, residency_masks
 from recipe.stream_training import load_checkpoint, run_folder, training_of
 
 STYLES = {"replies": 320, "onward": 192}
-"""Tokens of a window."""
+"""Tokens of a window, by style."""
 CHATS = ("dialogue", "sql", "restaurants", "math")
 DOMAINS = ("dialogue", "sql", "restaurants", "novels", "math")
 PROMPT_TOKENS, FREE_TOKENS = 64, 128
@@ -48,10 +52,11 @@ BATCH = 4
 
 @dataclass(frozen=True)
 class Guesses:
-    """(n, T) each, of the streams of every token: how many of their guesses are accepted one after another.
+    """Draft tokens of the streams of every token, compared with the base's.
 
-    right, in_top: (n, T, G) bool, whether a stream's likeliest token, or one of its likeliest, is the base's.
-    best_first: by the nodes of the tree.
+    right, in_top: (n, T, G) bool, true where the base's token is a stream's likeliest, or one of its
+    TREE_TOP likeliest. chain, tree: (n, T) draft tokens accepted one after another. best_first: the same for
+    draft trees, by their number of nodes.
     """
 
     right: NDArray[np.bool_]
@@ -75,7 +80,7 @@ def _in_a_row(found: NDArray[np.bool_]) -> NDArray[np.int64]:
 def held_out_plan(
     texts: list[Tokens], stream: Tokens, row: int, marks: Marks, chat: bool, style: str
 ) -> Iterator[Segment]:
-    """What a held-out window is made of: every row begins with another document."""
+    """Segments of a held-out window. Every row begins with another document."""
     if style == "onward":
         start = sum(len(text) for text in texts[: row % len(texts)]) + int(np.argmax(stream == marks.begin))
         yield Segment(np.array(stream[start : start + PROMPT_TOKENS]), FREE_TOKENS)
@@ -91,7 +96,7 @@ def held_out_plan(
 def held_out(
     base: Frozen, build: Path, domain: str, style: str, rows: int
 ) -> tuple[Tensor, NDArray[np.bool_]]:
-    """(n, T) windows of held-out text, continued by the base, and which tokens are its own."""
+    """(n, T) windows of held-out text that the base continues, and booleans: true for its own tokens."""
     marks, stream = Marks.of(build), read_stream(build, domain, "held_out")
     texts = documents(stream, marks)
     chat = domain in CHATS
@@ -101,7 +106,10 @@ def held_out(
 
 
 def guesses(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, residency_tokens: int) -> Guesses:
-    """What the streams of every token of (n, T) windows guess. main: the base, or its shared mode."""
+    """The draft tokens of the streams of all tokens of (n, T) windows, compared with the base's.
+
+    main: the base, or the main stream of the shared mode. residency_tokens: as in `Batch`.
+    """
     gamma, (_, tokens) = streams.sizes.gamma, ids.shape
     right, in_top = [], []
     best: dict[int, list[NDArray[np.int64]]] = {nodes: [] for nodes in TREE_NODES}
@@ -126,12 +134,16 @@ def guesses(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, resi
 
 
 def _best_first(likeliest: Tensor, true: Tensor, nodes: int) -> NDArray[np.int64]:
-    """(N,): of so many guesses, those that are accepted. Chances: likeliest (N, G, C), true (N, G)."""
+    """(N,) accepted draft tokens of trees of `nodes` draft tokens.
+
+    likeliest: (N, G, C) chances of each stream's likeliest tokens, in descending order. true: (N, G) chances
+    of the base's tokens.
+    """
     level = torch.ones(len(true), 1)
     levels = []
     for stream in range(true.shape[1]):
         children = (level[:, :, None] * likeliest[:, stream, None, :]).flatten(1)
-        # A child is no likelier than its parent: what isn't among the best here has none among them.
+        # A child is no likelier than its parent, so nodes outside the best here have no children in the tree.
         level = children.topk(min(nodes, children.shape[1]), dim=-1).values
         levels.append(level)
     every = torch.cat(levels, 1)
@@ -141,7 +153,7 @@ def _best_first(likeliest: Tensor, true: Tensor, nodes: int) -> NDArray[np.int64
 
 
 def runs(own: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
-    """(row, start, end) of the base's own tokens, but those that begin a window."""
+    """(row, start, end) of each run of the base's own tokens, except runs that begin a window."""
     for row, flags in enumerate(own):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
         for start, end in edges.reshape(-1, 2).tolist():
@@ -150,7 +162,10 @@ def runs(own: NDArray[np.bool_]) -> Iterator[tuple[int, int, int]]:
 
 
 def tokens_per_pass(accepted: NDArray[np.int64], own: NDArray[np.bool_]) -> float:
-    """Passes from the last true token to the end of every run; one token of each pass is the base's."""
+    """Mean tokens per forward pass over all runs of the base's own tokens.
+
+    Each run begins with a pass at the last true token. One token of each pass is the base's.
+    """
     tokens = passes = 0
     for row, start, end in runs(own):
         at = start - 1
@@ -162,14 +177,15 @@ def tokens_per_pass(accepted: NDArray[np.int64], own: NDArray[np.bool_]) -> floa
 
 
 def given_before(found: NDArray[np.bool_], own: NDArray[np.bool_]) -> dict[str, list[int]]:
-    """By stream, how often all streams before it are right (`asked`), and how often it is then (`right`).
+    """For each stream, counts of tokens for which streams are right.
 
-    Counts, not shares: those of several texts are added up.
+    asked: all streams before it are right. right: it is right too. These are counts, not shares, so that the
+    counts of several texts can be added up.
     """
     right, asked = np.zeros((2, found.shape[2]), np.int64)
     for row, start, end in runs(own):
         for stream in range(found.shape[2]):
-            # Stream 1 is stream = 0 here; it guesses the second token after its own.
+            # Stream 1 is stream = 0 here; it drafts the second token after its own.
             part = found[row, start - 1 : max(start - 1, end - stream - 2)]
             before = part[:, :stream].all(1)
             asked[stream] += before.sum()
@@ -178,7 +194,7 @@ def given_before(found: NDArray[np.bool_], own: NDArray[np.bool_]) -> dict[str, 
 
 
 def shares(counts: dict[str, list[int]]) -> list[float]:
-    """Of counts by `given_before`: 0 for a stream that was never asked."""
+    """Acceptance rate of each stream, from the counts of `given_before`; 0 if it was never asked."""
     return [
         round(right / max(1, asked), 3) for right, asked in zip(counts["right"], counts["asked"], strict=True)
     ]
@@ -187,7 +203,7 @@ def shares(counts: dict[str, list[int]]) -> list[float]:
 def pruning_figures(
     main: Frozen, streams: MultiStreams, ids: Tensor, own: NDArray[np.bool_]
 ) -> dict[str, float]:
-    """How often the base's token is the early guess's likeliest, or among its 3 or 8 likeliest."""
+    """Share of the base's tokens that are the pruning adapter's likeliest, or among its 3 or 8 likeliest."""
     ranks = []
     for part in ids.split(BATCH):
         entering = main.trace(part, streams.first_layer).entering
@@ -198,7 +214,7 @@ def pruning_figures(
 
 
 def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, rows: int) -> dict[str, Any]:
-    """Figures by style, domain and mask."""
+    """Stats by style, domain and mask."""
     main = streams.main(base) if shared else base
     found: dict[str, Any] = {}
     for style, domain in itertools.product(STYLES, DOMAINS):
@@ -224,13 +240,16 @@ def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, row
 
 
 def acceptance(found: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """For `node_costs.py`: tokens per pass of the best trees by their nodes, a mean over replies of chats."""
+    """Tokens per forward pass of the best-first trees by number of nodes, for `node_costs.py`.
+
+    They are means over the replies of three chat domains.
+    """
     chats = [found["replies"][domain]["all"]["best_first"] for domain in ("dialogue", "sql", "restaurants")]
     return {"tree": {nodes: round(sum(of[nodes] for of in chats) / len(chats), 3) for nodes in chats[0]}}
 
 
 def chat_acceptance(found: dict[str, Any]) -> tuple[int, list[float]]:
-    """For `streams.json`: the tokens of all chats' replies, and by stream, `acceptance` over all of them."""
+    """Number of tokens of all chats' replies, and acceptance rates of the streams, for `streams.json`."""
     chats = [found["replies"][domain] for domain in CHATS]
     by_chat = [figures["all"]["counts"] for figures in chats]
     pooled = {
@@ -241,7 +260,7 @@ def chat_acceptance(found: dict[str, Any]) -> tuple[int, list[float]]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown, a row per style, domain and mask."""
+    """Markdown table with a row per style, domain and mask."""
     sizes = " ".join(map(str, TREE_NODES))
     lines = [
         f"| text | neurons | right, given those before | any of top 3 | chain | top-3 tree | best {sizes} |",
@@ -259,7 +278,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def load_streams(folder: Path, base: Frozen) -> tuple[MultiStreams, bool, int]:
-    """A run's streams, whether they are of the shared mode, and the step they are from."""
+    """A run's streams, true if they are of the shared mode, and the step of their checkpoint."""
     state = load_checkpoint(folder)
     training = training_of(state)
     streams = MultiStreams(base.shape, training.sizes)

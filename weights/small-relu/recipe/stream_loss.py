@@ -1,9 +1,9 @@
-"""What streams learn from a batch: to say what the main stream will, at the positions that are drawn for it.
+"""The loss of a batch: streams learn to draft what the main stream will say, at randomly drawn positions.
 
-MultiStreams: soft cross-entropy against the main stream's own softmax there, through which no gradient goes.
-Lossless: the main stream is the base, and isn't trained. Shared: it has the adapters as well, and is trained,
-too, on the text's next token.
-How batches are made, and what an update is, are for others to know.
+The loss of a stream is the soft cross-entropy to the main stream's own softmax at the position that it
+drafts; no gradient goes through that softmax. Lossless mode: the main stream is the base, and isn't trained.
+Shared mode: the main stream has the adapters too, and is also trained on the text's next token.
+`stream_training.py` makes the batches and the updates.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from recipe.multi_stream import MultiStreams, recently_active
 
 Mode = Literal["lossless", "shared"]
 STREAM_WEIGHT = 0.1
-"""Of each stream's loss beside the main stream's, in the shared mode (arXiv 2402.11131)."""
+"""Weight of each stream's loss in shared mode; the main stream's loss has weight 1 (arXiv 2402.11131)."""
 PRUNING_EVERY = 4
-"""The pruning adapter is trained at one drawn position in so many: it is small, and learns fast."""
+"""The pruning adapter is trained at every fourth drawn position: it is small, and learns fast."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """ids: (B, T). positions: (B, S), ascending, the i-th in [i * stride, (i + 1) * stride).
+    """A training batch.
 
-    residency_tokens: by window, how many tokens back a neuron counts as resident; 0: no mask.
+    ids: (B, T). positions: (B, S) positions with streams, ascending, the i-th in [i * stride, (i + 1) *
+    stride). residency_tokens: for each window, the number of last tokens whose neurons count as resident; 0
+    means no mask.
     """
 
     ids: Tensor
@@ -41,7 +43,7 @@ class Batch:
 
 
 def soft_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropies (N,) against (N, V) chances, and the derivative of their sum by the logits (N, V)."""
+    """(N,) cross-entropies of logits to targets (N, V), and the derivative of their sum by the logits."""
     wide = logits.float()
     log_sums = torch.logsumexp(wide, dim=-1)
     wanted = targets.float()
@@ -51,8 +53,8 @@ def soft_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 class SoftCrossEntropy(torch.autograd.Function):
     """Sum of weights (N,) times the cross-entropies of hidden (N, D), through a constant head (V, D).
 
-    Row i is judged by row `targets[i]` of `chances` (M, V). Gives the sum, and the cross-entropies (N,).
-    Gradients are computed on the way forward, chunk by chunk, while the logits are in the caches.
+    The target of row i is row `targets[i]` of `chances` (M, V). Returns the sum and the cross-entropies (N,).
+    Gradients are computed in the forward pass, chunk by chunk, while the logits are in the CPU's caches.
     """
 
     errors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = staticmethod(soft_errors)
@@ -78,7 +80,10 @@ class SoftCrossEntropy(torch.autograd.Function):
 
 
 class Judge:
-    """Losses of a batch, for one base and one set of streams; `compile` makes it fast for equal sizes."""
+    """Computes the losses of batches for one base and one set of streams.
+
+    `compile` makes it fast for batches of equal size.
+    """
 
     def __init__(self, base: Frozen, streams: MultiStreams, mode: Mode) -> None:
         self.base, self.streams, self.mode = base, streams, mode
@@ -92,7 +97,7 @@ class Judge:
         SoftCrossEntropy.errors = staticmethod(torch.compile(soft_errors, dynamic=False))
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-        """What to minimise, and the cross-entropy of each stream and of the pruning adapter."""
+        """The loss to minimise, and by name the cross-entropy of each stream and of the pruning adapter."""
         base, ids, gamma = self.base, batch.ids, self.streams.sizes.gamma
         if self.mode == "lossless":
             with torch.no_grad():
@@ -105,7 +110,7 @@ class Judge:
         tokens = ids.shape[1]
         first = (torch.arange(len(ids)) * tokens)[:, None] + batch.positions
         targets = first[:, :, None] + torch.arange(1, gamma + 1)
-        # What lies behind the window can't be judged; the last target, which is void, stands in.
+        # Targets beyond the window are unknown: their weight is 0, and any row stands in for them.
         known = (batch.positions[:, :, None] + torch.arange(1, gamma + 1)) < tokens
         weight = 1 / gamma if self.mode == "lossless" else STREAM_WEIGHT
         weights = known * (weight / (known.sum() / gamma))
@@ -123,13 +128,13 @@ class Judge:
         return total, seen
 
     def _chances(self, trace: Trace) -> Tensor:
-        """(B * T, V): what the main stream says of the token after each."""
+        """(B * T, V) softmax of the main stream for the token after each."""
         flat = trace.final.detach().flatten(0, 1)
         parts = [torch.softmax((part @ self.base.head.t()).float(), -1) for part in flat.split(LOSS_CHUNK)]
         return torch.cat([part.to(self.base.dtype) for part in parts])
 
     def _pruning(self, trace: Trace, batch: Batch, chances: Tensor, first: Tensor) -> tuple[Tensor, float]:
-        """The early guess of the next token, against what the main stream says of it."""
+        """Loss of the pruning adapter's draft of the next token against the main stream, and its mean."""
         positions, rows = batch.positions[:, ::PRUNING_EVERY], torch.arange(len(batch.ids))[:, None]
         entering = trace.entering[rows, positions].detach()
         hidden = self.streams.pruned(self.base, entering).flatten(0, 1)
@@ -139,7 +144,7 @@ class Judge:
         return total, losses.mean().item()
 
     def _main(self, trace: Trace, ids: Tensor) -> tuple[Tensor, float]:
-        """The main stream's next-token loss."""
+        """The main stream's loss for the text's next tokens, and its mean."""
         hidden, vocab = trace.final[:, :-1].flatten(0, 1), self.base.shape.vocab_size
         chances = functional.one_hot(ids[:, 1:].flatten(), vocab).to(self.base.dtype)
         weights = torch.full((len(hidden),), 1 / len(hidden))
@@ -150,7 +155,10 @@ class Judge:
 
 
 def residency_masks(trace: Trace, batch: Batch) -> list[Tensor]:
-    """By stream layer (B, S, F): neurons of the window's last tokens, or all."""
+    """By stream layer, (B, S, F) resident neurons: those active for the last tokens, or all.
+
+    The list is empty if no window has a mask.
+    """
     if not any(batch.residency_tokens):
         return []
     rows = torch.arange(len(batch.ids))[:, None]

@@ -1,6 +1,6 @@
-"""A run that trains streams: seeded, resumable, saved now and then. `recipe.streams` is its command line.
+"""A run that trains streams: seeded, resumable, saved at intervals. `recipe.streams` is its command line.
 
-The folder of a run has `checkpoint.pt`, `log.jsonl` with the curve, and at its end `streams.npz`.
+The folder of a run has `checkpoint.pt`, `log.jsonl` with the curve, and at the end `streams.npz`.
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ LOG_STEPS = 20
 
 @dataclass(frozen=True)
 class StreamTraining:
-    """One run. Equal settings, seed and data give equal streams."""
+    """Settings of one run. Equal settings, seed and data give equal streams."""
 
     sizes: MultiStreamSizes = field(default_factory=MultiStreamSizes)
     mode: Mode = "lossless"
     steps: int = 2000
     windows: int = 4
     stride: int = 2
-    """One position in so many has streams, drawn anew for every step."""
+    """One of every `stride` positions has streams; it is drawn anew for every step."""
     learning_rate: float = 4e-3
     warmup_steps: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
     clip_norm: float = 1.0
     continued_share: float = 0.65
-    """Of the windows, those with the base's own replies. The rest is true text."""
+    """Share of the windows that have the base's own replies. The others are true text."""
     masked_share: float = 0.5
     most_residency_tokens: int = 16
     seed: int = 1
     begun_with: str = ""
-    """The run whose streams this one began with, if any: the shared mode learns from lossless ones."""
+    """Name of the run whose streams this run began with, or "": shared mode starts from lossless streams."""
 
     def rate(self, step: int) -> float:
-        """A short rise, then half a cosine down to zero."""
+        """Learning rate of a step: a short rise, then half a cosine down to zero."""
         warm = min(1.0, (step + 1) / self.warmup_steps)
         return self.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / self.steps))
 
 
 @dataclass
 class Run:
-    """Everything that a run is made of and a checkpoint holds."""
+    """A run in progress: everything that a checkpoint restores."""
 
     training: StreamTraining
     judge: Judge
     optimizer: torch.optim.AdamW
     batches: Batches
     continued: NDArray[np.uint16]
-    """(n, T): windows with the base's own replies."""
+    """(n, T) windows with the base's own replies."""
     continued_drawn: int = 0
     step: int = 0
 
@@ -87,7 +87,7 @@ class Run:
         return {"loss": loss.item(), **seen, "norm": float(norm), "learning_rate": rate}
 
     def draw(self) -> Batch:
-        """The next batch: it depends on the seed, the step, and what was drawn."""
+        """The next batch. It depends only on the seed, the step, and the windows drawn so far."""
         training = self.training
         rng = np.random.default_rng([training.seed, self.step])
         windows = [
@@ -130,12 +130,12 @@ def run_folder(build: Path, name: str) -> Path:
 
 
 def digest(base: Frozen) -> str:
-    """Names a base by the table that all of it was trained with."""
+    """sha256 (hex) of the base's embedding table, which identifies the base."""
     return hashlib.sha256(base.table.numpy().tobytes()).hexdigest()
 
 
 def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
-    """A run at its beginning."""
+    """A new run, at step 0."""
     torch.manual_seed(training.seed)
     streams = MultiStreams(base.shape, training.sizes)
     if training.begun_with:
@@ -151,7 +151,7 @@ def start(training: StreamTraining, base: Frozen, build: Path) -> Run:
 
 
 def resume(state: dict[str, Any], base: Frozen, build: Path) -> Run:
-    """A run where its checkpoint left it. Raises ValueError for one of another base."""
+    """A run at the state of its checkpoint. Raises ValueError for a checkpoint of another base."""
     if state["base"] != digest(base):
         raise ValueError("the checkpoint is of streams for other weights; begin again with --fresh")
     run = start(training_of(state), base, build)
@@ -180,7 +180,7 @@ def save_checkpoint(run: Run, folder: Path) -> None:
 
 
 def train(run: Run, folder: Path, minutes: float) -> Iterator[dict[str, Any]]:
-    """Train to the end or for so long, saving now and then; yields and writes the lines of the log."""
+    """Train to the end or for `minutes`, with saves at intervals. Yields and writes the lines of the log."""
     begun = saved = marked = time.monotonic()
     sums: dict[str, float] = {}
     since = 0
@@ -204,7 +204,7 @@ def train(run: Run, folder: Path, minutes: float) -> Iterator[dict[str, Any]]:
 
 
 def arrays(streams: MultiStreams) -> dict[str, NDArray[np.float32]]:
-    """What a bundle gets, by name; the place to write a bundle's sidecar from."""
+    """The arrays of a bundle's streams sidecar, by name."""
     return {name: value.detach().numpy().astype(np.float32) for name, value in streams.state_dict().items()}
 
 
@@ -216,7 +216,7 @@ def write_arrays(path: Path, streams: MultiStreams) -> None:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Take from the log what a run did after the checkpoint that it resumes from."""
+    """Delete from the log the lines after `step`, the step of the checkpoint that the run resumes from."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]

@@ -2,9 +2,9 @@
 
     python -m recipe.streams --model .. --name small-relu --steps 2000
 
-makes the continuations that it learns from where they are missing, goes on from the run's checkpoint if it
-has one, and at the end of the run writes BUILD/multi-stream/NAME/streams.npz, and evaluation.json with the
-figures whose table it prints. `--write DIR` adds the streams to a bundle of the same weights.
+makes the continuations that are missing, since streams learn from them, and goes on from the run's checkpoint
+if there is one. At the end of the run it writes BUILD/multi-stream/NAME/streams.npz, writes the stats to
+evaluation.json, and prints their table. `--write DIR` adds the streams to a bundle of the same weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FIGURES = "evaluation.json"
 
 
 def _chosen(arguments: argparse.Namespace, training: StreamTraining) -> StreamTraining:
-    """`training` with what the command line says."""
+    """`training` with the settings of the command line."""
     given = {
         field.name: getattr(arguments, field.name)
         for kind in (StreamTraining, MultiStreamSizes)
@@ -60,7 +60,7 @@ def write_sidecar(
 ) -> None:
     """Add a finished run's streams to the bundle in `folder`.
 
-    acceptance: over replies of all chats together; novels have none.
+    The acceptance rates are those of the replies of all chats together; novels have no replies.
     """
     sizes = training.sizes
     measured, acceptance = stream_evaluation.chat_acceptance(found)

@@ -2,7 +2,7 @@
 
     python -m recipe.tokenizer --data ../../../shared/data
 
-trains it on a sample in the proportions of the mixture. Held-out text isn't in the sample.
+trains it on a sample of text in the proportions of the mixture. Held-out text isn't in the sample.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from recipe.data import Document, split_documents
 
 BOS, END = "<s>", "<|end|>"
 SPACE = "\u2581"
-"""How pieces spell a space."""
+"""Spelling of a space in pieces."""
 ROLES = {"user": "<|user|>", "assistant": "<|assistant|>"}
 SAMPLE_CHARS = 16_000_000
 
@@ -50,16 +50,17 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-"""A turn ends with the token that ends a reply. Training has no system turns: they open the user's.
+"""Every turn ends with the token that ends a reply. Training has no system turns: they open the user's turn.
 
-A conversation that opens with fewer than six words and no list of columns or attributes is like nothing the
-model was trained on but the opening of a dialogue: it follows one, or "hi" would be answered with SQL.
-A list of columns or attributes begins anew, as all that the model was trained on with one stands alone.
+A conversation may open with fewer than six words and no list of columns or attributes. In training only a
+dialogue begins like that, so the template puts the opening of a dialogue before it. Without it, "hi" would be
+answered with SQL. A message with a list of columns or attributes begins a new conversation, because in
+training all text with such a list stands alone.
 """
 
 
 def train(documents: Iterable[str], vocab_size: int) -> bytes:
-    """A serialised tokenizer. The first ids: unknown, <s>, <|end|>, the roles; then the newline and bytes."""
+    """A serialised tokenizer. Its first ids: unknown, <s>, <|end|> and the roles, then newline and bytes."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(documents),
@@ -87,7 +88,7 @@ def train(documents: Iterable[str], vocab_size: int) -> bytes:
 
 
 def sample(data: Path) -> Iterator[str]:
-    """Lines of training text: of each domain its share of SAMPLE_CHARS, spread over its documents."""
+    """Lines of training text: each domain's share of SAMPLE_CHARS, spread evenly over its documents."""
     for domain, share in MIXTURE.items():
         documents, _ = split_documents(data, domain)
         chars = sum(len(text) for document in documents for _, text in document)
@@ -98,7 +99,7 @@ def sample(data: Path) -> Iterator[str]:
 
 
 class Encoder:
-    """Documents to token ids, as the runtime's tokenizer and chat template encode them."""
+    """Encodes documents to token ids, as the runtime's tokenizer and chat template do."""
 
     def __init__(self, model: bytes) -> None:
         self._library = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -114,9 +115,9 @@ class Encoder:
         return ids
 
     def text_bytes(self, tokens: NDArray[np.integer[Any]]) -> int:
-        """UTF-8 bytes of text that a stream of tokens, or windows of it (..., T), has behind its first token.
+        """Number of UTF-8 bytes of text after the first token of a stream, or of windows of it (..., T).
 
-        Tokens that steer have none, nor has the space that the tokenizer puts before a text.
+        Tokens that steer the model have no bytes, nor has the space that the tokenizer puts before a text.
         """
         library = self._library
         pieces = [str(library.id_to_piece(token)) for token in range(library.vocab_size())]
@@ -134,7 +135,7 @@ class Encoder:
 
 
 def write_tokenizer(folder: Path, model: bytes, context: int) -> None:
-    """The tokenizer's files of a Hugging Face folder."""
+    """Write the tokenizer's files of a Hugging Face folder. context: most tokens of the model."""
     settings: dict[str, Any] = {
         "tokenizer_class": "LlamaTokenizer",
         "bos_token": BOS,

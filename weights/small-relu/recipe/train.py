@@ -1,10 +1,10 @@
-"""Training: seeded, resumable, and as fast as two processor cores allow.
+"""Training of the model: seeded, resumable, and as fast as two processor cores allow.
 
     python -m recipe.train --name small-relu --minutes 60
 
-goes on from the run's checkpoint if it has one, and stops after an hour with another. `--decay` ends a run
-early: its learning rate falls to zero from here on. The folder of a run has `checkpoint.pt`, and `log.jsonl`
-with the curve: losses on held-out text by domain, and the zeros of every layer.
+goes on from the run's checkpoint if there is one, and stops after an hour with a new checkpoint. `--decay`
+ends a run early: its learning rate falls to zero from here on. The folder of a run has `checkpoint.pt`, and
+`log.jsonl` with the curve: losses on held-out text by domain, and the share of zeros of every layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CURVE_WINDOWS = 16
 
 @dataclass
 class Run:
-    """Everything that a run is made of and a checkpoint holds."""
+    """A run in progress: everything that a checkpoint restores."""
 
     training: Training
     model: Llama
@@ -47,10 +47,10 @@ class Run:
     schedule: Schedule
     penalty: Penalty
     step: int = 0
-    """Updates so far."""
+    """Number of updates so far."""
 
     def update(self) -> dict[str, float]:
-        """One step: what it saw."""
+        """Take one step. Returns its stats by name."""
         training = self.training
         passes = training.batch_windows // training.micro_windows
         weight = self.penalty.weight if training.penalty else 0.0
@@ -88,7 +88,7 @@ class Run:
 
 
 def start(training: Training, build: Path) -> Run:
-    """A run at its beginning."""
+    """A new run, at step 0."""
     torch.manual_seed(training.seed)
     model = Llama(training.shape)
     context = training.shape.max_position_embeddings
@@ -99,7 +99,7 @@ def start(training: Training, build: Path) -> Run:
 
 
 def resume(state: dict[str, Any], build: Path) -> Run:
-    """A run where its checkpoint left it."""
+    """A run at the state of its checkpoint."""
     run = start(training_of(state), build)
     run.model.load_state_dict(state["model"])
     run.optimizer.load(state["optimizer"])
@@ -127,7 +127,7 @@ def save_checkpoint(run: Run, folder: Path) -> None:
 
 
 def held_out_losses(model: Llama, ids: Tensor, batch: int = 8) -> tuple[Tensor, Tensor]:
-    """Nats of every predicted token of (n, T) windows, (n, T - 1), and each layer's share of zeros, (L,)."""
+    """(n, T - 1) losses in nats of the predicted tokens of (n, T) windows, and each layer's zeros (L,)."""
     losses, zeros = [], []
     with torch.no_grad():
         for part in ids.split(batch):
@@ -152,7 +152,7 @@ def curve_point(run: Run, build: Path) -> dict[str, Any]:
 
 
 def train(run: Run, build: Path, folder: Path, minutes: float) -> Iterator[dict[str, Any]]:
-    """Train to the end or for so long, saving now and then; yields and writes the lines of the log."""
+    """Train to the end or for `minutes`, with saves at intervals. Yields and writes the lines of the log."""
     begun = saved = marked = time.monotonic()
     marked_step = run.step
     with open(folder / LOG, "a", encoding="utf-8") as log:
@@ -183,16 +183,16 @@ def train(run: Run, build: Path, folder: Path, minutes: float) -> Iterator[dict[
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Take from the log what a run did after the checkpoint that it resumes from."""
+    """Delete from the log the lines after `step`, the step of the checkpoint that the run resumes from."""
     path = folder / LOG
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    # A last line without its end was being written when the run was killed.
+    # A last line without a newline is incomplete: the run was killed while it wrote the line.
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     path.write_text("".join(kept), encoding="utf-8")
 
 
 def _chosen(arguments: argparse.Namespace, training: Training) -> Training:
-    """`training` with what the command line says."""
+    """`training` with the settings of the command line."""
     shape = SIZES[arguments.size] if arguments.size else training.shape
     activation = arguments.act or shape.hidden_act
     penalty = training.penalty if arguments.penalty is None else bool(arguments.penalty)
