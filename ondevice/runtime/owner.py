@@ -82,12 +82,12 @@ class OwnerThread(Generic[T]):
 
     @property
     def is_current(self) -> bool:
-        """Whether the calling thread is the owner thread."""
+        """True if the calling thread is the owner thread."""
         return self._runner.is_current
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a child of fork(). The thread is its parent's, and locks may be held for ever."""
+        """True in a child of fork(). There the thread is the parent's, and locks may be held for ever."""
         return os.getpid() != self._process
 
     def require_own_process(self) -> None:
@@ -261,7 +261,7 @@ class _Jobs:
         return self._queue.get()
 
     def _idle_step(self) -> bool:
-        """Whether there is more to do."""
+        """Do a step of idle work. Returns True if there is more to do."""
         made: list[Any] = []
         step = self.idle
         if step is not None:

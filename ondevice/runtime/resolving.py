@@ -71,7 +71,7 @@ class ResolvedModel:
     alternatives: tuple[ResolvedModel, ...] = ()
     """The models that `auto` chose this from, in order of preference; empty where it had no choice."""
     budget_origin: str = ""
-    """How `auto` found the budget, in words; empty for the user's own."""
+    """Origin of the budget that `auto` found, in words; empty for the user's own budget."""
     warnings: tuple[str, ...] = ()
     """Sidecars that are damaged and that `auto` therefore goes without."""
     budget_warnings: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class ResolvedModel:
 
     @property
     def runs_streams(self) -> bool:
-        """Whether multi-stream adapters are loaded."""
+        """True if multi-stream adapters are loaded."""
         return runs_streams(self.runtime.speculation, self.bundle.streams)
 
     @property
@@ -206,7 +206,7 @@ class _Planner:
 
     @property
     def may_open(self) -> bool:
-        """Whether the budget has room for reading the tokenizer, before anything is planned."""
+        """True if the budget has room for reading the tokenizer, before anything is planned."""
         needed = self.opening_bytes + self.measured.others_bytes
         budget = self.runtime.dram_budget
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
@@ -377,7 +377,7 @@ def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0
 
 
 def is_auto(budget: str | int) -> bool:
-    """Whether the budget is `auto`: what the machine has."""
+    """True if the budget is `auto`, which depends on the machine's memory."""
     return str(budget).strip().lower() == "auto"
 
 
