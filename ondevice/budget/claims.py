@@ -103,7 +103,7 @@ class Claim:
 
 
 def others(own: Claim | None = None) -> Others:
-    """What all models of this process hold and claim, the one with the claim `own` left out."""
+    """Memory that all models of this process hold and claim, except the one whose claim is `own`."""
     found = [claim._found() for claim in _live() if claim is not own]
     return Others(sum(it.held_bytes for it in found), sum(it.claimed_bytes for it in found))
 
