@@ -56,7 +56,7 @@ def load(model: Name | None = None, **options: Unpack[RuntimeOptions]) -> Model:
     options: fields of RuntimeConfig, such as dram_budget="4GB".
 
     Raises ModelNotFoundError, UnsupportedModelError, BundleError, BackendUnavailableError and UsageError.
-    Raises BudgetError before anything is read; it holds the smallest budget that works.
+    Raises BudgetError, which holds the smallest budget that works, before anything is read.
     """
     return Model(open_model(model, runtime_options(options)))
 
@@ -80,7 +80,7 @@ def convert(
 
     Args:
         source: a folder, a llama2.c file, a repository id or an alias.
-        output: the bundle's folder. The default has the source's name, in the folder of named models.
+        output: the bundle's folder. The default has the source's name, where models are found by name.
         quant: `q4`, `q8` or `f16`.
         on_progress: called with the progress.
         resume: continue a conversion that was interrupted.
@@ -166,7 +166,7 @@ class Model:
 
     @property
     def kernel_target(self) -> str:
-        """The instruction set that the compute kernels use."""
+        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         return self._engine.kernel_target
 
     def generate(

@@ -323,7 +323,7 @@ class SamplingConfig:
         return self.temperature > 0.0
 
     def seeded(self) -> SamplingConfig:
-        """This config with a seed. If sampling is random and has none, one below 2^32 is drawn at random."""
+        """This config, with a seed below 2^32 drawn at random if it samples at random and has none."""
         if self.seed is not None or not self.is_random:
             return self
         return replace(self, seed=int.from_bytes(os.urandom(4)))

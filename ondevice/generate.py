@@ -247,7 +247,7 @@ def token_stream(tokens: Iterable[int]) -> Iterator[int]:
 def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:
     """Raises UsageError for an empty prompt, ContextOverflowError if it doesn't fit max_context.
 
-    limit: the model's own most context, for the message. wanted: tokens that must fit behind the prompt.
+    limit: the model's own longest context, for the message. wanted: tokens that must fit behind the prompt.
     """
     if not len(prompt):
         raise UsageError("the prompt has no tokens; give at least one")

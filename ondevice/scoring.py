@@ -64,7 +64,7 @@ class Tally:
 
 
 def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator[list[int]]:
-    """Cut a text into pieces that fill a context each. Every piece begins with bos_id.
+    """Cut a text into pieces that fill a context each. Every piece begins with bos_id, if there is one.
 
     Every token of a piece except its first is predicted. With bos_id, pieces don't overlap. Without it, they
     overlap by one token, which would not be predicted otherwise. Tokens are consumed lazily, piece by piece.
@@ -116,7 +116,7 @@ def benchmark_report(runs: Sequence[GenerationStats], kernel_target: str) -> dic
 
 
 def machine(kernel_target: str) -> dict[str, Any]:
-    """The machine on which stats were measured. kernel_target: the instruction set that the kernels used."""
+    """The machine on which stats were measured. kernel_target: the target that multiplied."""
     return {
         "system": platform.system(),
         "processor": _processor(),

@@ -159,7 +159,7 @@ class Session:
 
     @contextmanager
     def _turn(self, text: str, max_tokens: int) -> Iterator[tuple[list[int], list[str]]]:
-        """The ids to continue, and a list that collects the reply. At the end it joins the transcript."""
+        """The ids to continue, and a list that collects the reply, which joins the transcript at the end."""
         with self._silent():
             asked = [*self._messages, {"role": "user", "content": text}]
             messages, ids, dropped = self._within_context(asked, max_tokens)

@@ -1,4 +1,4 @@
-"""`ondevice bench`: how fast a model runs here, and why."""
+"""`ondevice bench`: measures how fast a model runs on this machine, and why."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class AblationRow:
     flash_bytes: float
     flash_reads: float
     io_seconds: float
-    """Wall time with a read in flight, including time in which something is computed as well."""
+    """Wall time with a read in flight, including time that overlaps computing."""
     waited_seconds: float
     """Part of the total that is spent waiting for reads."""
     managed_seconds: float
