@@ -35,7 +35,9 @@ READ_BYTES = (16 << 10, 1 << 20)
 """Sizes of measured reads: about one neuron, and one read of a model that streams from flash."""
 READ_SECONDS = 0.3
 SLOW_BYTES_PER_SECOND = 300e6
-"""Rate of large reads below which a warning is given. Half the weights of a 7B at 4 bits take 7 seconds."""
+"""Rate of large reads below which a warning is given.
+
+At this rate, half the weights of a 7B at 4 bits take seven seconds."""
 
 
 def models_folder(folder: Path) -> Check:

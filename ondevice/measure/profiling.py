@@ -72,9 +72,9 @@ class Firing:
 class CacheMisses:
     """Miss rates of neuron caches: the share of firing neurons that a cache lacks, from 0 to 1.
 
-    shares: cache sizes, as shares of all neurons; every rate belongs to one of them. policies: rates by the
-    name of the runtime's policy, which divides memory among layers as it does there. optimum: rates with the
-    future known (Belady). warm_up_tokens: number of tokens that weren't counted.
+    shares: cache sizes, as shares of all neurons; every rate belongs to one of them. policies: rates of the
+    runtime's own policies by name, with memory divided among layers as the runtime does. optimum: rates with
+    the future known (Belady). warm_up_tokens: number of tokens that weren't counted.
     """
 
     shares: tuple[float, ...]
@@ -255,7 +255,7 @@ def _pieces(
     tokens: int,
     on_progress: OnProgress,
 ) -> tuple[str, Sequence[Sequence[int]]]:
-    """The pieces of text to run, and a description of them in words, which comes first."""
+    """A description in words of the text to run, and its pieces."""
     if text is not None and pieces is not None:
         raise UsageError("give either a text or pieces of token ids")
     if tokens < PROFILE_LEAST:
@@ -270,7 +270,10 @@ def _pieces(
 
 
 def _own_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tuple[str, list[list[int]]]:
-    """Text that the model samples to continue fixed prompts, `tokens` tokens in all, and its description."""
+    """A description in words, and pieces of text that the model samples to continue fixed prompts.
+
+    The pieces have `tokens` tokens in all.
+    """
     config = resolved.bundle.config
     length = min(OWN_PIECE_TOKENS, resolved.plan.max_context)
     if resolved.tokenizer is None:
