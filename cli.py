@@ -1,4 +1,4 @@
-"""The `ondevice` command: text to stdout, everything about it to stderr, errors as exit codes.
+"""The `ondevice` command: generated text goes to stdout, everything else to stderr, errors to exit codes.
 
 Commands import what they need when they run, so that help is instant.
 """
@@ -31,7 +31,7 @@ HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_d
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     if isinstance(sys.stdout, TextIOWrapper):
-        # A file's name needn't be UTF-8, and is written as it is.
+        # A file name need not be UTF-8; this writes its bytes unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
     try:
         code = cli.main(list(arguments), prog_name="ondevice", standalone_mode=False)

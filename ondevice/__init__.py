@@ -1,6 +1,6 @@
 """Run a language model that is larger than the memory you give it.
 
-Importing this package does nothing; names below are loaded when they are first used.
+Importing this package loads nothing else. Each public name below is imported when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the `ondevice` command begins: quiet under an interrupt while it still imports, streams open."""
+"""Entry point of the `ondevice` command. Ctrl-C during the imports ends it quietly, with no traceback."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ondevice.errors import INTERRUPTED
 
 
 def main() -> NoReturn:
-    """The installed command."""
+    """Run the installed command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     _open_closed_streams()
     from ondevice import cli
 
     code = cli.run(sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # All is done but the interpreter's own clean-up.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the interpreter's clean-up is left.
     sys.exit(code)
 
 
 def _open_closed_streams() -> None:
-    """A stream that the caller closed is empty or leads nowhere.
+    """Point each standard stream that the caller closed at the null device.
 
-    Its descriptor has to be taken, or the next file opened would get it, and what is printed with it.
+    Its descriptor must not stay free: the next file opened would get it, and then receive what is printed.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -51,11 +51,12 @@ Name = str | os.PathLike[str]
 
 
 def load(model: Name | None = None, **options: Unpack[RuntimeOptions]) -> Model:
-    """Load a model by path, name or alias; by default, the model that ships.
+    """Load a model by path, name or alias. The default is the model that ships with the package.
 
-    options: fields of RuntimeConfig, such as dram_budget="4GB". Raises ModelNotFoundError,
-    UnsupportedModelError, BundleError, BackendUnavailableError and UsageError. Raises BudgetError, with the
-    smallest budget that works, before anything is read.
+    options: fields of RuntimeConfig, such as dram_budget="4GB".
+
+    Raises ModelNotFoundError, UnsupportedModelError, BundleError, BackendUnavailableError and UsageError.
+    Raises BudgetError, which holds the smallest budget that works, before anything is read.
     """
     return Model(open_model(model, runtime_options(options)))
 
@@ -79,9 +80,9 @@ def convert(
 
     Args:
         source: a folder, a llama2.c file, a repository id or an alias.
-        output: the bundle's folder; by default one of the source's name, where models are found by name.
+        output: the bundle's folder. The default has the source's name, where models are found by name.
         quant: `q4`, `q8` or `f16`.
-        on_progress: gets the progress.
+        on_progress: called with the progress.
         resume: continue a conversion that was interrupted.
         force: replace an existing output.
         offline: forbid downloads.
@@ -106,16 +107,22 @@ def verify(model: Name | None = None, *, on_progress: OnBytes | None = None) -> 
 
 
 def open_model(model: Name | None, runtime: RuntimeConfig) -> ResolvedModel:
-    """The part of `load` that precedes reading weights. Raises what `load` raises, except BudgetError."""
+    """The first part of `load`: resolve a model without reading weights.
+
+    Raises what `load` raises, except BudgetError.
+    """
     with system_refusals():
         return resolve(Bundle.open(find_model(model)), runtime)
 
 
 class Model:
-    """A loaded model. Made by `load`; closed by `close`, by leaving its `with`, or when it is collected."""
+    """A loaded model, made by `load`.
+
+    It closes on `close`, at the end of its `with` block, or when it is garbage-collected.
+    """
 
     def __init__(self, resolved: ResolvedModel) -> None:
-        """Use `load`."""
+        """Use `load` instead of calling this."""
         resolved.require_fit()
         resolved.warn()
         self.name = resolved.bundle.name
@@ -130,33 +137,36 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """`encode(text)` and `decode(ids)`. Raises UsageError if the model was converted without one."""
+        """The model's tokenizer, with `encode(text)` and `decode(ids)`.
+
+        Raises UsageError if the model was converted without one.
+        """
         return text_tokenizer(self._resolved)
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """How conversations become token ids. Raises BundleError for a template that can't be used."""
+        """The template that renders conversations to token ids. Raises BundleError if it can't be used."""
         return self._host.chat_template
 
     @property
     def stats(self) -> GenerationStats:
-        """Stats of the generation that ended last; waits for one that was cancelled to end."""
+        """Stats of the generation that ended last. Waits for a cancelled generation to end."""
         self._owner.require_own_process()
         return self._host.last_stats.get()
 
     @property
     def plan(self) -> Plan:
-        """How the budget is divided now."""
+        """The current memory plan: how the budget is divided."""
         return self._engine.plan
 
     @property
     def memory_pressure(self) -> MemoryPressure:
-        """How scarce memory is, and what that has done to the budget."""
+        """The current memory pressure, and its effect on the budget."""
         return self._watch.state
 
     @property
     def kernel_target(self) -> str:
-        """The instruction set that multiplies."""
+        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         return self._engine.kernel_target
 
     def generate(
@@ -167,7 +177,9 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Response:
-        """Continue a text, or token ids. options: fields of SamplingConfig; greedy by default.
+        """Continue a text or token ids.
+
+        options: fields of SamplingConfig. The default is greedy decoding.
 
         Raises ContextOverflowError for a prompt longer than the context, UsageError, FlashReadError.
         """
@@ -181,9 +193,9 @@ class Model:
         sampling: SamplingConfig | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Iterator[Event]:
-        """`generate`, one event per token and a last one with `finish_reason` and `stats`.
+        """`generate` as a stream: one event per token, then one with `finish_reason` and `stats`.
 
-        The work begins with the first event asked for; closing the iterator cancels it.
+        Work begins when the first event is requested. Closing the iterator cancels it.
         """
         self._require_open()
         ids = self._prompt_ids(prompt, tokens)
@@ -215,15 +227,16 @@ class Model:
         return self._host.astream_ids(None, ids, sampling_options(sampling, options))
 
     def session(self, instructions: str | None = None, *, when_full: WhenFull = "stop") -> Session:
-        """A conversation that keeps its keys and values between turns. instructions: a system message.
+        """A conversation that keeps its keys and values between turns.
 
-        when_full: `stop` refuses a turn that the context has no room for, `drop` forgets the oldest ones.
+        instructions: a system message. when_full: `stop` refuses a turn that doesn't fit the context, `drop`
+        forgets the oldest turns.
         """
         self._require_open()
         return Session(self._host, instructions, when_full)
 
     def logits(self, tokens: Sequence[int]) -> Float32:
-        """Logits of what follows each of tokens (T,): (T, V) float32, which is the caller's memory."""
+        """Next-token logits at each position of tokens (T,): (T, V) float32, owned by the caller."""
         self._require_open()
         ids = token_ids(tokens)
         check_context(len(ids), self.plan.max_context)
@@ -247,15 +260,15 @@ class Model:
         tokens: Iterable[int] | None = None,
         on_progress: OnCount = ignore_count,
     ) -> Score:
-        """How well the model predicts a text: perplexity over pieces that fill a context each.
+        """Perplexity of a text, scored in pieces that fill a context each.
 
         Args:
             text: the text, or None for `tokens`.
-            tokens: token ids, taken as they are needed, so that a text of any length can be scored.
-            on_progress: gets the number of tokens predicted.
+            tokens: token ids, consumed as they are needed, so that a text of any length can be scored.
+            on_progress: called with the number of tokens predicted so far.
 
-        Raises UsageError for a text too short to predict. Raises BudgetError where the budget has no room
-        for the default context, because scores depend on it.
+        Raises UsageError for a text too short to score. Raises BudgetError where the budget has no room for
+        the default context, because scores depend on the context.
         """
         self._require_open()
         require_one(text, tokens)
@@ -268,16 +281,16 @@ class Model:
         return tally.score()
 
     def measure(self, prompt_tokens: int, max_tokens: int) -> GenerationStats:
-        """Stats of one benchmark run over a made-up prompt, in which the text can't end early."""
+        """Stats of one benchmark run over a synthetic prompt. End-of-text tokens are banned meanwhile."""
         prompt = benchmark_prompt(prompt_tokens, self.config.vocab_size)
         ends = dict.fromkeys(self.bundle.manifest.tokenizer.eos_ids, -math.inf)
         return self.generate(tokens=prompt, max_tokens=max_tokens, logit_bias=ends).stats
 
     def set_dram_budget(self, budget: str | int) -> Plan:
-        """Change the budget; while a generation runs, from its next token on. Returns the new plan.
+        """Change the budget and return the new plan. A running generation follows it from its next token on.
 
-        Memory pressure may keep the model below the budget. What other models have claimed by now counts.
-        Raises BudgetError, and changes nothing, if the model can't run in the budget.
+        Memory pressure may keep the model below the budget. Memory that other models have claimed by now
+        counts. Raises BudgetError, and changes nothing, if the model can't run in the budget.
         """
         self._require_open()
         nbytes = budget_bytes(budget, self._engine.replanned)
@@ -286,7 +299,7 @@ class Model:
         return self.plan
 
     def close(self) -> None:
-        """Cancel what runs, refuse what waits, free everything. Idempotent."""
+        """Cancel running work, refuse waiting work and free everything. Idempotent."""
         self._host.close()
 
     def __enter__(self) -> Model:
@@ -307,9 +320,9 @@ class Model:
         return self._host.chat_ids(messages)
 
     def _prompt_ids(self, prompt: str | None, tokens: Sequence[int] | None) -> list[int]:
-        """Token ids of a prompt that is either text or ids.
+        """Token ids of a prompt given either as text or as ids.
 
-        Raises UsageError for both, for neither, and for a value of another type.
+        Raises UsageError if both or neither are given, and for a value of another type.
         """
         require_one(prompt, tokens)
         if tokens is not None:
@@ -317,10 +330,10 @@ class Model:
         return self.tokenizer.encode(prompt or "", most=self.plan.max_context)
 
     def _score_work(self, ids: list[int], tally: Tally) -> Callable[[IsCancelled], Iterator[int]]:
-        """Work that adds every token of `ids` but the first to the tally, and yields the tally's tokens."""
+        """Work that scores every token of `ids` but the first, and yields the tally's token count."""
 
         def work(cancelled: IsCancelled) -> Iterator[int]:
-            # Summed on the owner thread, so that no queue fills with logits.
+            # The sum is taken on the owner thread, so that no queue fills with logits.
             targets = iter(ids[1:])
             for logits in self._engine.logits(ids[:-1], cancelled):
                 tally.add(logits, list(itertools.islice(targets, len(logits))))

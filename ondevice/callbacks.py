@@ -1,17 +1,17 @@
-"""Callbacks that long work takes: how far it is, and whether it is cancelled."""
+"""Types of the callbacks that long work takes: progress reports and cancellation checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 OnProgress = Callable[[float, str], None]
-"""Gets the share that is done, from 0 to 1, and what is being done."""
+"""Called with the share that is done, from 0 to 1, and a description of the current step."""
 OnCount = Callable[[int], None]
-"""Gets how many units are done, tokens for example."""
+"""Called with the number of units done, such as tokens."""
 OnBytes = Callable[[int, int], None]
-"""Gets the bytes read and the bytes in all."""
+"""Called with the bytes read so far and the total bytes."""
 IsCancelled = Callable[[], bool]
-"""Whether the work is to stop. It is asked between two pieces of the work."""
+"""Returns True once the work must stop. The work calls it between two of its pieces."""
 
 
 def ignore_progress(fraction: float, what: str) -> None:

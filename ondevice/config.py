@@ -18,7 +18,7 @@ BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
 WhenFull = Literal["drop", "stop"]
-"""What a conversation that fills the context does: forget its oldest turns, or refuse the next one."""
+"""What a full conversation does: `drop` forgets its oldest turns, `stop` refuses the next one."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
@@ -29,11 +29,11 @@ PROFILE_TOKENS = 1024
 PROFILE_LEAST = 16
 """Fewest tokens that a profile takes."""
 TARGET_RANGE = "above 0 and below 1"
-"""Range of the recall or sparsity that a lossy mode aims at, both in a bundle and as an option."""
+"""Allowed range of a lossy mode's target recall or sparsity, both in a bundle and as an option."""
 
 
 def is_target(share: float) -> bool:
-    """Whether `share` lies in TARGET_RANGE."""
+    """True if `share` lies in TARGET_RANGE."""
     return 0.0 < share < 1.0
 
 
@@ -52,7 +52,7 @@ class RopeScaling:
 class ModelConfig:
     """Shape and arithmetic of a decoder-only transformer with a gated feed-forward.
 
-    Sizes are logical; storage pads what it quantises to multiples of `GROUP_SIZE`.
+    Sizes are logical; storage pads quantised dimensions to multiples of `GROUP_SIZE`.
     `layer_windows[i]` is layer i's sliding attention window in tokens, 0 for full attention.
     """
 
@@ -103,7 +103,7 @@ class ModelConfig:
 
     @property
     def zeros_gates(self) -> bool:
-        """Whether a gate below zero becomes exactly zero, and its neuron counts for nothing."""
+        """True if the activation turns gates below zero into exact zeros, so their neurons add nothing."""
         return self.hidden_act in ("relu", "relu2")
 
     @property
@@ -136,7 +136,7 @@ _SIZE_LIMITS = {
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Weight storage. bits 4 or 8: group-affine, `w = scale * q + bias`, groups of 64; 16: float16."""
+    """Weight format. 4 or 8 bits: group-affine, `w = scale * q + bias`, groups of 64. 16 bits: float16."""
 
     bits: Literal[4, 8, 16] = 4
 
@@ -155,7 +155,7 @@ class QuantConfig:
 
 
 MAX_THREADS = 256
-"""Most compute threads. More are a slip, and each takes memory of its own."""
+"""Most compute threads. A larger number is taken for a slip, and each thread needs memory of its own."""
 MAX_CONTEXT = 1 << 24
 """Most tokens of a prompt or conversation."""
 MAX_PREFILL_CHUNK = 1 << 16
@@ -185,8 +185,8 @@ class RuntimeOptions(TypedDict, total=False):
 class RuntimeConfig:
     """How a bundle is run. Only `kv_bits`, `backend` and a lossy `sparsity` change the text.
 
-    A full context ends the text, or makes a chat forget its oldest turns. The context is `max_context`, or
-    the shorter one that a budget has room for.
+    The context is `max_context`, or the shorter one that the budget has room for. A full context ends the
+    text, or makes a chat forget its oldest turns.
     """
 
     dram_budget: str | int = "auto"
@@ -198,16 +198,16 @@ class RuntimeConfig:
     io: Literal["auto", "direct", "buffered"] = "auto"
     sparsity: Sparsity = "auto"
     predictor_recall: float = 0.95
-    """Share of the firing neurons that `predicted` aims to find; the bundle lists the measured ones."""
+    """Share of the firing neurons that `predicted` aims to find; one of the values measured in the bundle."""
     threshold_sparsity: float = 0.5
-    """Share of a token's neurons that `threshold` leaves out; the bundle lists the measured ones."""
+    """Share of a token's neurons that `threshold` leaves out; one of the values measured in the bundle."""
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
-    """Most tokens of a session. 0 means the smaller of the model's own limit and 4,096 or, where the budget
-    has no room for that, as many as fit, down to 512."""
+    """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
+    room for that, 0 means as many as fit, down to 512."""
     prefill_chunk: int = 256
     """Prompt tokens per forward pass. Fixed, so that memory pressure can't change it."""
     kernel_target: Literal["auto", "scalar", "avx2", "avx512", "neon"] = "auto"
@@ -244,7 +244,7 @@ _RUNTIME_LIMITS = {
 
 @cache
 def _runtime_choices() -> dict[str, tuple[Any, ...]]:
-    """The values that each field of RuntimeConfig with a fixed set of them may have."""
+    """Allowed values of each RuntimeConfig field that has a fixed set of them."""
     hints = get_type_hints(RuntimeConfig)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
@@ -252,13 +252,13 @@ def _runtime_choices() -> dict[str, tuple[Any, ...]]:
 LEAST_TEMPERATURE = 1e-6
 """Lowest temperature above 0. No finite logit divided by it overflows."""
 MOST_BIAS = 1e9
-"""Largest finite bias of a logit. No model's logits differ by as much, and nothing overflows."""
+"""Largest finite bias of a logit. It exceeds the spread of any model's logits, and nothing overflows."""
 
 
 class SamplingOptions(TypedDict, total=False):
     """Keyword options of every generation: the fields of SamplingConfig, which holds their defaults.
 
-    `stop` and `logit_bias` may be written more freely than there.
+    `stop` and `logit_bias` accept more types here than in SamplingConfig.
     """
 
     temperature: float
@@ -284,7 +284,7 @@ class SamplingConfig:
     seed: int | None = None
     """Seed of the random numbers. With None, `seeded` draws one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token and what is added to its logit; -inf bans the token."""
+    """Pairs (token id, bias added to its logit). A bias of -inf bans the token."""
     stop: tuple[str, ...] = field(default=())
     max_tokens: int = 256
 
@@ -319,11 +319,11 @@ class SamplingConfig:
 
     @property
     def is_random(self) -> bool:
-        """Whether tokens are drawn by chance, so that a seed counts."""
+        """True if tokens are drawn by chance, so that the seed matters."""
         return self.temperature > 0.0
 
     def seeded(self) -> SamplingConfig:
-        """This config with a seed: drawn at random, below 2^32, where one counts and none was given."""
+        """This config, with a seed below 2^32 drawn at random if it samples at random and has none."""
         if self.seed is not None or not self.is_random:
             return self
         return replace(self, seed=int.from_bytes(os.urandom(4)))

@@ -1,4 +1,4 @@
-"""The typed error tree: one class per cause, each with the exit code the CLI maps it to."""
+"""The tree of error types: one class per cause, each with its exit code on the command line."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SWITCHES = ("force", "resume", "offline", "replace")
 class OndeviceError(Exception):
     """Base of every error this package raises on purpose. The message names value, limit and remedy.
 
-    Messages are written with the command line's flags, as `for_command_line` has them; `str` of an error says
-    Python's parameters instead: `max_context=512` for `--max-context 512`.
+    Messages are written with command-line flags, and `for_command_line` returns them so. `str(error)`
+    replaces flags with Python parameters: `max_context=512` for `--max-context 512`.
     """
 
     exit_code = 1
 
     @property
     def for_command_line(self) -> str:
-        """The message with flags; lines to run are the same in both."""
+        """The message with command-line flags. Command lines to run are the same in `str(error)`."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class OndeviceError(Exception):
 
 
 def _parameter(match: re.Match[str]) -> str:
-    """A flag and its value as Python writes them."""
+    """The Python spelling of a matched flag and its value."""
     if match["command"]:
         return match[0]
     name = "temperature" if match["name"] == "temp" else match["name"].replace("-", "_")
@@ -55,13 +55,13 @@ def _parameter(match: re.Match[str]) -> str:
 
 
 class UsageError(OndeviceError, ValueError):
-    """An argument that can't be right whatever the model (a malformed size, a negative temperature)."""
+    """An argument that is wrong for every model, such as a malformed size or a negative temperature."""
 
     exit_code = 2
 
 
 class ModelNotFoundError(OndeviceError):
-    """No bundle by that name or path; the message has the `ondevice convert` line to run."""
+    """No bundle has that name or path. The message has the `ondevice convert` line to run."""
 
     exit_code = 3
 
@@ -111,24 +111,27 @@ class FlashReadError(OndeviceError):
 
 
 class TextChangedError(OndeviceError):
-    """A drafter changed a text, which none may. Measurements of it mean nothing."""
+    """A drafter changed the text, which is a bug. Its measurements are void."""
 
 
 class WrongThreadError(OndeviceError):
-    """A loaded model was used on a thread that doesn't own it: a bug of this package, not of its user."""
+    """A loaded model was used on a thread that doesn't own it: a bug in this package, not in the caller."""
 
 
 NO_DESCRIPTOR = errno.EMFILE, errno.ENFILE
-"""Errors of the system that don't concern the file that was to be opened."""
+"""errno values that mean no file descriptor is left: the file to be opened isn't at fault."""
 
 
 def reading_failed(error: OSError, otherwise: OndeviceError) -> OndeviceError:
-    """The error for a file that can't be read: `otherwise`, unless the process has no descriptor left."""
+    """The error to raise for a file that can't be read.
+
+    It is `otherwise`, or `descriptor_refused(error)` if no file descriptor is left.
+    """
     return descriptor_refused(error) if error.errno in NO_DESCRIPTOR else otherwise
 
 
 def descriptor_refused(error: OSError) -> OndeviceError:
-    """The error for NO_DESCRIPTOR: the process may open no more files."""
+    """The error to raise for NO_DESCRIPTOR: no more files can be opened."""
     named = f" for {error.filename}" if error.filename else ""
     return OndeviceError(
         f"the system refuses a file descriptor{named}: {error.strerror}; close other models, or raise the "
@@ -137,7 +140,7 @@ def descriptor_refused(error: OSError) -> OndeviceError:
 
 
 def check_thread(owner: int) -> None:
-    """Raises WrongThreadError unless this is the thread `owner`, by its `threading.get_ident`."""
+    """Raises WrongThreadError unless the current thread is `owner`, a `threading.get_ident()` value."""
     if threading.get_ident() != owner:
         raise WrongThreadError(
             f"a model was run on the thread {threading.current_thread().name!r}, which doesn't own it; its "
@@ -146,7 +149,7 @@ def check_thread(owner: int) -> None:
 
 
 def thread_refused(reason: RuntimeError) -> OndeviceError:
-    """The error for a thread that the system refuses."""
+    """The error to raise when the system refuses to start a thread."""
     return OndeviceError(
         f"the system refuses a thread: {reason}; raise the limit that the process runs under"
     )
@@ -154,7 +157,7 @@ def thread_refused(reason: RuntimeError) -> OndeviceError:
 
 @contextmanager
 def system_refusals() -> Iterator[None]:
-    """Turns the system's refusal of memory or files, which no plan can foresee, into an OndeviceError."""
+    """Turn the system's refusal of memory or file descriptors into OndeviceError; no plan can foresee it."""
     try:
         yield
     except (MemoryError, OSError) as error:

@@ -1,7 +1,7 @@
 """From prompt tokens to text: the only decode loop.
 
-A prompt runs in fixed chunks, after the part of it that the cache already holds; then tokens are sampled,
-turned into text and fed back, one at a time or with draft tokens, which a pass verifies. It knows
+The part of a prompt that the cache lacks runs in chunks of a fixed size. Then tokens are sampled, turned into
+text and fed back, one at a time or with draft tokens, which the forward pass verifies. This module knows
 nothing of files, budgets, threads or chat.
 """
 
@@ -34,10 +34,10 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class Event:
-    """One step of a generation: a token and the text it completed, or, last of all, how it ended.
+    """One step of a generation: a token and the text it completed. The last event says how it ended.
 
     `text` may be empty: bytes of an unfinished character and beginnings of a stop string are held back.
-    The last event has no token, the rest of the text, and `finish_reason` and `stats`.
+    The last event has no token. It has the rest of the text, `finish_reason` and `stats`.
     """
 
     text: str
@@ -48,11 +48,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Generator:
-    """A model with what turns its logits into text.
+    """A transformer with the parts that turn its logits into text.
 
-    `eos_ids` end a text and are no part of it. Without a tokenizer events carry token ids and no text.
-    `before_pass` may change how much memory the model has. `labels` is a GenerationStats whose words
-    (backend, sparsity, ...) every result repeats.
+    `eos_ids` end a text and don't belong to it. Without a tokenizer, events carry token ids and no text.
+    `before_pass` runs before every forward pass and may change how much memory the model has. `labels` is a
+    GenerationStats whose text fields (backend, sparsity, ...) are copied to every result.
     """
 
     transformer: Transformer
@@ -72,12 +72,14 @@ class Generator:
         sampling: SamplingConfig,
         cancelled: IsCancelled | None = None,
     ) -> Iterator[Event]:
-        """Continue `prompt` (token ids), reusing what kv holds of it: one event per token, then the last.
+        """Continue `prompt` (token ids), reusing the part of it that kv holds.
 
-        kv is left holding the prompt and all but the newest token, so that the next turn can reuse them.
-        Ends with `stop` (end of text, stop string), `length` (max_tokens, full context) or, within a layer
-        of `cancelled()` holding, `cancelled`. Raises ContextOverflowError for a prompt longer than the
-        context and UsageError for an empty one, both before anything is computed, and what a pass raises.
+        Yields one event per token, then the last event. Afterwards kv holds the prompt and all but the newest
+        token, so that the next turn can reuse them. The finish reason is `stop` (end of text, stop string),
+        `length` (max_tokens, full context) or `cancelled`, at most a layer after `cancelled()` turns True.
+
+        Before anything is computed, raises ContextOverflowError for a prompt longer than the context and
+        UsageError for an empty one. Raises what a pass raises.
         """
         check_prompt(prompt, self.max_context, self.transformer.config.max_context)
         sampling = sampling.seeded()
@@ -92,9 +94,9 @@ class Generator:
         rows: int,
         cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
-        """Logits of every token, (at most rows, V) at a time: `tokens` follow what kv holds, and stay there.
+        """Logits at every token, in pieces of (at most `rows`, V). `tokens` are appended to kv.
 
-        Raises ContextOverflowError if they don't fit, Cancelled, and what a pass raises.
+        Raises ContextOverflowError if they don't fit the context, Cancelled, and what a pass raises.
         """
         check_context(kv.length + len(tokens), self.max_context)
         for start in range(0, len(tokens), self.prefill_chunk):
@@ -135,7 +137,7 @@ class Generator:
         except Cancelled:
             written.reason = "cancelled"
         except OndeviceError:
-            # What was drawn before it is the text all the same.
+            # Tokens drawn before the error belong to the text all the same.
             yield from written.events()
             raise
         labels = replace(
@@ -154,9 +156,9 @@ class Generator:
         meter: Meter,
         cancelled: IsCancelled | None,
     ) -> None:
-        """One pass over the newest token and a draft behind it; the tokens that it gives are written.
+        """Run one forward pass over the newest token and a draft behind it, and write the resulting tokens.
 
-        kv then holds the text but for its newest token, or, whatever is raised, what it held before.
+        kv then holds the text without its newest token. After an exception it holds what it held before.
         """
         started, start, root = time.perf_counter(), kv.length, written.history[-1]
         drafting = self.drafting
@@ -187,7 +189,7 @@ class Generator:
             drafting.observe(PassOutcome(verified, path, found, seconds, written.ended))
 
     def _draw(self, written: _Continuation, logits: Float32, meter: Meter) -> int | None:
-        """The text's next token, written, or None where it ends here."""
+        """Draw the text's next token and write it. Returns None if the text ends here."""
         token = sample(logits, written.sampling, len(written.history), written.history)
         meter.sampled += 1
         if self.drafting is not None:
@@ -198,9 +200,9 @@ class Generator:
     def _prefill(
         self, prompt: list[int], kv: KVCache, meter: Meter, cancelled: IsCancelled | None
     ) -> ForwardOutput:
-        """Bring kv to hold exactly the prompt, and return what its last token became.
+        """Bring kv to hold exactly the prompt, and return the forward output of its last token.
 
-        It always runs: that isn't stored. Chunks done before a cancellation stay.
+        The last token always runs, because its output isn't stored. Chunks done before a cancellation stay.
         """
         kept = common_prefix(kv.tokens, prompt[:-1])
         kv.truncate(kept)
@@ -219,7 +221,7 @@ class Generator:
 
 
 def require_one(text: str | None, tokens: Iterable[int] | None) -> None:
-    """Raises UsageError if there are both or neither, or the text is none."""
+    """Raises UsageError if both or neither are given, or if the text isn't a str."""
     if (text is None) == (tokens is None):
         raise UsageError("give either a text or tokens")
     if text is not None and not isinstance(text, str):
@@ -227,12 +229,15 @@ def require_one(text: str | None, tokens: Iterable[int] | None) -> None:
 
 
 def token_ids(tokens: Iterable[int]) -> list[int]:
-    """Tokens as plain integers; an array's will do. Raises UsageError if they are anything else."""
+    """Tokens as Python integers. Integers of any kind, such as an array's, are accepted.
+
+    Raises UsageError for anything else.
+    """
     return list(token_stream(tokens))
 
 
 def token_stream(tokens: Iterable[int]) -> Iterator[int]:
-    """`token_ids`, one by one as they are taken."""
+    """`token_ids`, lazily: each token is converted when it is taken."""
     try:
         for token in tokens:
             yield operator.index(token)
@@ -241,9 +246,9 @@ def token_stream(tokens: Iterable[int]) -> Iterator[int]:
 
 
 def check_prompt(prompt: Sequence[int], max_context: int, limit: int, wanted: int = 0) -> None:
-    """Raises UsageError for no tokens, ContextOverflowError for more than max_context.
+    """Raises UsageError for an empty prompt, ContextOverflowError if it doesn't fit max_context.
 
-    limit: the model's own; wanted: tokens that there must be room for behind the prompt.
+    limit: the model's own longest context, for the message. wanted: tokens that must fit behind the prompt.
     """
     if not len(prompt):
         raise UsageError("the prompt has no tokens; give at least one")
@@ -270,18 +275,18 @@ def check_context(tokens: int, max_context: int) -> None:
 
 
 class _Logits:
-    """What a pass says behind the nodes of its draft.
+    """Logits behind the nodes of a forward pass's draft, computed on demand.
 
-    The head is a large matrix: it is multiplied by what will likely be asked for next at the same time.
+    The head is a large matrix, so one product also covers the nodes that will likely be needed next.
     """
 
     def __init__(self, transformer: Transformer, hidden: Array, draft: Draft) -> None:
-        """hidden: (n, D), a row for each node."""
+        """hidden: (n, D) hidden states, one row per node."""
         self._transformer, self._hidden, self._draft = transformer, hidden, draft
         self._rows: dict[int, Float32] = {}
 
     def behind(self, node: int) -> Float32:
-        """(V,) Raises BundleError if they aren't finite."""
+        """(V,) logits of the token behind `node`. Raises BundleError if they aren't finite."""
         if node not in self._rows:
             nodes, hidden, backend = [node], self._hidden, self._transformer.backend
             if len(self._draft) > 1:
@@ -290,7 +295,7 @@ class _Logits:
             logits = backend.to_numpy(self._transformer.logits(hidden))
             self._rows = {each: logits[row : row + 1] for row, each in enumerate(nodes)}
         rows = self._rows[node]
-        # Only of what the text takes: what is wrong with another is never seen in plain decoding.
+        # Only the rows that the text uses are checked: plain decoding would never see the others.
         self._transformer.check_finite(rows)
         row: Float32 = rows[0]
         return row
@@ -302,26 +307,26 @@ class _Text:
     def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], prompt: Sequence[int]) -> None:
         self._detokenizer = None
         if tokenizer is not None:
-            # What continues a text keeps its leading space; a prompt of special tokens alone is no text.
+            # A continuation keeps its leading space. A prompt of special tokens alone is no text to continue.
             opens_text = not any(tokenizer.token_bytes(token) for token in prompt)
             self._detokenizer = StreamingDetokenizer(tokenizer, at_start=opens_text)
         self._matcher = StopMatcher(stops)
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that this token completed, and whether a stop string ended it."""
+        """The text that this token completed, and True if a stop string ended the text."""
         if self._detokenizer is None:
             return "", False
         return self._matcher.add(self._detokenizer.add(token)), self._matcher.stopped
 
     def finish(self) -> str:
-        """What was held back for a continuation that didn't come."""
+        """The rest of the text, held back until now because a continuation could have changed it."""
         if self._detokenizer is None:
             return ""
         return self._matcher.add(self._detokenizer.finish()) + self._matcher.finish()
 
 
 class _Continuation:
-    """A text that grows: its tokens, what became printable with each, and whether it has ended."""
+    """The text being generated: its tokens, their events, and whether and why it has ended."""
 
     def __init__(
         self,
@@ -331,7 +336,7 @@ class _Continuation:
         sampling: SamplingConfig,
         eos_ids: frozenset[int],
     ) -> None:
-        """history: the prompt, which grows. room: tokens that may still be written."""
+        """history: the prompt's ids; the list grows. room: number of tokens that may still be written."""
         self.history = history
         self.room = room
         self.sampling = sampling
@@ -342,7 +347,7 @@ class _Continuation:
         self._events: list[Event] = []
 
     def add(self, token: int) -> None:
-        """`token` was drawn: it is the text's next, or ends it."""
+        """Take a drawn token: append it to the text, or end the text if it is an end-of-text id."""
         if token in self._eos_ids:
             self.reason, self.ended = "stop", True
             return
@@ -355,6 +360,6 @@ class _Continuation:
         self.ended = stopped or self.room == 0
 
     def events(self) -> Iterator[Event]:
-        """Those since the last time."""
+        """Events since the last call."""
         events, self._events = self._events, []
         yield from events

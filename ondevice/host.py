@@ -1,4 +1,4 @@
-"""What a loaded model and its sessions share: the engine, its owner thread, and their end."""
+"""The `Host` that a loaded model and its sessions share: the engine, its owner thread and their shutdown."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ T = TypeVar("T")
 
 
 class Host:
-    """Runs work on the engine's owner thread. Closed by `close`, or when the last user drops it."""
+    """Runs work on the engine's owner thread. Closed by `close`, or when the last reference to it is gone."""
 
     def __init__(self, resolved: ResolvedModel) -> None:
-        """Loads the model. Raises BudgetError before anything is read, and what reading raises."""
+        """Load the model. Raises BudgetError before anything is read, and what reading raises."""
         self._resolved = resolved
         self._last_stats = LastStats()
         self._keys = itertools.count()
         name, runtime = resolved.bundle.name, resolved.runtime
-        # MLX keeps a thread of its own for each thread that has ever computed with it.
+        # Keep the thread with MLX: MLX has a thread of its own for each thread that ever computed with it.
         self.owner: OwnerThread[Any] = OwnerThread(f"ondevice-{name}", runtime.backend == "mlx")
         urgent = self.owner.run_urgent
         with ExitStack() as undo:
             undo.callback(self.owner.close)
-            # An interrupt leaves the iterator, and so cancels the loading.
+            # An interrupt here leaves the iterator, which cancels the loading.
             (engine,) = self.owner.stream(
                 lambda cancelled: iter([Engine(resolved, cancelled, between_passes=urgent)])
             )
@@ -55,7 +55,7 @@ class Host:
 
     @property
     def plan(self) -> Plan:
-        """How the budget is divided now."""
+        """The current memory plan: how the budget is divided."""
         return self.engine.plan
 
     @property
@@ -65,7 +65,7 @@ class Host:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """How conversations become token ids. Raises BundleError for a template that can't be used."""
+        """The template that renders conversations to token ids. Raises BundleError if it can't be used."""
         file = self._resolved.bundle.manifest.tokenizer.chat_template
         source = None if file is None else self._resolved.bundle.read_small(file)
         return ChatTemplate.load(source, text_tokenizer(self._resolved))
@@ -76,7 +76,7 @@ class Host:
         return self.chat_template.encode(messages, tokenizer, most=self.plan.max_context)
 
     def new_key(self) -> int:
-        """A key of a key/value cache that doesn't exist yet."""
+        """A fresh integer that will identify a key/value cache; the cache doesn't exist yet."""
         return next(self._keys)
 
     def copy_cache(self, source: int, target: int) -> None:
@@ -84,15 +84,18 @@ class Host:
         self.owner.call(lambda: self.engine.fork(source, target))
 
     def retire(self, key: int) -> None:
-        """Let the cache of `key` go before the next piece of work. Safe while garbage is collected."""
+        """Free the cache of `key` before the next piece of work. Safe to call during garbage collection."""
         self.engine.kv.retired.put(key)
 
     def stream(self, work: Callable[[IsCancelled], Iterator[T]]) -> Iterator[T]:
-        """What `work` yields on the owner thread."""
+        """Run `work` on the owner thread and yield what it yields."""
         return self.owner.stream(work)
 
     def stream_ids(self, key: int | None, ids: list[int], sampling: SamplingConfig) -> Iterator[Event]:
-        """Events of continuing `ids` with the key/value cache of `key`, or with a new one."""
+        """Events of a generation that continues `ids` with the key/value cache of `key`.
+
+        A `key` of None uses a new cache.
+        """
         with self._last_stats.noted(self._work(key, ids, sampling)) as work:
             yield from self.owner.stream(work)
 
@@ -106,11 +109,11 @@ class Host:
                     yield event
 
     def require_open(self) -> None:
-        """Raises OndeviceError once the host is closed, and in a child of fork()."""
+        """Raises OndeviceError once the host is closed, and in a fork()ed child process."""
         self.owner.require_open()
 
     def close(self) -> None:
-        """Cancel what runs, refuse what waits, free everything. Idempotent."""
+        """Cancel running work, refuse waiting work and free everything. Idempotent."""
         self._finalizer()
 
     def _work(
@@ -120,9 +123,10 @@ class Host:
 
 
 def text_tokenizer(resolved: ResolvedModel) -> Tokenizer:
-    """The model's tokenizer. Raises UsageError if it was converted without one.
+    """The model's tokenizer.
 
-    Raises BudgetError where the budget has no room for reading it.
+    Raises UsageError if the model was converted without one, BudgetError if the budget has no room to read
+    it.
     """
     if resolved.tokenizer is None and resolved.bundle.manifest.tokenizer.kind is not None:
         resolved.require_fit()

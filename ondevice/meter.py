@@ -1,4 +1,4 @@
-"""The cost of one generation: an engine's running totals before and after, and the time between."""
+"""Cost of one generation: its time, and the rise of the engine's running totals meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.stats import GenerationStats, per_second
 
 @dataclass(frozen=True)
 class Counters:
-    """Running totals of an engine. A generation reports how much they rose, and the peak as it stands."""
+    """Running totals of an engine. A generation reports how much each rose; the peak is reported as it is."""
 
     flash_bytes_read: int = 0
     flash_read_seconds: float = 0.0
@@ -28,7 +28,7 @@ class Counters:
 
 
 class Meter:
-    """Counts and times one generation; time that its consumer takes between events isn't counted."""
+    """Counts and times one generation. Time that the consumer spends between events isn't counted."""
 
     def __init__(self, counters: Counters) -> None:
         self.passes = 0
@@ -44,14 +44,14 @@ class Meter:
         return time.perf_counter() - self._started
 
     def pause(self) -> None:
-        """The consumer has the event now."""
+        """Stop the clock: the consumer has the event now."""
         self._paused = time.perf_counter()
 
     def resume(self) -> None:
         self._started += time.perf_counter() - self._paused
 
     def prefilled(self, tokens: int) -> None:
-        """The prompt is done; `tokens` of it had to be computed."""
+        """Record that the prompt is done. `tokens` is the number of its tokens that had to be computed."""
         self._prefill_seconds, self._prefill_tokens = self.elapsed(), tokens
         self._prefill_passes = self.passes
 

@@ -1,4 +1,4 @@
-"""A finished generation, gathered from its events, and the stats of the last one."""
+"""`Response`, a finished generation gathered from its events, and the stats of the last generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ondevice.generate import Event, FinishReason
 from ondevice.stats import GenerationStats
 
 Work = Callable[[IsCancelled], Iterator[Event]]
-"""A generation to run."""
+"""A generation to run on the owner thread."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Response:
 
 
 def gather(events: Iterable[Event]) -> Response:
-    """The whole of a stream. Raises OndeviceError if it stopped before its last event."""
+    """A whole stream of events as one Response. Raises OndeviceError if it stops before its last event."""
     texts: list[str] = []
     tokens: list[int] = []
     for event in events:
@@ -50,12 +50,15 @@ def gather(events: Iterable[Event]) -> Response:
 
 
 class LastStats:
-    """Stats of the generation that finished last, noted on the owner thread: its iterator may be gone."""
+    """Stats of the generation that finished last.
+
+    The owner thread notes them, because the consumer's iterator may be gone by then.
+    """
 
     def __init__(self) -> None:
         self._stats = GenerationStats()
         self._stopping: threading.Event | None = None
-        """Set once the generation that was left last has ended."""
+        """Set once the generation that was abandoned last has ended."""
 
     def get(self) -> GenerationStats:
         """The stats. Waits for a generation whose iterator was closed while it ran; it ends soon."""
@@ -65,7 +68,7 @@ class LastStats:
 
     @contextmanager
     def noted(self, work: Work) -> Iterator[Work]:
-        """The same work, which notes its stats. Leave the context when nothing consumes the work any more."""
+        """A context whose value is `work`, wrapped to note its stats. Leave it once nothing consumes them."""
         begun, ended = threading.Event(), threading.Event()
 
         def noting(cancelled: IsCancelled) -> Iterator[Event]:

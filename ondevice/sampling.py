@@ -1,12 +1,13 @@
 """From logits to the next token: pure functions, and the stop strings that end a text.
 
 Sampling is Gumbel-max (Gumbel 1954; Maddison et al., arXiv 1411.0030): the token with the largest
-`score + noise` has exactly the law softmax(score). The noise is not a stream but a function of
-(seed, position, token id), so it does not matter in which order, in what company, or how often a token is
-looked at: plain decoding, draft verification and drafters see the same noise. Arithmetic is float64 in
-NumPy operations that IEEE 754 defines exactly; `log` and `exp` are our own, because NumPy's differ in the
-last bit between SIMD targets and between contiguous and strided arrays. NumPy's faster ones say which few
-tokens could win, and the exact arithmetic which of those does.
+`score + noise` is distributed exactly as softmax(score). The noise is not a stream but a function of
+(seed, position, token id). It doesn't depend on the order of tokens, on their neighbours or on how often one
+is looked at, so plain decoding, draft verification and drafters see the same noise.
+
+Arithmetic is float64 in NumPy operations that IEEE 754 defines exactly. `log` and `exp` are our own, because
+NumPy's differ in the last bit between SIMD targets and between contiguous and strided arrays. NumPy's faster
+ones find the few tokens that could win; the exact arithmetic decides between those.
 
 V is the vocabulary size, N the number of tokens that survive the filters.
 """
@@ -35,10 +36,10 @@ _LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 _TAYLOR = tuple(1.0 / math.factorial(n) for n in range(15))
 _SQRT_HALF = 0.7071067811865476
 NOISE_ERROR = 1e-3
-"""Most by which `near_noise` is off. Noise lies within 37 of 0, where float32 numbers are 4e-6 apart: NumPy's
-`log`, which errs by a few of those steps at most, might err by 200."""
+"""Largest error of `near_noise`. Noise lies within 37 of 0, where float32 numbers are 4e-6 apart. NumPy's
+`log` errs by a few of those steps at most; this allows for more than 200."""
 _CHUNK = 1 << 13
-"""Tokens whose noise is computed at once, so that what lies between stays in the processor's cache."""
+"""Tokens whose noise is computed at once, so that intermediate values stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def sample(
 
 
 def seed_of(config: SamplingConfig) -> int:
-    """The seed of one that has it: a generation gives it one before it begins. Raises UsageError."""
+    """The config's seed. Raises UsageError if it has none; a generation sets one before it begins."""
     if config.seed is None:
         raise UsageError("there is no seed to draw by; SamplingConfig.seeded() gives one")
     return config.seed
@@ -81,10 +82,11 @@ def seed_of(config: SamplingConfig) -> int:
 def draw(candidates: Candidates, seed: int, position: int) -> int:
     """The candidate with the largest sum of score and `gumbel_noise`, ties to the lower id.
 
-    Its exact sum X is computed only where the approximate one, A, comes near the largest, A(b). For every
-    token |X - A| <= NOISE_ERROR + rounding, and the one that wins, j, has X(j) >= X(b), so
-    A(j) >= X(j) - e >= X(b) - e >= A(b) - 2 e: it is among those within 2 e of A(b). Rounding is of two sums,
-    each within 2^-53 of its own size, which there is about that of A(b); 2^-50 covers them four times.
+    The exact sum X is computed only for tokens whose approximate sum A comes near the largest, A(b). For
+    every token |X - A| <= e = NOISE_ERROR + rounding. The winner j has X(j) >= X(b), so
+    A(j) >= X(j) - e >= X(b) - e >= A(b) - 2 e: it is among the tokens within 2 e of A(b). Rounding is that of
+    two sums, each within 2^-53 of its own size, which here is about that of A(b). 2^-50 covers them four
+    times.
     """
     state, scores, token_ids = _noise_state(seed, position), candidates.scores, candidates.token_ids
     parts = [slice(start, start + _CHUNK) for start in range(0, scores.size, _CHUNK)]
@@ -103,9 +105,9 @@ def process_logits(
     config: SamplingConfig,
     history: Sequence[int] | npt.NDArray[np.integer] = (),
 ) -> Candidates:
-    """Penalty, bias, temperature, then top-k, top-p and min-p, each within what the one before left.
+    """Apply penalty, bias and temperature, then top-k, top-p and min-p, each to what the one before left.
 
-    Temperature 0 divides by 1: filters then select as they would at temperature 1.
+    Temperature 0 divides by 1, so filters then select as they would at temperature 1.
     Raises OndeviceError as `sample` does, UsageError for a bias or history id outside the vocabulary.
     """
     adjusted = _adjust(logits, config, history)
@@ -127,7 +129,7 @@ def process_logits(
 
 
 def gumbel_noise(seed: int, position: int, token_ids: TokenIds) -> Floats:
-    """Standard Gumbel noise (N,) of the given tokens at `position`; each value depends on its own key only.
+    """Standard Gumbel noise (N,) of the tokens at `position`. Each depends on (seed, position, id) alone.
 
     Token i gets output i (from 0) of the SplitMix64 generator (Steele et al., OOPSLA 2014) whose state is
     `mix(mix(seed) + position)`; its top 52 bits, centred in their cell, are u in (0, 1), and the noise is
@@ -137,16 +139,16 @@ def gumbel_noise(seed: int, position: int, token_ids: TokenIds) -> Floats:
 
 
 def near_noise(seed: int, position: int, token_ids: TokenIds) -> npt.NDArray[np.float32]:
-    """`gumbel_noise` (N,) within NOISE_ERROR, many times faster: to rank with, never to decide by.
+    """`gumbel_noise` (N,) within NOISE_ERROR, many times faster. For ranking, never for deciding.
 
-    It differs in its last bits from machine to machine, and with what else is asked for.
+    Its last bits differ between machines, and depend on the other tokens in the call.
     """
     return _near_noise(_noise_state(seed, position), token_ids)
 
 
 def _near_noise(state: int, token_ids: TokenIds) -> npt.NDArray[np.float32]:
     uniform = _uniform(state, token_ids)
-    # Near 1, where the noise is large, float64 still tells -log(u) from 0; its own logarithm needs less.
+    # For u near 1, where the noise is large, -log(u) needs float64 to differ from 0. The second log doesn't.
     np.log(uniform, out=uniform)
     noise = np.negative(uniform).astype(np.float32)
     np.log(noise, out=noise)
@@ -155,7 +157,7 @@ def _near_noise(state: int, token_ids: TokenIds) -> npt.NDArray[np.float32]:
 
 @lru_cache(maxsize=4)
 def _every_id(vocab_size: int) -> TokenIds:
-    """0 .. vocab_size - 1, for whoever doesn't write to it."""
+    """Token ids 0 .. vocab_size - 1 as a shared read-only array."""
     ids = np.arange(vocab_size)
     ids.flags.writeable = False
     return ids
@@ -166,7 +168,7 @@ def _noise_state(seed: int, position: int) -> int:
 
 
 def _uniform(state: int, token_ids: TokenIds) -> Floats:
-    """u of the given tokens (N,), as `gumbel_noise` defines it, exact."""
+    """Exact uniform values u (N,) of the tokens, as `gumbel_noise` defines them."""
     words = token_ids.astype(np.uint64)
     words += np.uint64(1)
     words *= np.uint64(_GOLDEN)
@@ -203,7 +205,7 @@ def _adjust(
     if penalised:
         ids = _checked_ids(np.asarray(history, dtype=np.int64), logits.size, "history")
         penalty = np.float32(config.repetition_penalty)
-        # Gathered from the original logits, so an id that occurs twice is penalised once.
+        # The original logits are gathered, so an id that occurs twice is penalised once.
         seen = logits[ids]
         adjusted[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
     if config.logit_bias:
@@ -249,12 +251,12 @@ def _largest(values: Floats, count: int) -> npt.NDArray[np.bool_]:
 def _nucleus(scores: Floats, top_p: float) -> npt.NDArray[np.bool_]:
     """Mask of the smallest set of likeliest tokens that holds `top_p` of the probability.
 
-    Nucleus sampling, Holtzman et al., arXiv 1904.09751. The token that crosses the mark is in.
+    Nucleus sampling, Holtzman et al., arXiv 1904.09751. The token that crosses `top_p` is included.
     """
     weights = _exp(scores - scores.max())
     target = top_p * weights.cumsum()[-1]
-    # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so the nucleus lies
-    # above; leaving them out first makes the sort short.
+    # Tokens below (1 - p) / n hold less than 1 - p together (weights sum to 1 or more), so none of them is in
+    # the nucleus. Leaving them out first makes the sort short.
     likely = np.sort(weights[weights >= 0.5 * (1.0 - top_p) / scores.size])[::-1]
     count = int(np.searchsorted(likely.cumsum(), target)) + 1
     return _largest(scores, min(count, likely.size))
@@ -277,7 +279,7 @@ def _log(x: Floats) -> Floats:
 
 
 def _exp(x: Floats) -> Floats:
-    """Exponential of float64 at or below 0, within 2 ulp; anything under -700 is taken as -700."""
+    """Exponential of float64 at or below 0, within 2 ulp. Values under -700 count as -700."""
     x = np.maximum(x, -700.0)
     power = np.rint(x * 1.4426950408889634)
     remainder = (x - power * _LN2_HIGH) - power * _LN2_LOW
@@ -289,20 +291,20 @@ def _exp(x: Floats) -> Floats:
 
 
 class StopMatcher:
-    """Cuts streamed text before the first stop string, holding back what may become one.
+    """Cuts streamed text before the first stop string, and holds back text that may become one.
 
-    The match that ends first wins, and of those the longest. So the result is that of feeding one
-    character at a time, however the text is cut into pieces.
+    The match that ends first wins; of several that end there, the longest. The result is the same however
+    the text is cut into pieces, even into single characters.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """stops: none of them empty, as SamplingConfig sees to."""
+        """stops: stop strings, none empty; SamplingConfig checks that."""
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """The text now known to precede any stop string; empty once `stopped`."""
+        """Take more text, and return the text now known to precede any stop string; empty once `stopped`."""
         if self.stopped:
             return ""
         self._held += text
@@ -316,7 +318,7 @@ class StopMatcher:
         return ready
 
     def finish(self) -> str:
-        """What is still held when the text ends without a stop string."""
+        """The text still held back when the text ends without a stop string."""
         ready, self._held = self._held, ""
         return ready
 
@@ -326,7 +328,7 @@ class StopMatcher:
         return min(found)[1] if found else None
 
     def _prefix_length(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
+        """Length of the longest suffix of the held text that is the beginning of a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

@@ -1,6 +1,6 @@
-"""How well a model predicts a text, and how fast it runs: perplexity windows, benchmark prompts, medians.
+"""Perplexity and benchmarks: scoring windows, tallies, benchmark prompts and reports of medians.
 
-Pure functions over token ids, logits and statistics; running the model is the caller's work.
+Pure functions over token ids, logits and stats. Running the model is the caller's work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Score:
     tokens: int
 
     def to_dict(self) -> dict[str, float | int | None]:
-        """For JSON, which has no infinity: what isn't finite is None."""
+        """For JSON, which has no infinity: a value that isn't finite becomes None."""
         return {
             "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,
             "nll_per_token": self.nll_per_token if math.isfinite(self.nll_per_token) else None,
@@ -41,13 +41,16 @@ class Score:
 
 @dataclass
 class Tally:
-    """Running sum of negative log-likelihoods."""
+    """Running sum of negative log-likelihoods, in nats, and the number of tokens in it."""
 
     nll: float = 0.0
     tokens: int = 0
 
     def add(self, logits: Float32, targets: Sequence[int]) -> None:
-        """logits: (T, V) of positions whose next tokens are targets (T,). Summed in float64."""
+        """Add T predicted tokens. logits: (T, V) at positions whose next tokens are targets (T,).
+
+        Sums are float64.
+        """
         for row, target in zip(logits, targets, strict=True):
             wide = row.astype(np.float64)
             highest = wide.max()
@@ -55,17 +58,17 @@ class Tally:
         self.tokens += len(targets)
 
     def score(self) -> Score:
-        """Of one token or more."""
+        """The score so far. Needs one token or more."""
         mean = self.nll / self.tokens
         return Score(math.exp(mean) if mean < 700.0 else math.inf, mean, self.tokens)
 
 
 def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator[list[int]]:
-    """Cut a text into pieces that fill a context each and don't overlap; every piece begins with bos_id.
+    """Cut a text into pieces that fill a context each. Every piece begins with bos_id, if there is one.
 
-    Every token of a piece but its first is predicted. Without bos_id, pieces overlap by the one token that
-    would not be predicted otherwise. Tokens are taken as pieces are. Raises UsageError, with the first piece,
-    for a context or a text with no token to predict.
+    Every token of a piece except its first is predicted. With bos_id, pieces don't overlap. Without it, they
+    overlap by one token, which would not be predicted otherwise. Tokens are consumed lazily, piece by piece.
+    Raises UsageError, when the first piece is taken, for a context or a text with no token to predict.
     """
     if context < 2:
         raise UsageError(f"a context of {context} tokens predicts nothing; scoring takes at least two")
@@ -86,9 +89,10 @@ def windows(tokens: Iterable[int], context: int, bos_id: int | None) -> Iterator
 
 
 def scoring_windows(resolved: ResolvedModel, tokens: Iterable[int]) -> Iterator[list[int]]:
-    """The pieces of a text by which a model is scored. Raises UsageError, with the first, for no such piece.
+    """The pieces of a text on which a model is scored.
 
-    And BudgetError, at once, where the budget has shortened the context: a perplexity would depend on it.
+    Raises UsageError, when the first piece is taken, if there is none. Raises BudgetError at once if the
+    budget has shortened the context, because perplexity depends on it.
     """
     resolved.require_whole_context()
     settings = resolved.bundle.manifest.tokenizer
@@ -96,12 +100,12 @@ def scoring_windows(resolved: ResolvedModel, tokens: Iterable[int]) -> Iterator[
 
 
 def benchmark_prompt(count: int, vocab_size: int) -> list[int]:
-    """`count` token ids spread over the vocabulary: the same for everybody, no text's statistics."""
+    """`count` token ids spread over the vocabulary. They are the same in every run and resemble no text."""
     return [(7919 * index + 101) % vocab_size for index in range(count)]
 
 
 def benchmark_report(runs: Sequence[GenerationStats], kernel_target: str) -> dict[str, Any]:
-    """`bench --json`: medians of the runs, flash traffic per generated token, and the machine."""
+    """The object that `bench --json` prints: medians of the runs, flash bytes per token, and the machine."""
     median = median_stats(runs)
     return {
         **median.to_dict(),
@@ -112,7 +116,7 @@ def benchmark_report(runs: Sequence[GenerationStats], kernel_target: str) -> dic
 
 
 def machine(kernel_target: str) -> dict[str, Any]:
-    """What figures belong to. kernel_target: the instruction set that multiplied."""
+    """The machine on which stats were measured. kernel_target: the target that multiplied."""
     return {
         "system": platform.system(),
         "processor": _processor(),
@@ -124,7 +128,7 @@ def machine(kernel_target: str) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's marketing name where the system tells it."""
+    """The processor's marketing name, if the system reports it."""
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:

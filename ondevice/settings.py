@@ -1,7 +1,7 @@
 """The options that can be set, each with its one default from the config dataclasses.
 
-A flag beats an environment variable (`ONDEVICE_<OPTION>`) beats the settings file beats the default. This
-module knows the options and the file; the command line does the asking.
+A flag beats an environment variable (`ONDEVICE_<OPTION>`), which beats the settings file, which beats the
+default. This module knows the options and the file; the command line reads flags and variables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ondevice.units import parse_budget
 MAX_FILE_BYTES = 1 << 20
 """Most bytes of a settings file."""
 NEAR = 0.6
-"""Least likeness of a misspelt option and the one that is suggested, as `difflib` measures it."""
+"""Least `difflib` similarity between a misspelt option and the one that is suggested."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Option:
     flag: str
     default: Any
     choices: tuple[str, ...]
-    """Values it may have; empty where any value of `kind` will do."""
+    """Allowed values; empty if every value of type `kind` is allowed."""
     kind: type
     help: str
 
     @property
     def multiple(self) -> bool:
-        """Whether it may be given several times."""
+        """True if the option may be given several times."""
         return self.kind is tuple
 
 
@@ -124,12 +124,12 @@ OTHER_SETTINGS: dict[str, type] = {
     "listing": bool,
     "verbose": bool,
 }
-"""Settings of the command line that are no fields of a config dataclass, and their types."""
+"""Types of the command line's settings that aren't fields of a config dataclass, by name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a settings file says: `values` by option name, and the keys as they are spelt there."""
+    """Content of a settings file: `values` and the `keys` as spelt there, both by option name."""
 
     path: Path
     values: Mapping[str, Any]
@@ -155,13 +155,16 @@ def sampling_config(values: Mapping[str, Any]) -> SamplingConfig:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises UsageError for a value that a runtime or sampling option can't have, whatever the model."""
+    """Raises UsageError for a value that a runtime or sampling option can't have with any model."""
     config = runtime_config if name in RUNTIME_OPTIONS else sampling_config
     config({name: value})
 
 
 def runtime_options(options: RuntimeOptions) -> RuntimeConfig:
-    """RuntimeConfig with these fields. Raises UsageError for an unknown name or an option without meaning."""
+    """RuntimeConfig with these fields.
+
+    Raises UsageError for an unknown name or an option that has no meaning in the sparsity mode.
+    """
     require_fields(RuntimeConfig, options)
     config, default = RuntimeConfig(**options), RuntimeConfig()
     changed = {name for name in options if getattr(config, name) != getattr(default, name)}
@@ -213,20 +216,20 @@ def with_model_defaults(
     """Complete `config` with the sampling that the model's authors recommend.
 
     Args:
-        config: what was chosen, or is the default.
+        config: the chosen values, and defaults for the other fields.
         generation: the bundle's recommendations by SamplingConfig field.
         chosen: names of the fields that were chosen; recommendations don't replace them.
 
-    Returns the config, and the recommendations that it took.
+    Returns the config, and the recommendations that were applied.
     """
     taken = {name: value for name, value in generation.items() if name not in chosen}
     return replace(config, **taken), taken
 
 
 def settings_path() -> Path:
-    """The settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's configuration folder.
+    """Path of the settings file: `ONDEVICE_CONFIG`, else `config.toml` in the platform's config folder.
 
-    Raises UsageError if `ONDEVICE_CONFIG` names a file that isn't there. The default one needn't exist.
+    Raises UsageError if `ONDEVICE_CONFIG` names a file that isn't there. The default file needn't exist.
     """
     chosen = os.environ.get("ONDEVICE_CONFIG")
     if chosen:
@@ -257,7 +260,7 @@ def read_settings(path: Path) -> Settings:
         raise UsageError(f"the settings file {path} can't be read: {error}") from error
     try:
         parsed = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # A huge integer and deep nesting are no TOMLDecodeError.
+    except (ValueError, RecursionError) as error:  # Huge integers and deep nesting raise these.
         raise UsageError(f"the settings file {path} isn't TOML: {error}") from error
     names = {_key(_flag(name)): name for name in (*_OPTIONS, *OTHER_SETTINGS)} | {
         name: name for name in _OPTIONS

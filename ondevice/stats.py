@@ -1,4 +1,4 @@
-"""What a generation cost: the `stats` object of the JSON contract, one field per key."""
+"""Stats of a generation: the `stats` object of the JSON contract, one field per key."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from ondevice.errors import UsageError
 
 @dataclass(frozen=True)
 class DraftStats:
-    """Drafting beside a generation's decode passes.
+    """Stats of drafting during a generation's decode passes.
 
     `drafts` counts passes with draft tokens, and `draft_tokens` the draft tokens of all passes.
-    `drafted_by_depth` counts, from depth 1 on, drafts with a draft token there behind accepted ones, and
-    `accepted_by_depth` those in which one was accepted there. Draft tokens behind the end of the text count
-    for neither. Every accepted token is one that its pass gave beside the first. `preparing_seconds` is time
-    spent computing what drafts grow from, `growing_seconds` time spent choosing their nodes. The time that a
-    drafter adds to the passes themselves is in neither. `decision` says in words whether drafts were made at
-    the end, and why.
+
+    Both `*_by_depth` tuples begin at depth 1. `drafted_by_depth` counts the drafts with a draft token at that
+    depth behind accepted ones; `accepted_by_depth` counts those in which one was accepted there. Draft tokens
+    behind the end of the text count in neither. Every accepted token is one that its pass gave beside the
+    first.
+
+    `preparing_seconds` is the time spent computing what drafts grow from, and `growing_seconds` the time
+    spent choosing their nodes. The time that a drafter adds to the passes themselves is in neither.
+    `decision` says in words whether drafts were made at the end, and why.
     """
 
     drafts: int = 0
@@ -34,7 +37,7 @@ class DraftStats:
     decision: str = ""
 
     def __add__(self, other: DraftStats) -> DraftStats:
-        """Sums over both generations, of which `other` is the later."""
+        """Sums over both generations. `other` is the later one, whose `decision` wins."""
         return DraftStats(
             self.drafts + other.drafts,
             self.draft_tokens + other.draft_tokens,
@@ -47,7 +50,7 @@ class DraftStats:
 
     @property
     def acceptance_by_depth(self) -> tuple[float, ...]:
-        """By depth, accepted over drafted."""
+        """Acceptance rate at each depth from 1 on: accepted over drafted."""
         return tuple(
             accepted / drafted
             for accepted, drafted in zip(self.accepted_by_depth, self.drafted_by_depth, strict=True)
@@ -63,18 +66,23 @@ class DraftStats:
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Figures of one generation. Rates are per second of wall time, 0.0 where nothing was measured.
+    """Stats of one generation. Rates are per second of wall time, 0.0 where nothing was measured.
 
-    `accepted_tokens_per_pass` is the tokens generated after the first, over decode passes.
-    `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1;
-    `prefetch_recall` the share of the others that were prefetched, `prefetch_wasted_bytes` what was
-    prefetched in vain. `flash_read_seconds` is wall time with a read in flight,
-    `flash_cpu_seconds` the processor time of the threads that read and compared checksums.
-    `peak_memory_bytes` is the whole process's peak, interpreter included. `decode_passes` are those behind
-    the prompt's, and took `decode_seconds`. `synchronisations` are those with a device that computes by
-    itself (`mlx`), logits' included; they took `synchronised_seconds` of waiting. `seed` is what random
-    numbers came from, None where nothing was drawn by chance; `context_full` whether the text ended for want
-    of room.
+    `peak_memory_bytes` is the whole process's peak, interpreter included. `flash_read_seconds` is wall time
+    with a read in flight. `flash_cpu_seconds` is the processor time of the threads that read and compare
+    checksums.
+
+    `neuron_cache_hit_rate` is the share of selected neurons that were already in DRAM, from 0 to 1.
+    `prefetch_recall` is the share of the others that were prefetched. `prefetch_wasted_bytes` counts bytes
+    prefetched in vain.
+
+    `decode_passes` counts the forward passes behind the prompt's, which took `decode_seconds`.
+    `accepted_tokens_per_pass` is the number of tokens generated after the first, over decode passes.
+    `synchronisations` counts waits for a device that computes asynchronously (`mlx`), including waits for
+    logits; they took `synchronised_seconds`.
+
+    `seed` is the seed of the random numbers, or None if nothing was drawn by chance. `context_full` is True
+    if the text ended because the context was full.
     """
 
     prompt_tokens: int = 0
@@ -110,21 +118,21 @@ class GenerationStats:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Where passes spent time beside computing, in seconds: waiting for reads, and managing the cache."""
+    """Seconds that passes spent on other things than computing: waiting for reads, managing the cache."""
 
     waited: float = 0.0
     managed: float = 0.0
 
 
 def per_second(count: float, seconds: float) -> float:
-    """`count / seconds`, and 0.0 for an interval too short to measure (JSON has no infinity)."""
+    """`count / seconds`, or 0.0 for an interval too short to measure (JSON has no infinity)."""
     return count / seconds if seconds > 0.0 else 0.0
 
 
 def median_stats(runs: Sequence[GenerationStats]) -> GenerationStats:
-    """Field-wise median of repeated runs; counts are rounded, what isn't a figure is the first's.
+    """Field-wise median of repeated runs. Counts are rounded; fields that aren't numbers are the first run's.
 
-    `drafting` is that of all runs together: its parts belong to each other.
+    `drafting` is the sum over all runs, because its parts belong together.
 
     Raises UsageError for no runs.
     """

@@ -1,4 +1,4 @@
-"""What is trained for a bundle once it is converted, and measured on text that wasn't trained on."""
+"""Training for a converted bundle: predictors, thresholds and streams, measured on held-out text."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ondevice.tokenizer import Tokenizer, load_tokenizer
 
 PIECE_TOKENS = 512
 MEASURED_TOKENS = 2048
-"""Most tokens on which the quality of every operating point is measured, unless the caller says."""
+"""Default for the most tokens on which the quality of each operating point is measured."""
 TRAINED_SHARE = 0.9
-"""Of the progress: the rest is measuring."""
+"""Share of the progress that training takes; the rest is measuring."""
 
 Text = str | Iterable[str]
-"""Whole or in parts, as it is read; of these no more than is used."""
+"""A whole text, or its parts as they are read. No more parts are taken than are used."""
 Pieces = Sequence[Sequence[int]]
 Point = TypeVar("Point", OperatingPoint, ThresholdPoint)
 
@@ -55,22 +55,27 @@ def train_predictors(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> Predictors:
-    """Train predictors of which neurons fire on `text`, and add them, and how often each fires, to the model.
+    """Train predictors of which neurons fire on `text`. Adds them and each neuron's firing rate to the model.
 
-    pieces: token ids instead of a text, each to be read from an empty context; the last ones measure.
-    output: a new folder for a copy of the bundle that has them, whose files are links where they can be;
-    without it they are added to the model's own. tokens: how much of the text to use at most.
-    measured_tokens: the most on which perplexity and agreement are measured, in pieces spread evenly over
-    those that neither train nor set thresholds.
-    order: first order the neurons' records by what fires together, for fewer reads. That writes the bundle
-    anew, in its place, unless a text has ordered it before; it stays the same function.
-    backend: what runs the model over the text, fits, and measures quality: `cpu` (our kernels, and numpy) or
-    `mlx`. dram_budget: of the runs that measure quality, one per recall target. on_progress gets the share
-    done, from 0 to 1, and what is being done.
+    Args:
+        model: a path, a name or an alias. The default is the model that ships.
+        text: the text to learn from, or None for `pieces`.
+        pieces: token ids instead of a text, each piece read from an empty context. The last ones measure.
+        output: a new folder for a copy of the bundle with the predictors; its files are links where possible.
+            Without it, the predictors are added to the model's own folder.
+        tokens: most tokens of the text to use.
+        measured_tokens: most tokens on which perplexity and agreement are measured, in pieces spread evenly
+            over those that neither train nor set thresholds.
+        order: first order the neurons' records by which fire together, for fewer reads. This writes the
+            bundle anew, in its place, unless a text has ordered it before. The function stays the same.
+        backend: what runs the model over the text, fits, and measures quality: `cpu` (our kernels, and numpy)
+            or `mlx`.
+        dram_budget: budget of the runs that measure quality, one run per recall target.
+        on_progress: called with the share done, from 0 to 1, and the current step.
 
-    Raises, before it trains, UnsupportedModelError for a model whose gates are hardly ever zero, UsageError
+    Before it trains, raises UnsupportedModelError for a model whose gates are hardly ever zero, UsageError
     for too little text, an output that exists or a model that can't be written to, BackendUnavailableError
-    for `reference`, or `mlx` where it isn't installed, and what else `load` raises.
+    for `reference`, or for `mlx` where it isn't installed, and what else `load` raises.
     """
     from ondevice.converters.training.predictors import train as training
 
@@ -98,7 +103,7 @@ def train_predictors(
             backend=settled,
             order=order,
         )
-    # The goal is usable from here on: a failure while measuring loses no training.
+    # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
     perplexity, points = _measured(
         goal,
         found.points,
@@ -123,17 +128,17 @@ def train_thresholds(
     dram_budget: str | int = "auto",
     on_progress: OnProgress = ignore_progress,
 ) -> Thresholds:
-    """Calibrate on `text` how large a gate must be for its neuron to count, and add that to the model.
+    """Calibrate on `text` how large a gate must be for its neuron to count. Adds the thresholds to the model.
 
-    The arguments are those of `train_predictors` but `order` and `backend`; quality is measured once per
+    The arguments are those of `train_predictors` without `order` and `backend`. Quality is measured once per
     sparsity target.
 
-    Raises, before it calibrates, UnsupportedModelError for a model with ReLU gates, UsageError for too little
+    Before it calibrates, raises UnsupportedModelError for a model with ReLU gates, UsageError for too little
     text, an output that exists or a model that can't be written to, and what `load` raises.
     """
     from ondevice.converters.training import thresholds
 
-    # What our kernels calibrate is measured by them.
+    # Our own kernels calibrate, so they measure too.
     runtime: dict[str, Any] = {"dram_budget": dram_budget, "backend": "cpu"}
     resolved = open_model(model, RuntimeConfig(**runtime))
     options = thresholds.ThresholdOptions()
@@ -146,7 +151,7 @@ def train_thresholds(
         found = thresholds.calibrate_thresholds(
             resolved.bundle, pieces, folder, options, _first_part_of(on_progress)
         )
-    # The goal is usable from here on: a failure while measuring loses no training.
+    # The bundle at `goal` is usable from here on: a failure while measuring loses no training.
     perplexity, points = _measured(
         goal,
         found.points,
@@ -171,18 +176,23 @@ def train_streams(
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
     **options: Any,
 ) -> MultiStreams:
-    """Train adapters on `text` that guess several tokens at once, and add them to the model.
+    """Train streams on `text`, adapters that draft several tokens at once. Adds them to the model.
 
-    model, pieces, output, on_progress: as in `train_predictors`. options: fields of `MultiStreamOptions`,
-    such as mode="shared", which makes another model of it; "lossless" leaves the model as it is. on_step
-    gets, after each step, the tokens whose streams have been trained and the loss in nats. replace: the
-    model's own streams, if it has some already and there is no output.
+    Args:
+        model: as in `train_predictors`, like `text`, `pieces`, `output` and `on_progress`.
+        replace: replace the model's own streams, if it has some already and there is no output.
+        on_step: called after each step with the number of tokens whose streams have been trained, and the
+            loss in nats.
+        options: fields of `MultiStreamOptions`, such as `mode`. "lossless" leaves the model as it is;
+            "shared" changes the model too.
 
-    What was interrupted goes on where it stopped, if it is called again with the same arguments, and comes to
-    the same numbers: beside the output, or the model's folder, it keeps a folder `<name>.streams.training`
-    meanwhile. Raises, before it trains, BackendUnavailableError without MLX, UsageError for an option out of
-    range, too little text, streams that would be lost, an output that exists, a model that can't be written
-    to or what is left of a training with other arguments, and what `load` raises.
+    An interrupted training continues where it stopped if it is called again with the same arguments, and
+    comes to the same numbers. Meanwhile it keeps a folder `<name>.streams.training` beside the output or the
+    model's folder.
+
+    Before it trains, raises BackendUnavailableError without MLX, and UsageError for an option out of range,
+    too little text, streams that would be lost, an output that exists, a model that can't be written to, or
+    remains of a training with other arguments. Raises what `load` raises.
     """
     training = _stream_training()
     require_fields(training.MultiStreamOptions, options)
@@ -206,7 +216,7 @@ def train_streams(
 
 
 def _stream_training() -> ModuleType:
-    """What trains streams. Raises BackendUnavailableError where MLX can't be imported."""
+    """The module that trains streams. Raises BackendUnavailableError if MLX can't be imported."""
     try:
         from ondevice.converters.training.streams import train
     except ImportError as error:
@@ -228,14 +238,14 @@ def convert_and_train(
     force: bool = False,
     offline: bool = False,
 ) -> Path:
-    """Convert as `convert` does; order neurons by `text` and train predictors on it, then name the bundle.
+    """Convert as `convert` does, then order the neurons by `text` and train predictors on it.
 
-    A model whose gates are hardly ever zero is converted and no more. What is interrupted leaves no bundle
-    under that name; resumed, it comes to the bytes of one that ran through. on_training gets the share of
-    the training that is done, and what is being done.
+    The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
+    run gives the same bytes as one without interruption. A model whose gates are hardly ever zero is only
+    converted. on_training is called with the share of the training that is done, and its current step.
 
-    Raises what `convert` and `train_predictors` raise; before anything is written, UsageError for a model
-    without a tokenizer and for too little text.
+    Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
+    model without a tokenizer and for too little text.
     """
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
@@ -271,7 +281,7 @@ def convert_and_train(
 def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:
     """Ids of the text's first `tokens` tokens, in pieces that are read from an empty context each.
 
-    None of a text of fewer than two. Raises UsageError if the model has no tokenizer.
+    A text of fewer than two tokens has no pieces. Raises UsageError if the model has no tokenizer.
     """
     info = resolved.bundle.manifest.tokenizer
     return _text_pieces(text_tokenizer(resolved), info, text, tokens, resolved.plan.max_context)
@@ -287,9 +297,9 @@ def _text_pieces(
 
 
 def spread(pieces: Pieces, tokens: int) -> Pieces:
-    """As many of `pieces` as have no more than `tokens` tokens, evenly spaced; at least one.
+    """The largest evenly spaced choice of `pieces` with at most `tokens` tokens in all; at least one piece.
 
-    The first ones alone would be of one kind where a text has several.
+    A text may hold several kinds of text; the first pieces alone could all be of one kind.
     """
     for count in range(min(len(pieces), tokens), 1, -1):
         chosen = [pieces[(2 * index + 1) * len(pieces) // (2 * count)] for index in range(count)]
@@ -305,10 +315,10 @@ def _pieces(resolved: ResolvedModel, text: Text | None, pieces: Pieces | None, t
 
 
 def _check_target(resolved: ResolvedModel, output: Name | None) -> Path:
-    """The folder to add to: the model's own, or `output`.
+    """The folder that gets the training's result: the model's own, or `output`.
 
-    Raises UsageError if the one can't be written to or the other exists, and what `load` raises for a budget
-    that is too small.
+    Raises UsageError if the model's folder can't be written to or `output` exists, and what `load` raises for
+    a budget that is too small.
     """
     resolved.require_fit()
     folder = resolved.bundle.path if output is None else output_path(output).absolute()
@@ -343,9 +353,9 @@ def _measured(
     runtime: dict[str, Any],
     on_progress: OnProgress,
 ) -> tuple[float | None, tuple[Point, ...]]:
-    """Perplexity of the dense model, and points with theirs and how often they agree with it.
+    """Perplexity of the dense model, and the points with their own perplexity and agreement with it.
 
-    options: of a model that runs at each point, beside those in `runtime`.
+    options: for each point, the options of `load` that run the model at it, in addition to `runtime`.
     """
     steps = 1 + len(points)
     on_progress(TRAINED_SHARE, f"quality, 1 of {steps}")
@@ -361,9 +371,9 @@ def _measured(
 
 
 def _run(folder: Path, pieces: Pieces, options: dict[str, Any]) -> tuple[float | None, NDArray[np.intp]]:
-    """Perplexity of pieces, and the likeliest token at every position; without options of an exact mode.
+    """Perplexity of the pieces, None if it is infinite, and the likeliest token at every position.
 
-    None for a perplexity that is infinite.
+    options: of `load`; without any that choose a lossy mode, the model runs exactly.
     """
     tally, likeliest = Tally(), []
     with load(folder, **options) as model:

@@ -1,7 +1,7 @@
-"""Sizes as people write them, and what this process and machine have: memory and cores.
+"""Sizes as people write them, and the memory and cores of this process and machine.
 
-GB is 10^9 bytes, GiB is 2^30. Limits set by control groups count as the machine's own, because that is
-where a process is killed. Nothing here decides how memory is used; `budget/` does.
+GB is 10^9 bytes, GiB is 2^30. Limits set by control groups count as the machine's own, because a process that
+exceeds them is killed. Nothing here decides how memory is used; `budget/` does.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ _UNITS = {
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,20})?)\s*(%|[a-z]*)", re.ASCII)
 _MAX_BYTES = 1 << 62
 LEAST_BARE_BYTES = 10**6
-"""Least budget in bytes without a unit: no model runs in less, so another unit was meant."""
+"""Smallest budget that may be written in bytes without a unit. No model runs in less: a unit is missing."""
 _MALLOC_MAPS_BYTES = 256 << 10
-"""Size from which `map_large_arrays` keeps blocks out of heaps: those of a prompt's chunk, not a token's."""
+"""Least size of a block that `map_large_arrays` keeps out of heaps. A prompt chunk's arrays reach it, a
+token's don't."""
 _M_MMAP_THRESHOLD = -3
 """The parameter's number in glibc's malloc.h."""
 PROC = Path("/proc")
@@ -47,9 +48,9 @@ CGROUP = Path("/sys/fs/cgroup")
 def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | None = None) -> int:
     """Bytes meant by `value`: `4GB`, `3.5GiB`, `60%`, `123456`, or `auto`. Fractions round down.
 
-    percent_of: bytes that `100%` stands for; the machine's memory if not given.
-    auto: bytes that `auto` stands for; where not given, `auto` is refused.
-    Raises UsageError on anything else, on a negative size and on more than 2^62 bytes.
+    percent_of: bytes that `100%` stands for; the machine's memory by default. auto: bytes that `auto` stands
+    for; by default `auto` is refused. Raises UsageError on anything else, on a negative size and on more than
+    2^62 bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 <= value <= _MAX_BYTES:
@@ -75,7 +76,7 @@ def parse_size(value: str | int, *, percent_of: int | None = None, auto: int | N
 
 
 def parse_budget(value: str | int, *, auto: int | None = None) -> int:
-    """`parse_size` of a memory budget. Raises UsageError, too, for a number of bytes that lacks its unit."""
+    """`parse_size` for a memory budget. Also raises UsageError for a small number without a unit."""
     size = parse_size(value, auto=auto)
     bare = str(value).strip().replace(".", "", 1).isdigit()
     if bare and 0 < size < LEAST_BARE_BYTES:
@@ -107,7 +108,7 @@ def format_bytes(count: int) -> str:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory that the operating system charges this process, now and at its highest.
+    """Memory that the operating system charges to this process: current and peak.
 
     Linux: VmRSS and VmHWM (anonymous and mapped file pages). macOS: phys_footprint and its lifetime peak.
     """
@@ -117,7 +118,7 @@ class ProcessMemory:
 
 
 def process_memory(proc: Path = PROC) -> ProcessMemory:
-    """This process's memory. Raises BackendUnavailableError where the system doesn't tell."""
+    """This process's memory. Raises BackendUnavailableError if the system doesn't report it."""
     if sys.platform == "darwin":
         return _macos_footprint()
     sizes = read_kilobytes(proc / "self" / "status", ("VmRSS", "VmHWM"))
@@ -130,18 +131,18 @@ class MemoryRoom:
     """The memory of the machine, or of a control group that this process is in."""
 
     name: str
-    """In words, for messages."""
+    """What it is, in words for messages."""
     limit_bytes: int
-    """Memory in all."""
+    """Total memory."""
     available_bytes: int
     """Memory that can still be allocated without swapping or being killed, never below 0.
 
-    Memory that this process holds already isn't in it. Page cache that isn't in active use counts as free.
+    It excludes memory that this process already holds. Page cache that isn't in active use counts as free.
     """
 
 
 def machine_room(proc: Path = PROC) -> MemoryRoom:
-    """The machine's memory, whatever a control group says."""
+    """The machine's memory, regardless of control groups."""
     if sys.platform == "darwin":
         total = sysctl("hw.memsize")
         return MemoryRoom("this machine", total, total * sysctl("kern.memorystatus_level", 4) // 100)
@@ -179,7 +180,10 @@ def memory_available(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def usable_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Cores this process may use: its affinity, cut to the control group's quota rounded up; at least 1."""
+    """Number of cores this process may use, at least 1.
+
+    It is the CPU affinity's count, or the control group's quota, rounded up, if that is less.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     for folder in _group_folders(proc, cgroup, "cpu"):
@@ -198,25 +202,28 @@ class MemoryGroup:
 
     folder: Path
     limit_bytes: int
-    """Memory at which the group is killed, or throttled if that is less."""
+    """Memory at which the group's processes are killed, or throttled if that limit is lower."""
     used_bytes: int
     """Memory of all its processes, page cache included."""
     inactive_cache_bytes: int
     active_cache_bytes: int
     mapped_cache_bytes: int
-    """The part of both page caches that programs have mapped, such as their text."""
+    """The part of both page caches that programs have mapped, such as their code."""
     limit_hits: int
-    """Times that the limit was met since the group exists."""
+    """Number of times that usage has hit the limit since the group was made."""
 
     @property
     def unused_cache_bytes(self) -> int:
-        """Page cache that no program has mapped: program text, too, is inactive until memory is short."""
+        """Inactive page cache that no program has mapped.
+
+        The system counts even mapped code as inactive until memory is short.
+        """
         return max(0, self.inactive_cache_bytes - self.mapped_cache_bytes)
 
 
 @dataclass(frozen=True)
 class _GroupFiles:
-    """Names of a hierarchy's control files, and of what they hold."""
+    """Names of a hierarchy's control files, and of lines in them."""
 
     limits: tuple[str, ...]
     usage: str
@@ -259,10 +266,10 @@ def memory_groups(proc: Path = PROC, cgroup: Path = CGROUP) -> Iterator[MemoryGr
 
 
 def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
-    """Folders of the controller's groups, own group first, then its ancestors; v2 and v1 hierarchies.
+    """Folders of the controller's groups in v2 and v1 hierarchies: own group first, then its ancestors.
 
-    Inside a container the path may name folders of the host that aren't mounted; they are passed over,
-    and the mount's root, which then is the container's own group, still counts.
+    Inside a container the path may name folders of the host that aren't mounted. Callers skip those. The
+    mount's root, which then is the container's own group, still counts.
     """
     for line in (read_text(proc / "self" / "cgroup") or "").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -278,7 +285,7 @@ def _group_folders(proc: Path, cgroup: Path, controller: str) -> Iterator[Path]:
 def read_text(path: Path) -> str | None:
     """The text of a system file; None if it can't be read.
 
-    Raises OndeviceError if the process has no descriptor left for it: it may be there, and say a limit.
+    Raises OndeviceError if the process has no descriptor left for it, because the file may hold a limit.
     """
     try:
         return path.read_text(encoding="ascii", errors="replace")
@@ -289,7 +296,7 @@ def read_text(path: Path) -> str | None:
 
 
 def _counts(text: str | None) -> dict[str, int]:
-    """The lines of a control file that are a name and a whole number."""
+    """Numbers by name, from the lines of a control file that are a name and a whole number."""
     pairs = (line.partition(" ") for line in (text or "").splitlines())
     return {name: count for name, _, value in pairs if (count := _digits(value)) is not None}
 
@@ -301,7 +308,7 @@ def _digits(text: str | None) -> int | None:
 
 
 def read_kilobytes(path: Path, names: tuple[str, ...]) -> dict[str, int]:
-    """Bytes from lines such as `MemTotal: 8 kB`. Raises BackendUnavailableError where one is missing."""
+    """Bytes by name from lines such as `MemTotal: 8 kB`. Raises BackendUnavailableError if one is missing."""
     sizes = {}
     for line in (read_text(path) or "").splitlines():
         name, _, value = line.partition(":")
@@ -334,17 +341,17 @@ def _macos_footprint() -> ProcessMemory:
 
 
 def trim_heap() -> None:
-    """Give freed memory back to the system: glibc keeps it, and it would count against the budget."""
+    """Give freed memory back to the system. glibc would keep it, and it would count against the budget."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def map_large_arrays() -> None:
-    """Have glibc give blocks of _MALLOC_MAPS_BYTES and more a mapping of their own, in this process.
+    """Make glibc give every block of _MALLOC_MAPS_BYTES or more a memory mapping of its own.
 
-    By default it stops doing so for blocks as large as any that was freed, up to 32 MiB, and
-    keeps what is freed: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.
+    By default glibc raises that size to the largest block freed so far, up to 32 MiB, and keeps freed memory
+    in heaps: after a prompt of 1,000 tokens, 65 MB in the heap of the thread that runs MLX.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

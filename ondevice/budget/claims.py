@@ -60,11 +60,11 @@ class Claim:
         return plan
 
     def follow(self, plan: Plan) -> bool:
-        """Claim the memory of a plan for a budget up to the user's. False: others have claimed it."""
+        """Claim a plan's memory, for a budget up to the user's. Returns False if others have claimed it."""
         if plan.claim_bytes <= self._planned_bytes:
             self._planned_bytes = plan.claim_bytes
             return True
-        # Waiting could be for ever: the lock's holder may be collecting this model and wait for its thread.
+        # Waiting could deadlock: the lock's holder may be collecting this model and wait for its thread.
         if not _lock.acquire(blocking=False):
             return False
         try:
@@ -76,7 +76,7 @@ class Claim:
             _lock.release()
 
     def go_beyond(self, plan: Plan, nbytes: int) -> bool:
-        """Claim `nbytes` in all beyond one full context. False: others have claimed that memory."""
+        """Claim `nbytes` in all beyond one full context. Returns False if others have claimed that memory."""
         if nbytes <= self._beyond_bytes:
             self._beyond_bytes = nbytes
             return True
@@ -87,7 +87,7 @@ class Claim:
             return True
 
     def release(self) -> None:
-        """The model holds nothing any more. Idempotent."""
+        """Give up the claim: the model holds nothing any more. Idempotent."""
         self._budget_bytes = self._planned_bytes = self._beyond_bytes = 0
 
     def _unclaimed_bytes(self, plan: Plan) -> int:
@@ -103,7 +103,7 @@ class Claim:
 
 
 def others(own: Claim | None = None) -> Others:
-    """What all models of this process hold and claim, the one with the claim `own` left out."""
+    """Memory that all models of this process hold and claim, except the one whose claim is `own`."""
     found = [claim._found() for claim in _live() if claim is not own]
     return Others(sum(it.held_bytes for it in found), sum(it.claimed_bytes for it in found))
 

@@ -26,7 +26,7 @@ class Allowance:
     """The memory that `auto` may take."""
 
     room: MemoryRoom
-    """Where memory is scarcest for this process."""
+    """The machine or control group where memory is scarcest for this process."""
     held_bytes: int
     """Memory of this process before the model is loaded."""
     reserve_bytes: int
@@ -36,7 +36,7 @@ class Allowance:
 
     @property
     def words(self) -> str:
-        """How the amount was found, for messages."""
+        """An explanation of the amount, for messages."""
         held, free, total, reserve = map(
             format_bytes,
             (self.held_bytes, self.room.available_bytes, self.room.limit_bytes, self.reserve_bytes),
@@ -53,7 +53,10 @@ def group_limit() -> MemoryRoom | None:
 
 
 def allowance(held_bytes: int, rooms: Sequence[MemoryRoom]) -> Allowance:
-    """What `auto` may take of the scarcest of `rooms`. held_bytes: memory of this process already."""
+    """The memory that `auto` may take of the scarcest of `rooms`.
+
+    held_bytes: memory that this process holds already.
+    """
     found = []
     for room in rooms:
         part = max(room.available_bytes // 10, min(MOST_RESERVE_BYTES, room.limit_bytes // RESERVE_PART))
@@ -152,7 +155,10 @@ def context_words(plan: Plan) -> str:
 
 
 def verdict(plan: Plan, fitting_context: int) -> str:
-    """Whether a plan fits, and what would help. fitting_context: the longest that would fit; 0 for none."""
+    """Words on whether a plan fits, and what would help.
+
+    fitting_context: the longest context that would fit; 0 for none.
+    """
     if plan.fits:
         return "yes"
     limit = plan.limit

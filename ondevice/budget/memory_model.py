@@ -88,7 +88,7 @@ class MemoryModel(ABC):
 
     @property
     def selects_neurons(self) -> bool:
-        """Whether some neurons are multiplied for a token, and not all of them."""
+        """True if only some of the neurons are multiplied for a token."""
         return self.runtime.sparsity in GATED or self._used_predictors is not None
 
     @property

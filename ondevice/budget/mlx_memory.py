@@ -61,7 +61,7 @@ class MlxMemory(MemoryModel):
 
     @property
     def stream(self) -> StreamShape:
-        """In dense mode a piece is a whole segment: what is summed mustn't depend on what is resident."""
+        """Stream buffers. In dense mode a piece is a whole segment: sums mustn't depend on residency."""
         stride = neuron_layout(self.config, self.quant).stride
         if self.selects_neurons:
             stage = MLX_STAGES * self.stage_neurons * stride
@@ -112,8 +112,8 @@ class MlxMemory(MemoryModel):
     def _stored_bytes(self) -> int:
         """Copies of a full context's keys and values beside those that are stored (`backends/mlx_kv.py`).
 
-        A layer's exist twice while they grow. They are read in the operands' type, without a copy where they
-        are stored in it. Both happen layer by layer, and the next layer is begun meanwhile.
+        A layer's keys and values exist twice while they grow. They are read in the operands' type; no copy is
+        needed if they are stored in it. Both happen layer by layer, and the next layer is begun meanwhile.
         """
         layout, context = self.kv, self.max_context
         grown = layout.head_bytes * self.config.num_kv_heads * context // BLOCK_TOKENS

@@ -91,7 +91,7 @@ class Plan:
 
     @cached_property
     def least_budget_bytes(self) -> int:
-        """The smallest budget that is enough by this measurement of the process: no margin."""
+        """The smallest budget that is enough by this measurement of the process, without a margin."""
         return max(self._bare_bytes, self._loading_bytes, self._opening_bytes)
 
     @cached_property
@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget is enough, and the process's control group allows the total."""
+        """True if the budget is enough, and the process's control group allows the total."""
         # The kernel rounds a limit down to whole pages.
         return self.suffices and (
             self.limit is None or self.total_bytes < self.limit.limit_bytes + PAGE_BYTES
@@ -130,27 +130,27 @@ class Plan:
 
     @property
     def suffices(self) -> bool:
-        """Whether the budget is enough, control groups aside."""
+        """True if the budget is enough, control groups aside."""
         return self.budget_bytes >= self.least_budget_bytes
 
     @property
     def offloads_weights(self) -> bool:
-        """Whether some feed-forward weights may have to come from flash."""
+        """True if some feed-forward weights may have to come from flash."""
         return self.budget_bytes < self.resident_budget_bytes
 
     @property
     def selects_neurons(self) -> bool:
-        """Whether some neurons are multiplied for a token, and not all of them."""
+        """True if only some of the neurons are multiplied for a token."""
         return self.sparsity != "dense"
 
     @property
     def embedding_resident(self) -> bool:
-        """Whether the embedding table is held in memory."""
+        """True if the embedding table is held in memory."""
         return self.budget_bytes >= self.resident_budget_bytes + self.embedding_bytes
 
     @property
     def reads_once(self) -> bool:
-        """Whether tokens read from flash only what then stays in memory."""
+        """True if tokens read from flash only what then stays in memory."""
         # A plan without an embedding table reads a row of it for every token.
         return self.embedding_resident and self.embedding_bytes > 0
 

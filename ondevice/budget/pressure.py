@@ -22,7 +22,7 @@ class Reading:
     """One look at memory where it is scarcest for this process: on the machine, or in a control group."""
 
     limit_bytes: int
-    """Memory in all."""
+    """Total memory."""
     available_bytes: int
     """Memory that can still be allocated, droppable page cache included."""
     process_bytes: int
@@ -32,7 +32,7 @@ class Reading:
     blocked: float = 0.0
     """Share of the last seconds in which all tasks waited for memory."""
     limit_hits: int = 0
-    """Times that the limit was met since the group exists."""
+    """Number of times that usage has hit the limit since the group was made."""
     reported: Level = "normal"
     """The level that the system itself reports, if it does."""
 
@@ -50,7 +50,7 @@ class PressureConfig:
     Less than half of it is critical."""
     drift_share: float = 0.0025
     least_drift_bytes: int = 8 << 20
-    """Differences between readings that mean nothing: page tables, the kernel's own caches."""
+    """Differences between readings that are ignored: page tables, the kernel's own caches."""
     short_share: float = 0.1
     """Share available below which waiting counts; above it, tasks wait at limits of their own."""
     reported_share: float = 0.5

@@ -99,7 +99,7 @@ class SlotShape:
 
 @dataclass(frozen=True)
 class StreamShape:
-    """How records that aren't resident are read: `slots` buffers, each for up to `neurons` records.
+    """Buffers for reading offloaded records: `slots` of them, each for up to `neurons` records.
 
     `packed_bytes` is the room in which one slot's records are packed before they are multiplied.
     """

@@ -1,1 +1,1 @@
-"""The command line: one module per command, and what they share."""
+"""The command line: one module per command, and modules that they share."""

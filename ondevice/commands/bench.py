@@ -1,4 +1,4 @@
-"""`ondevice bench`: how fast a model runs here, and why."""
+"""`ondevice bench`: measures how fast a model runs on this machine, and why."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RUNTIME = {name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "s
 _SAMPLING = {name: entry for name, entry in SAMPLING_OPTIONS.items() if name != "max_tokens"}
 _ONLY_COMPARED = ("text", "chat", "prompts", "output", *_SAMPLING)
 _NEVER_COMPARED = ("ablation", "runs", "prompt_tokens")
-"""Of the parameters of `bench`: those that --speculation all alone takes, and those that it doesn't."""
+"""Parameters of `bench` that only `--speculation all` takes (above), and those that it doesn't take."""
 
 
 @click.command(cls=Command)
@@ -144,7 +144,7 @@ def bench(
     resolved = resolved_model(model, values)
     check_tokens(resolved, range(prompt_tokens), max_tokens)
     with loaded_model(resolved) as loaded:
-        # Memory fills in the first passes: they aren't what a run of any length is like.
+        # Caches fill in the first passes, so those aren't typical of any run.
         loaded.measure(1, min(max_tokens, BENCH_WARM_UP_TOKENS))
         measured = []
         for index in range(runs):
@@ -183,7 +183,10 @@ def compare(
     as_json: bool,
     values: dict[str, Any],
 ) -> None:
-    """Measure and print what `bench --speculation all` does. Raises TextChangedError once it is printed."""
+    """Measure and print the table of `bench --speculation all`.
+
+    Raises TextChangedError, after printing, if a drafter changed a text.
+    """
     from ondevice.commands.bench_reports import comparison_table
     from ondevice.measure import plots
     from ondevice.measure.drafters import compare_drafters
@@ -199,7 +202,7 @@ def compare(
 
 
 def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> None:
-    """Raises UsageError for what the command line has and this kind of benchmark doesn't take."""
+    """Raises UsageError for an option on the command line that this kind of benchmark doesn't take."""
     flags = {parameter.name: parameter.opts[0] for parameter in context.command.params}
     for name in names:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -208,8 +211,8 @@ def _refuse(context: click.Context, names: Iterable[str], compared: bool) -> Non
 
 
 def _tasks(context: click.Context, texts: tuple[str, ...], chat: bool) -> list[Task]:
-    """A task for every text, else those that ship. Raises UsageError for a text that isn't there."""
-    # Set elsewhere than in the command line, a text is meant for `eval`.
+    """One task per text, or the built-in tasks. Raises UsageError for a text that isn't there."""
+    # A text that is set elsewhere than on the command line is meant for `eval`.
     if context.get_parameter_source("text") is not ParameterSource.COMMANDLINE:
         if chat:
             raise UsageError("--chat says what the prompts of --text are; give both")

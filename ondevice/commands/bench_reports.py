@@ -1,4 +1,4 @@
-"""Tables of `bench` and `profile`, for people: the ablation, drafters compared, profiles. Prints nothing."""
+"""Tables of `bench` and `profile` for people: ablations, drafter comparisons, profiles. Prints nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ondevice.stats import DraftStats, per_second
 from ondevice.units import format_bytes
 
 PROFILE_SPANS = (8, 32)
-"""Neighbouring tokens whose distinct neurons the table has; the plot has all."""
+"""Numbers of neighbouring tokens for which the table shows the distinct neurons; the plot shows all."""
 
 
 def profile_table(found: Profile) -> str:
-    """`profile` for people: neurons by layer, misses by size of the cache, reads by size; notes."""
+    """`profile` for people: neurons by layer, misses by cache size, read rates by read size, and notes."""
     lines = [f"{found.model}: {found.num_layers} layers of {found.num_neurons} neurons"]
     if found.firing is not None and found.misses is not None:
         firing, misses = found.firing, found.misses
@@ -63,7 +63,7 @@ ABLATION_COLUMNS = (
 
 
 def ablation_table(found: Ablation) -> str:
-    """What every row holds, reads and takes per token, and what each step changes."""
+    """The ablation for people: each row's memory, and its reads and time per token; each step's effect."""
     lines = [
         f"{found.model}: a budget of {format_bytes(found.budget_bytes)}, {found.rows[0].io} reads; means of "
         f"{found.max_tokens} tokens, behind {found.prompt_tokens} of prompt and {found.warm_up_tokens} that "
@@ -114,17 +114,17 @@ def _cells(name: str, cells: Iterable[str]) -> str:
 
 
 def _factor(after: float, before: float) -> str:
-    """`x 0.12`; a dash where there is nothing to compare."""
+    """The ratio of two values, as `x 0.12`; a dash if `before` is 0."""
     return f"x {short(after / before)}" if before > 0 else "-"
 
 
 SHOWN_DEPTHS = 4
-"""Depths whose acceptance rates the table shows; JSON has all."""
+"""Number of depths whose acceptance rates the table shows; JSON has all."""
 _DRAFTER_COLUMNS = ("tokens/pass", "draft tokens", "ms/pass", "drafting", "tokens/s", "flash/token")
 
 
 def comparison_table(found: Comparison) -> str:
-    """Every task's rows, then those of all tasks together, whether texts stayed the same, and notes."""
+    """The comparison for people: rows by task, rows of all tasks together, changed texts, and notes."""
     greedy = "greedy" if found.sampling.temperature == 0 else f"temperature {found.sampling.temperature:g}"
     prompts = found.row(ALL_TASKS, OFF).prompts
     lines = [
@@ -146,7 +146,7 @@ def comparison_table(found: Comparison) -> str:
 
 
 def _decisions(found: Comparison) -> list[str]:
-    """What `auto` last decided on each task."""
+    """The last decision of `auto` on each task."""
     rows = [row for row in found.rows if row.drafter == "auto" and row.task != ALL_TASKS]
     return ["", *(f"auto at the end of {row.task}: {row.drafting.decision}" for row in rows)] if rows else []
 

@@ -1,4 +1,4 @@
-"""`ondevice chat`: what is said, typed or piped, answered turn by turn."""
+"""`ondevice chat`: answers typed or piped messages, turn by turn."""
 
 from __future__ import annotations
 
@@ -80,14 +80,17 @@ def chat(
 
 
 def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> SamplingConfig:
-    """With what the model's authors recommend where the person didn't choose, and a seed; both are said."""
+    """`sampling` with a seed, and with the recommendations of the model's authors for fields not in `chosen`.
+
+    Both are shown.
+    """
     recommended = model.bundle.manifest.generation
     sampling, taken = with_model_defaults(sampling, recommended, chosen)
     sampling = sampling.seeded()
     if sampling.is_random and "seed" not in chosen:
         say(f"seed {sampling.seed}, drawn at random: --seed {sampling.seed} gives the same replies again")
     if not sampling.is_random:
-        # Of what is left, nothing but the penalty of repetitions counts.
+        # In greedy decoding, only the repetition penalty has an effect.
         taken = {name: value for name, value in taken.items() if name == "repetition_penalty"}
     if taken:
         listed = ", ".join(f"{name} {value}" for name, value in taken.items())
@@ -97,17 +100,17 @@ def _sampling(model: Model, sampling: SamplingConfig, chosen: set[str]) -> Sampl
 
 @dataclass
 class _Talk:
-    """A conversation with a person, or with a pipe, whose errors end it but for what is too long."""
+    """A conversation at a terminal or from a pipe. From a pipe, errors end it, except for lines too long."""
 
     model: Model
     session: Session
     sampling: SamplingConfig
     interrupts: Interrupts
     refused: bool = False
-    """Whether a line of a pipe was too long to be answered."""
+    """True if a line of a pipe was too long to be answered."""
 
     def take(self, turn: Turn) -> bool:
-        """Do what is asked, or answer it, and say what went wrong. Whether the chat ends with it."""
+        """Run a command or answer a message, and show its error. Returns True if the chat ends with it."""
         from ondevice.commands import slash_commands as commands
 
         if turn.text in commands.QUIT:
@@ -134,7 +137,7 @@ class _Talk:
         return False
 
     def _is_too_long(self, error: OndeviceError) -> bool:
-        """Whether it was this message alone that the context has no room for: others may be answered."""
+        """True if this message alone is too long for the context, so that others may still be answered."""
         return isinstance(error, ContextOverflowError) and self.session.when_full == "drop"
 
     def _take(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""What is said to a chat: typed or pasted at a terminal, or piped. Prints nothing but a prompt."""
+"""Input of a chat: typed or pasted at a terminal, or piped. Prints nothing but a prompt."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from ondevice.tokenizer import Tokenizer
 from ondevice.tokenizer.base import MAX_TOKEN_CHARS
 
 PASTE_SECONDS = 0.05
-"""Within which a terminal hands over the next line of a paste, and in which nobody types one."""
+"""Longest wait for the next line of a paste, in seconds. No line is typed that fast."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One thing said. `number` is its line's in a pipe; of a terminal, how many came before it."""
+    """One message to the model. `number` is its line number in a pipe, or its place at a terminal, from 1."""
 
     number: int
     text: str
     refusal: ContextOverflowError | None = None
-    """Why it can't be answered, whatever was said before: then `text` isn't all of it."""
+    """Set if the message alone is too long for the context; then `text` is only a part of it."""
 
 
 class Interrupts:
-    """Inside its `with`, a person's Ctrl-C raises KeyboardInterrupt only while it is `heard`, and once.
+    """A context in which Ctrl-C at a terminal raises KeyboardInterrupt only inside `heard()`, and once.
 
-    People press it twice: the second must not hit what handles the first. From a pipe nothing changes.
+    People often press Ctrl-C twice, and the second must not hit the code that handles the first. With a pipe
+    as input, nothing changes.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class Interrupts:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """While this lasts; to be left by the exception, too."""
+        """A context in which Ctrl-C raises KeyboardInterrupt. The exception must leave it, too."""
         self._heard = True
         try:
             yield
@@ -69,7 +70,7 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a line of a pipe may hold: no more than the context has room for."""
+    """Limits of a piped line: it may hold no more than the context has room for."""
 
     tokenizer: Tokenizer
     max_context: int
@@ -83,10 +84,11 @@ def read_turns(
     limits: Limits,
     ends_paste: Callable[[str], bool],
 ) -> Iterator[Turn]:
-    """What a person types, or the lines of a pipe; empty ones are skipped.
+    """The messages typed at a terminal, or the lines of a pipe. Empty ones are skipped.
 
-    ends_paste: whether a line is something to do by itself, which doesn't belong to what is pasted before it.
-    Raises UsageError for a line of a pipe that isn't text; a person is told, and asked again.
+    ends_paste: returns True for a line that stands by itself, such as a command; it doesn't join the lines
+    pasted before it. Raises UsageError for a piped line that isn't text. At a terminal, the error is shown
+    and the prompt comes again.
     """
     if not sys.stdin.isatty():
         yield from _piped(limits)
@@ -97,7 +99,7 @@ def read_turns(
 
 
 def _piped(limits: Limits) -> Iterator[Turn]:
-    """No more of a line is held than the context has room for; what is left of it is skipped."""
+    """The lines of a pipe. Of each, no more is held than the context has room for; the rest is skipped."""
     source, number = TextParts("-"), 0
     while True:
         number += 1
@@ -110,7 +112,7 @@ def _piped(limits: Limits) -> Iterator[Turn]:
 
 
 def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowError | None]:
-    """As much of a line as has been read before it is clear whether it is too long, and why it is."""
+    """The part of a line that was read, and an error if it is too long. Reading stops once that is clear."""
     taken = [next(line, "")]
     if is_command(taken[0].lstrip()):
         return taken[0], None
@@ -122,7 +124,7 @@ def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowEr
             taken.append(part)
             chars += len(part)
             yield part
-            # There are tokenizers that make nothing of white space.
+            # Some tokenizers make no tokens of white space, so characters are limited as well.
             if chars > MAX_TOKEN_CHARS * limits.max_context:
                 raise ContextOverflowError(
                     f"the line has {chars} characters or more, and the context holds {limits.max_context} "
@@ -130,7 +132,7 @@ def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowEr
                 )
 
     try:
-        # What a template adds comes on top.
+        # The tokens that the chat template adds aren't counted here.
         ids = limits.tokenizer.encode_within(parts(), add_bos=False, most=limits.max_context)
         if ids:
             check_prompt(ids, limits.max_context, limits.model_context)
@@ -142,9 +144,9 @@ def _within(limits: Limits, line: Iterator[str]) -> tuple[str, ContextOverflowEr
 def _typed(
     tell: Callable[[str], None], interrupts: Interrupts, ends_paste: Callable[[str], bool]
 ) -> Iterator[str]:
-    """Messages as they are typed. Lines that wait already when one has been read were pasted with it."""
+    """Messages as they are typed. Lines already waiting once one has been read were pasted with it."""
     with suppress(ImportError):
-        # input() then has editing and a history, and takes what is pasted as one text.
+        # With readline, input() has editing and a history, and takes a paste as one text.
         _take_pastes_whole(import_module("readline"))
     while True:
         lines: list[str] = []
@@ -181,13 +183,13 @@ def _typed_line(prompt: str) -> str:
 
 
 def _input_bytes(prompt: str) -> bytes:
-    """What was typed, whether or not Python could decode it."""
+    """The bytes that were typed, even if Python can't decode them."""
     try:
         return input(prompt).encode("utf-8", "surrogateescape")
     except UnicodeDecodeError as error:
         return error.object
     except SystemError as error:
-        # What Python makes of a second interrupt while input() raises for the first.
+        # Python raises this for a second interrupt while input() raises for the first.
         if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
         raise

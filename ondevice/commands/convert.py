@@ -1,4 +1,4 @@
-"""`ondevice convert`: a checkpoint made into a bundle."""
+"""`ondevice convert`: turns a checkpoint into a bundle."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def convert(
     from ondevice.commands.reports import duration
     from ondevice.commands.training_reports import predictor_table
 
-    # Set elsewhere than in the command line, it is meant for `eval`.
+    # A text that is set elsewhere than on the command line is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
     content = None if text is None or no_calibrate or not given else TextParts(text)
     take_interrupts()

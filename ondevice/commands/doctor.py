@@ -1,4 +1,4 @@
-"""`ondevice doctor`: this machine and this installation, self-tested."""
+"""`ondevice doctor`: a self-test of this machine and this installation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def doctor(context: click.Context, /, model: str | None, as_json: bool) -> None:
 
 
 def report_text(found: Report) -> str:
-    """A line for every check, its remedy under it, and how many are not as they should be."""
+    """The report for people: a line per check with its remedy below, and the number of problems."""
     width = max(len(check.name) for check in found.checks) + 2
     lines = []
     for check in found.checks:

@@ -1,4 +1,4 @@
-"""`ondevice eval`: how well a model predicts a text."""
+"""`ondevice eval`: measures a model's perplexity on a text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def evaluate(model: str | None, text: str, as_json: bool, **values: Any) -> None
 
     stream = tokens()
     begun = list(islice(stream, 2))
-    # What is too short to predict anything is refused before weights are read.
+    # A text too short to score is refused before weights are read.
     next(scoring_windows(resolved, begun))
 
     def on_progress(done: int) -> None:

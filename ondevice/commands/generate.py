@@ -1,4 +1,4 @@
-"""`ondevice generate`: a text continued as it stands."""
+"""`ondevice generate`: continues a text as it stands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> No
     sampling = sampling_config(values)
     text = TextParts(prompt) if prompt == "-" else [prompt]
     resolved = resolved_model(model, values)
-    # No further than the context holds: a prompt from stdin may have no end.
+    # Encoding stops where the context is full, because a prompt from stdin may have no end.
     tokens = text_tokenizer(resolved).encode_within(text, most=resolved.plan.max_context)
     check_tokens(resolved, tokens)
     with loaded_model(resolved) as loaded:

@@ -1,4 +1,4 @@
-"""`ondevice inspect`: what a model needs and can do, before it is loaded."""
+"""`ondevice inspect`: shows what a model needs and can do, before it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `inspect` says of a model, for people and as JSON; the models that are here. Prints nothing."""
+"""Reports of `inspect`, for people and as JSON: one model, or the list of models. Prints nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ondevice.units import format_bytes
 
 
 def model_list() -> dict[str, Any]:
-    """`inspect --list --json`: the bundles by name, where they lie, and the short names of checkpoints."""
+    """The object that `inspect --list --json` prints: bundle paths by name, their folder, and aliases."""
     return {
         "models": {name: str(path) for name, path in known_models().items()},
         "folder": str(model_home()),
@@ -50,7 +50,11 @@ def _alias_line(name: str, source: str) -> str:
 
 
 def inspection(resolved: ResolvedModel) -> dict[str, Any]:
-    """`inspect --json`; `minimum_budget_bytes` is that of the modes named with it, the plan's of its own."""
+    """The object that `inspect --json` prints.
+
+    `minimum_budget_bytes` belongs to the modes in the other `minimum_budget_*` keys; that in `plan` belongs
+    to the plan's own modes.
+    """
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     found, cuts = bundle.predictors, bundle.thresholds
     modes = sparsity_modes(bundle.config, bundle.predictors, bundle.thresholds, bundle.damaged)
@@ -78,7 +82,7 @@ def inspection(resolved: ResolvedModel) -> dict[str, Any]:
 
 
 def inspection_text(resolved: ResolvedModel) -> str:
-    """`inspect` for people: the model, its modes and why, the plan part by part."""
+    """`inspect` for people: the model, its modes with reasons, the plan part by part."""
     bundle, plan, frugal = resolved.bundle, resolved.plan, resolved.frugal
     config = bundle.config
     lines = [
@@ -104,7 +108,7 @@ def inspection_text(resolved: ResolvedModel) -> str:
 
 
 def _mode_change_lines(resolved: ResolvedModel) -> list[str]:
-    """The budget below which `auto` takes other modes, if it does."""
+    """A line with the budget below which `auto` takes other modes, if it does."""
     change = mode_change(resolved)
     if change is None:
         return []

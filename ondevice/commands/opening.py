@@ -1,4 +1,4 @@
-"""A model as commands open it: what is wrong is told before weights are read, the plan before they are."""
+"""Opening a model for a command: errors and the memory plan are shown before weights are read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def resolved_model(model: str | None, values: dict[str, Any]) -> ResolvedModel:
-    """The model as `loaded_model` takes it. What is wrong with what it will get is to be said in between."""
+    """The resolved model for `loaded_model`. Commands check their other arguments between the two calls."""
     from ondevice import api
 
     resolved = api.open_model(model, runtime_config(values))
@@ -25,7 +25,7 @@ def resolved_model(model: str | None, values: dict[str, Any]) -> ResolvedModel:
 
 @contextmanager
 def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
-    """The model, its plan said before its weights are read, closed at the end."""
+    """The loaded model, closed at the end. Its plan is shown before its weights are read."""
     from ondevice import api
     from ondevice.commands import reports
 
@@ -36,7 +36,7 @@ def loaded_model(resolved: ResolvedModel) -> Iterator[Model]:
 
 
 def say_stats(model: Model) -> None:
-    """The closing line, where there is something to close."""
+    """Show the closing stats line, if any forward pass has run."""
     from ondevice.commands import reports
 
     if model.stats.forward_passes:

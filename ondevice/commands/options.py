@@ -1,4 +1,4 @@
-"""Options of the command line made from the settings' tables, where their values come from, and text read.
+"""Click options made from the settings' tables, the origin of their values, and reading of text files.
 
 Prints nothing.
 """
@@ -33,25 +33,25 @@ log = logging.getLogger(__name__)
 
 STDOUT = 1
 BROKEN_PIPE = 141
-"""Exit code of a command whose reader went away, as the shell would give it for the signal."""
+"""Exit code when the reader of stdout has gone away: the shell's code for SIGPIPE."""
 
 MODEL_ARGUMENT = "named_model"
 OTHER_VARIABLES = ("ONDEVICE_CONFIG", "ONDEVICE_HOME")
-"""Environment variables that are read elsewhere than for an option."""
+"""Environment variables that belong to no option."""
 TEST_VARIABLES = "ONDEVICE_TEST_"
 NEAR = 0.85
-"""Share of two names' letters that agree where one is a slip for the other; the common prefix counts."""
+"""Least `difflib` similarity at which a name is taken for a misspelling. The common prefix counts too."""
 
 PART_BYTES = 1 << 16
-"""Bytes of a text that are read at a time."""
+"""Bytes of a text read at a time."""
 MAX_TEXT_CHARS = 1 << 20
-"""Characters of a text that is held whole, because its paragraphs are prompts: some hundred pages."""
+"""Most characters of a text that is held whole because its paragraphs are prompts: some hundred pages."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., None])
 
 
 class SettableOption(click.Option):
-    """An option that its environment variable and the settings file can set too; errors say which did."""
+    """An option that its environment variable and the settings file can also set. Errors name the source."""
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
@@ -59,11 +59,11 @@ class SettableOption(click.Option):
 
     @property
     def flag(self) -> str:
-        """How it is spelt in full."""
+        """The long flag, such as `--model`."""
         return next(name for name in self.opts if name.startswith("--"))
 
     def origin(self, context: click.Context) -> str | None:
-        """What set it, if not the command line."""
+        """The environment variable or settings-file key that set the value; None for any other source."""
         source = context.get_parameter_source(self.name or "")
         if source is ParameterSource.ENVIRONMENT:
             return str(self.envvar)
@@ -72,7 +72,7 @@ class SettableOption(click.Option):
         return None
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """As click's; where several may be given, the settings file may have one, as it is."""
+        """As in click. For an option with several values, the settings file may also give a single string."""
         value, source = super().consume_value(ctx, opts)
         return ([value] if self.multiple and isinstance(value, str) else value), source
 
@@ -82,27 +82,28 @@ class SettableOption(click.Option):
 
 
 class SettingsContext(click.Context):
-    """A command's context: the settings file changes its defaults. `obj` is what the file says, once read.
+    """A command's context, with defaults from the settings file. `obj` is the file's `Settings`, once read.
 
-    It is read when a command that runs asks for a default, so help and completion work whatever is in it.
+    The file is read when a running command looks up a default, so help and completion work even if the file
+    is wrong.
     """
 
     def read_settings(self) -> Settings:
-        """What the settings file says. Raises UsageError."""
+        """The settings file's content, read once. Raises UsageError if it is wrong."""
         if self.obj is None:
             self.obj = read_settings(settings_path())
             self.default_map = dict(self.obj.values)
         return self.obj  # type: ignore[no-any-return]
 
     def lookup_default(self, name: str, call: bool = True) -> Any:
-        """As click's; it is help that doesn't call."""
+        """As in click. Reads the settings file first, except for help, which passes call=False."""
         if call and not self.resilient_parsing:
             self.read_settings()
         return super().lookup_default(name, call)  # type: ignore[call-overload]
 
 
 class Command(click.Command):
-    """A command whose errors say where the settings they mention were made, if not in the command line."""
+    """A command whose errors name the source of each setting that they mention, if not the command line."""
 
     context_class = SettingsContext
 
@@ -124,7 +125,7 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group that ends quietly, with the shell's code, when the reader of stdout goes away."""
+    """A group that exits quietly with BROKEN_PIPE when the reader of stdout goes away."""
 
     command_class = Command
 
@@ -136,13 +137,19 @@ class CommandGroup(click.Group):
 
 
 def broken_pipe() -> int:
-    """The reader of stdout went away. Python would complain again when it flushes stdout at exit."""
+    """Silence stdout after its reader went away, and return BROKEN_PIPE.
+
+    Otherwise Python would complain again when it flushes stdout at exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
     return BROKEN_PIPE
 
 
 def _start_logging(root: click.Context, settings: Settings) -> None:
-    """`--verbose` comes before the command; whether the file has a say is known only now."""
+    """Start logging, verbosely if `--verbose` or the settings file says so.
+
+    `--verbose` stands before the command, and the settings file is read only when the command runs.
+    """
     verbose = root.params["verbose"]
     if root.get_parameter_source("verbose") is ParameterSource.DEFAULT:
         verbose = settings.values.get("verbose", verbose)
@@ -150,14 +157,14 @@ def _start_logging(root: click.Context, settings: Settings) -> None:
 
 
 def _variables(command: click.Command) -> Iterator[str]:
-    """Those that set an option of the command, or of one below it."""
+    """Environment variables that set an option of the command or of one of its subcommands."""
     yield from (str(it.envvar) for it in command.params if isinstance(it, SettableOption))
     for inner in getattr(command, "commands", {}).values():
         yield from _variables(inner)
 
 
 def _warn_of_variables(root: click.Command) -> None:
-    """Log what of the environment looks like an option's variable and sets none."""
+    """Log a warning for each environment variable that looks like an option's but sets nothing."""
     known = {*_variables(root), *OTHER_VARIABLES}
     for name in sorted(os.environ):
         if name.startswith("ONDEVICE_") and name not in known and not name.startswith(TEST_VARIABLES):
@@ -168,9 +175,9 @@ def _warn_of_variables(root: click.Command) -> None:
 
 
 def _take_model(context: click.Context) -> None:
-    """The model may be named by an argument as well as by its option; the command gets one.
+    """Merge the model's argument into its option, so that the command gets one value.
 
-    Raises UsageError for two different ones.
+    Raises UsageError if the command line names two different models.
     """
     if MODEL_ARGUMENT not in context.params:
         return
@@ -185,12 +192,12 @@ def _take_model(context: click.Context) -> None:
 
 
 def _require_meaning(context: click.Context) -> None:
-    """Refuse what the command line asks for and the modes it chooses have no use for.
+    """Raises UsageError for an option on the command line that has no meaning in the chosen sparsity mode.
 
-    What is set elsewhere is meant for other commands too.
+    Options set elsewhere are meant for other commands too, so they aren't refused.
     """
     sparsity = context.params.get("sparsity")
-    # An ablation chooses a mode that selects neurons, lossy or not.
+    # With `auto`, an ablation itself chooses a mode that selects neurons, which may be lossy.
     if sparsity is not None and not (sparsity == "auto" and context.params.get("ablation")):
         source = context.get_parameter_source
         given = {name for name in context.params if source(name) is ParameterSource.COMMANDLINE}
@@ -203,7 +210,7 @@ def _is_mentioned(message: str, option: click.Parameter, value: object) -> bool:
 
 
 class Text(click.types.StringParamType):
-    """Text that is UTF-8; an environment variable holds it as it stands, spaces and all."""
+    """A parameter type for UTF-8 text. The value of an environment variable isn't split at spaces."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(super().convert(value, param, ctx))
@@ -219,7 +226,7 @@ class Text(click.types.StringParamType):
 def complete_path(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Leaves it to the shell, which knows its files."""
+    """Leave the completion of file names to the shell."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -244,7 +251,7 @@ _model_flag = option(
 
 
 def model_option(command: Decorated) -> Decorated:
-    """A decorator: which model a command is for, as an argument or as an option."""
+    """A decorator that lets a command's model be named by an argument or by `--model`."""
     argument = click.argument(
         MODEL_ARGUMENT, metavar="[NAME|DIR]", required=False, shell_complete=_complete_model
     )
@@ -281,7 +288,7 @@ def _click_option(entry: Option) -> Callable[[Decorated], Decorated]:
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Refuse what no model can have where its origin is known: before a model is even looked for."""
+    """Refuse a value that no model can have. This runs before a model is looked up, and names the option."""
     try:
         check_value(parameter.name or "", value)
     except UsageError as error:
@@ -290,9 +297,10 @@ def _checked(context: click.Context, parameter: click.Parameter, value: Any) -> 
 
 
 class TextParts:
-    """The UTF-8 text of a file, or of stdin for `-`, a part at a time. Nothing is held of what was taken.
+    """The UTF-8 text of a file, or of stdin for `-`, part by part. Parts already taken aren't kept.
 
-    Raises UsageError, when it is made, if there is no such file, and while it is read for what is no text.
+    Construction raises UsageError if there is no such file. Reading raises UsageError for bytes that aren't
+    text.
     """
 
     def __init__(self, source: str) -> None:
@@ -311,22 +319,22 @@ class TextParts:
 
     @property
     def share(self) -> float:
-        """How much of it has been read, from 0 to 1; 0 where its size isn't known."""
+        """Share of the file that has been read, from 0 to 1; 0 if its size isn't known."""
         return min(1.0, self._offset / self._size) if self._size else 0.0
 
     def __iter__(self) -> Iterator[str]:
         return self._decoded_parts(lambda: self._file.read(PART_BYTES))
 
     def line(self) -> Iterator[str]:
-        """Parts of the line that comes next, with its end; nothing but empty ones behind the last.
+        """Parts of the next line, line end included. After the last line, only empty parts.
 
-        What isn't taken of it is skipped by `end_line`.
+        `end_line` skips the parts that weren't taken.
         """
         self._in_line = True
         return self._decoded_parts(self._read_line)
 
     def end_line(self) -> None:
-        """Skip what is left of the line."""
+        """Skip the rest of the line."""
         while data := self._read_line():
             self._offset += len(data)
 
@@ -348,7 +356,7 @@ class TextParts:
         yield self._decoded(decoder, b"", len(decoder.getstate()[0]))
 
     def _decoded(self, decoder: codecs.IncrementalDecoder, data: bytes, held: int) -> str:
-        """held: bytes of an unfinished character that the decoder has already."""
+        """`data` as text. held: number of bytes of an unfinished character already in the decoder."""
         try:
             return decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
@@ -358,7 +366,7 @@ class TextParts:
 
 
 def whole_text(source: str) -> str:
-    """The whole of `TextParts(source)`. Raises UsageError where that has more than MAX_TEXT_CHARS."""
+    """The whole text of `TextParts(source)`. Raises UsageError if it has more than MAX_TEXT_CHARS."""
     parts: list[str] = []
     chars = 0
     for part in TextParts(source):
@@ -370,7 +378,10 @@ def whole_text(source: str) -> str:
 
 
 def decode_text(data: bytes, where: str, offset: int = 0) -> str:
-    """UTF-8 bytes as text. Raises UsageError naming the first wrong byte; offset: where data starts."""
+    """UTF-8 bytes as text. Raises UsageError that names the first wrong byte.
+
+    offset: position of `data` in its source, for the message.
+    """
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""`ondevice profile`: which neurons fire, what caches would hold, how fast flash is read."""
+"""`ondevice profile`: measures which neurons fire, what caches would miss, and how fast flash is read."""
 
 from __future__ import annotations
 

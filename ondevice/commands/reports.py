@@ -1,4 +1,4 @@
-"""Plans, figures and progress as lines of text, for people. Prints nothing."""
+"""Plans, stats and durations as lines of text for people. Prints nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def plan_summary(plan: Plan) -> str:
-    """The plan in two lines, as commands show it before they load; a third where the context is short."""
+    """The plan in two lines, shown before loading. A third line follows if the context was shortened."""
     shortened = f"\n      {context_words(plan)}" if plan.wanted_context else ""
     return (
         f"plan: budget {size(plan.budget_bytes)}, uses {size(plan.total_bytes)}: {_parts_line(plan)}\n"
@@ -24,7 +24,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def pressure_summary(found: MemoryPressure) -> str:
-    """What memory pressure has done to a budget, in a line."""
+    """Memory pressure and its effect on the budget, in one line."""
     now, own = format_bytes(found.budget_bytes), format_bytes(found.user_budget_bytes)
     return (
         f"memory pressure: {found.level}; the budget is {now} of {own}, has shrunk {found.shrinks} times and "
@@ -33,7 +33,7 @@ def pressure_summary(found: MemoryPressure) -> str:
 
 
 def residency(plan: Plan) -> str:
-    """What will be in memory, and what is read from flash: `stats_line` counts it by the same plan."""
+    """What will be in memory and what is read from flash, in one line. `stats_line` uses the same plan."""
     least = plan.segment.least
     start, full = (
         plan.segments_for(kv, DECODE_TOKENS) - least for kv in (plan.kv_block_bytes, plan.kv_cache_bytes)
@@ -55,17 +55,17 @@ def residency(plan: Plan) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A percentage; 100 % of nothing."""
+    """`part` of `whole` as a percentage; 100 % if `whole` is 0."""
     return f"{100 * part // whole if whole else 100} %"
 
 
 def size(nbytes: int) -> str:
-    """`4.00 GB (4000000000 bytes)`."""
+    """Bytes in both forms: `4.00 GB (4000000000 bytes)`."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
 def stats_line(stats: GenerationStats, plan: Plan) -> str:
-    """The closing line of a generation. What fills memory once is no token's: it isn't divided by them."""
+    """The closing line of a generation. Flash bytes are per token, or totals if the plan reads flash once."""
 
     def read(nbytes: int) -> str:
         if plan.reads_once:
@@ -97,7 +97,7 @@ def stats_line(stats: GenerationStats, plan: Plan) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits, or all that stand before the point."""
+    """A number with three significant digits, or with all digits before the point if those are more."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
@@ -106,12 +106,12 @@ def percent(share: float) -> str:
 
 
 def harmless(text: str) -> str:
-    """For a terminal: control characters, with which a text could steer it, as U+FFFD."""
+    """`text` made safe for a terminal: control characters that could steer it become U+FFFD."""
     return _CONTROLS.sub("\ufffd", text)
 
 
 def duration(seconds: float | None) -> str:
-    """`3 min 20 s`; a question mark where it isn't known."""
+    """A duration such as `3 min 20 s`; a question mark if it isn't known."""
     if seconds is None:
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -119,7 +119,7 @@ def duration(seconds: float | None) -> str:
 
 
 def parts(plan: Plan) -> list[tuple[str, int]]:
-    """The plan, part by part, in bytes; parts of no bytes are left out."""
+    """The plan's parts with their bytes. Parts of no bytes are left out."""
     parts = [
         ("weights of every token", plan.resident_weights_bytes),
         ("predictors", plan.predictor_bytes),

@@ -1,4 +1,4 @@
-"""What can be asked of a chat besides answers: `/help` and its like. Prints nothing."""
+"""Slash commands of a chat, such as `/help`, and its notices. Prints nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ COMMANDS = ("/help", "/reset", "/save", "/load", "/stats", "/budget", *QUIT)
 
 
 def chat_command(model: Model, session: Session, line: str) -> str:
-    """Do what `line` asks and return what to tell the person.
+    """Run the slash command in `line` and return the text to show.
 
-    Raises UsageError for what is no command, and what doing it raises.
+    Raises UsageError for an unknown command or a missing argument, and what the command itself raises.
     """
     command, _, argument = line.partition(" ")
     argument = argument.strip()
@@ -60,17 +60,17 @@ def is_command(line: str) -> bool:
 
 
 def is_known_command(line: str) -> bool:
-    """Whether a line does something by itself, as no line of a text would by chance."""
+    """True if a line begins with a known command, as a line of pasted text hardly does by chance."""
     return line.partition(" ")[0] in COMMANDS
 
 
 def message(line: str) -> str:
-    """What a line that is no command says."""
+    """The message in a line that is no command: `//` at its start means one `/`."""
     return line.removeprefix("/")
 
 
 def cut_short(stats: GenerationStats, sampling: SamplingConfig, session: Session) -> str:
-    """What to tell of a reply that ended for its length."""
+    """Notice for a reply that ended because of its length."""
     if not stats.context_full:
         return f"(cut short after {sampling.max_tokens} tokens: --max-tokens)"
     if session.when_full == "stop":
@@ -79,7 +79,7 @@ def cut_short(stats: GenerationStats, sampling: SamplingConfig, session: Session
 
 
 def forgets(model: Model, session: Session) -> str:
-    """What to tell when a conversation has outgrown its context for the first time."""
+    """Notice for a conversation that has outgrown its context for the first time."""
     room = "--max-context makes room, " if model.plan.max_context < model.config.max_context else ""
     return (
         f"(the context of {model.plan.max_context} tokens is full: the oldest turns are forgotten, "
@@ -88,7 +88,7 @@ def forgets(model: Model, session: Session) -> str:
 
 
 def advice(error: OndeviceError, session: Session) -> str:
-    """What to add to an error in a conversation; empty if there is nothing."""
+    """Advice to append to an error in a conversation; empty if there is none."""
     if not isinstance(error, ContextOverflowError):
         return ""
     roles = [said["role"] for said in session.transcript]

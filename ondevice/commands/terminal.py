@@ -1,4 +1,4 @@
-"""What the command line writes: text and JSON to stdout, everything about them to stderr."""
+"""Output of the command line: results as text or JSON to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def say(message: str, newline: bool = True) -> None:
-    # A file's name may hold what no encoding has.
+    # A file name may hold bytes that can't be encoded.
     click.echo(message.encode("utf-8", "backslashreplace").decode("utf-8"), err=True, nl=newline)
 
 
 def take_interrupts() -> None:
-    """From here on an interrupt is an exception, which there is something to clean up after."""
+    """Turn interrupts into KeyboardInterrupt from here on, because there is now something to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _writer() -> Callable[[str], None]:
-    """What writes a model's text: as it is, but for a terminal without what could steer it."""
+    """A function that writes a model's text to stdout. On a terminal it replaces control characters."""
     from ondevice.commands.reports import harmless
 
     shown = harmless if sys.stdout and sys.stdout.isatty() else str
 
     def write(text: str) -> None:
-        # Without `color`, a pipe would lose what looks like a terminal's sequences.
+        # Without `color`, click would strip what looks like terminal escape sequences from a pipe.
         click.echo(shown(text), nl=False, color=True)
         sys.stdout.flush()
 
@@ -46,7 +46,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
-    """The one for programs, or the one for people."""
+    """Print a result: `value` as JSON for programs, or `text` for people."""
     if as_json:
         print_json(value)
     else:
@@ -54,7 +54,7 @@ def print_result(as_json: bool, value: dict[str, Any], text: str) -> None:
 
 
 def write_events(events: Iterator[Event]) -> str | None:
-    """Write a text as it comes; what was interrupted still ends its line. Returns why it ended."""
+    """Write a text as it is generated, and return its finish reason. The line ends even on an interrupt."""
     begun, reason, write = False, None, _writer()
     try:
         for event in events:
@@ -69,7 +69,7 @@ def write_events(events: Iterator[Event]) -> str | None:
 
 @contextmanager
 def progress() -> Iterator[Callable[[float, str], None]]:
-    """A progress line on a terminal, and a line per tenth elsewhere."""
+    """A callback that shows progress: one updated line on a terminal, a line per tenth elsewhere."""
     terminal = sys.stderr.isatty()
     last = [-1.0, -1.0]
 

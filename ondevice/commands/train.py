@@ -1,4 +1,4 @@
-"""`ondevice train`: what a bundle can do without, and runs better with."""
+"""`ondevice train`: trains optional sidecars with which a bundle runs better."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What every training takes."""
+    """A decorator that adds the options of every training."""
     decorators = (
         model_option,
         option(
@@ -56,9 +56,9 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 measuring_options = add_options({"dram_budget": RUNTIME_OPTIONS["dram_budget"]})
-"""Beside them, what every training takes whose result runs to be measured."""
+"""Further options of a training whose result is run to be measured."""
 backend_options = add_options({"backend": RUNTIME_OPTIONS["backend"]})
-"""Beside them, what a training takes that more than one engine can do."""
+"""Further options of a training that more than one backend can do."""
 
 
 @click.group(cls=CommandGroup)

@@ -1,4 +1,4 @@
-"""What training has made, as tables for people and as JSON. Prints nothing."""
+"""Results of training, as tables for people and as JSON. Prints nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ondevice.config import ModelConfig
 
 
 def trained_facts(found: Predictors | Thresholds | MultiStreams) -> dict[str, Any]:
-    """`train predictors --json` and `train thresholds --json`."""
+    """The object that `train predictors --json` and `train thresholds --json` print."""
     shown = asdict(found)
     return {key: value for key, value in shown.items() if key not in ("model", "sha256", "crcs")}
 
 
 def predictor_table(found: Predictors) -> str:
-    """What each recall target takes and costs, means over layers, and every layer's rank."""
+    """`train predictors` for people: each layer's rank, and per recall target the means and the quality."""
     lines = [
         f"ranks by layer: {' '.join(map(str, found.ranks))}; {found.bits} bits; trained on "
         f"{found.trained_tokens} tokens, measured on {found.measured_tokens}",
@@ -36,7 +36,10 @@ def predictor_table(found: Predictors) -> str:
 
 
 def threshold_table(found: Thresholds) -> str:
-    """What each sparsity target leaves out and costs: the share of neurons of the layers, and their mean."""
+    """`train thresholds` for people: per sparsity target, the share of neurons left out and the quality.
+
+    The share is the mean over layers, with the least and the most of a layer.
+    """
     lines = [
         f"calibrated on {found.calibrated_tokens} tokens, measured on {found.measured_tokens}",
         "sparsity  left out  least and most of a layer  perplexity  agrees with dense",
@@ -51,7 +54,7 @@ def threshold_table(found: Thresholds) -> str:
 
 
 def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:
-    """What `streams.json` says, the parameters that it adds, and those of as many of Medusa's heads."""
+    """Content of `streams.json`, the parameters that streams add, and those of as many Medusa heads."""
     return {
         **trained_facts(found),
         "adapter_parameters": found.adapter_parameters(config),
@@ -61,7 +64,7 @@ def stream_facts(found: MultiStreams, config: ModelConfig) -> dict[str, Any]:
 
 
 def stream_table(found: MultiStreams, config: ModelConfig) -> str:
-    """The parameters that streams add, beside those of Medusa's heads, and how often each guesses right."""
+    """`train streams` for people: the parameters added, those of as many Medusa heads, acceptance rates."""
     added = found.adapter_parameters(config) + found.embedding_parameters(config)
     medusa = medusa_parameters(config, found.streams)
     lines = [

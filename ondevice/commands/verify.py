@@ -1,4 +1,4 @@
-"""`ondevice verify`: every byte of a bundle compared with what its manifest says."""
+"""`ondevice verify`: compares every byte of a bundle with its manifest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The machine and this installation, examined: what `ondevice doctor` shows, and an app's self-test.
+"""Examination of the machine and this installation, for `ondevice doctor` and for an app's self-test.
 
-Prints nothing, starts no other program and leaves nothing behind; every check imports what it needs when it
-runs, so what an installation lacks is a finding and no crash. What it finds wrong it doesn't mend.
+It prints nothing, starts no other program, leaves no files behind and repairs nothing. Every check imports
+its modules when it runs, so a missing module is a finding and not a crash.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Step = tuple[str, Callable[[], Check]]
 def examine(
     model: str | os.PathLike[str] | None = None, *, on_progress: OnProgress = ignore_progress
 ) -> Report:
-    """Examine this machine and this installation, in a few seconds, and say what is wrong with them.
+    """Examine this machine and this installation, in a few seconds, and report what is wrong with them.
 
-    model: a bundle to examine as well, and whose device to measure: a path, a name or an alias.
-    on_progress gets the share that is done and what comes next. Only an exception that it raises ends the
-    examination; what is wrong with the machine is a failed check.
+    model: a path, a name or an alias of a bundle to examine as well; the device it lies on is measured.
+    on_progress is called with the share done and the next step. Only an exception that it raises ends the
+    examination; problems of the machine become failed checks.
     """
     begun, steps, checks = time.monotonic(), list(_steps(model)), []
     for index, (name, step) in enumerate(steps):
@@ -43,12 +43,12 @@ def examine(
 
 
 def backends() -> tuple[BackendName, ...]:
-    """Every backend that can be asked for; one that can't run here says so when a model is loaded."""
+    """Every backend that can be chosen. One that can't run here says so when a model is loaded."""
     return tuple(name for name in get_args(BackendName) if name != "auto")
 
 
 def _steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
-    """What is examined, by name and in order."""
+    """The steps of the examination, by name and in order."""
     yield "versions", machine.versions
     yield "processor", machine.processor
     yield "kernels", machine.kernels
@@ -68,14 +68,14 @@ def _steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
 
 
 def _flash_steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
-    """A measurement of every device that models lie on: that of the model first, then that of the others."""
+    """One measurement per device: the model's device first, then those of the models and cache folders."""
     devices: dict[int, list[Path]] = {}
     for find in (partial(_model_folder, model), _models_folder, _cache_folder):
         try:
             folder = find()
             devices.setdefault(storage.device(folder), []).append(folder)
         except (OndeviceError, ImportError, OSError):
-            continue  # The check of that folder says so.
+            continue  # That folder's own check reports the problem.
     for number, folders in enumerate(devices.values()):
         name = "flash" if not number else f"flash {number + 1}"
         yield name, partial(_flash, name, folders)

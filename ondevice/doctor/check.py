@@ -1,6 +1,6 @@
-"""What an examination says: one finding per thing examined, and the report of them all.
+"""Results of an examination: a `Check` per thing examined, and the `Report` of all checks.
 
-Knows of no machine and no model, and prints nothing.
+This module knows nothing of machines and models, and prints nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Status = Literal["ok", "warning", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was examined.
+    """The result of examining one thing.
 
-    value: what was found, in words. remedy: what to do about it, empty where there is nothing to do.
-    figures: what was found, for programs; units are part of the names.
+    value: the finding in words. remedy: what to do about it, empty if there is nothing to do. figures: the
+    finding for programs, by name; names contain the unit.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed; warnings are allowed."""
+        """True if no check failed; warnings are allowed."""
         return not self.count("failed")
 
     def count(self, status: Status) -> int:
-        """How many checks ended so."""
+        """Number of checks with that status."""
         return sum(check.status == status for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Report:
 
 
 def attempt(name: str, examine: Callable[[], Check]) -> Check:
-    """The check that `examine` makes; a failed one where it can't for a reason that has a type."""
+    """The check that `examine` returns, or a failed one for OndeviceError, ImportError and OSError."""
     try:
         return examine()
     except OndeviceError as error:

@@ -1,7 +1,7 @@
-"""Whether a model is sound: its bytes are what its hashes say, and it still writes the recorded tokens.
+"""Checks of models: their bytes match their hashes, and each backend still writes the recorded tokens.
 
-The recording lies beside the model that ships; `recipe.recorded_tokens` in that folder makes it. Knows
-nothing of how a backend multiplies, only how far its logits may be from those of `cpu`, which were recorded.
+The recording lies beside the model that ships; `recipe.recorded_tokens` in that folder makes it. This module
+knows nothing of how a backend multiplies, only how far its logits may be from the recorded ones of `cpu`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RECORDED = "recorded_tokens.json"
 RECORDED_VERSION = 1
 MOST_TOKENS = 256
 CONTEXT = 128
-"""Of the model while it is tested, in tokens: little memory."""
+"""Tokens of context while a model is tested: few, to take little memory."""
 GENERATION_SECONDS = 8.0
-"""What isn't written by then isn't waited for."""
+"""Most seconds of waiting for the tokens."""
 WRONG_REMEDY = "this build computes wrongly here: install one made for this machine, or use another --backend"
 TOLERANCES = {"cpu": 0.0}
 OTHER_TOLERANCE = 0.25
-"""In logits, by backend: a token may differ where the recorded margin is below this.
+"""Tolerance, in logits, of the backends not in TOLERANCES. A token may differ if its margin is below it.
 
 `cpu` has equal bits on every machine. The others multiply activations that aren't rounded to 8 bits: on the
 model that ships, `reference` moves the difference of two logits by 0.02 in the median and by 0.11 at most.
@@ -41,10 +41,10 @@ model that ships, `reference` moves the difference of two logits by 0.02 in the 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a model said to one message, greedily, on the `cpu` backend.
+    """A model's recorded greedy reply to one message on the `cpu` backend.
 
-    prompt: the ids of the message in the model's chat template. margins: by how much the logit of every
-    token exceeded the second best.
+    prompt: the ids of the message in the model's chat template. margins: for each token, its logit minus the
+    second best.
     """
 
     message: str
@@ -54,7 +54,7 @@ class Recorded:
 
 
 def read_recorded(folder: Path) -> Recorded:
-    """The recording beside the model. Raises BundleError for none, a damaged one, and another model's."""
+    """The recording beside the model. Raises BundleError if it is missing, damaged or another model's."""
     from ondevice.bundle.files import contained, read_whole
     from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, parse_json
     from ondevice.runtime.models import MANIFEST
@@ -80,7 +80,7 @@ def read_recorded(folder: Path) -> Recorded:
 
 
 def shipped_model(folder: Path | None) -> Check:
-    """Whether every byte of the model that ships is what its hashes say. Raises BundleError for damage."""
+    """Check that every byte of the model that ships matches its hashes. Raises BundleError for damage."""
     name = "shipped model"
     if folder is None:
         remedy = "install ondevice again; an app that leaves the model out can ignore this"
@@ -94,7 +94,7 @@ def shipped_model(folder: Path | None) -> Check:
 
 
 def named_model(model: str | os.PathLike[str]) -> Check:
-    """Whether a model can be opened and would fit. Raises what `load` does before it reads a weight."""
+    """Check that a model can be opened and would fit. Raises what `load` raises before it reads a weight."""
     from ondevice import api
     from ondevice.config import RuntimeConfig
 
@@ -111,7 +111,7 @@ def named_model(model: str | os.PathLike[str]) -> Check:
 
 
 def generation(backend: BackendName, folder: Path | None) -> Check:
-    """Whether a backend makes the model in the folder write what was recorded, margins considered.
+    """Check that a backend writes the recorded tokens with the model in the folder, within its tolerance.
 
     Raises what loading the model and reading the recording raise.
     """
@@ -127,7 +127,7 @@ def generation(backend: BackendName, folder: Path | None) -> Check:
     except BackendUnavailableError as error:
         return Check(name, "skipped", str(error))
     except BudgetError as error:
-        # The reference is an oracle: whether memory is short for it says nothing about the others.
+        # The reference is an oracle. Memory that is too short for it says nothing about the others.
         if backend != "reference":
             raise
         needed = format_bytes(error.required_bytes)
@@ -135,9 +135,10 @@ def generation(backend: BackendName, folder: Path | None) -> Check:
 
 
 def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Check:
-    """What a loaded model writes beside what was recorded; tolerance in logits, 0 forgives nothing.
+    """Compare what a loaded model writes with the recording. tolerance: in logits; 0 forgives nothing.
 
-    Behind a difference that is forgiven, every token is compared as what follows the recorded ones.
+    After a forgiven difference, the texts diverge. Then each later token is predicted from the recorded ones
+    before it.
     """
     from ondevice.model.kv_cache import common_prefix
 
@@ -177,7 +178,7 @@ def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Ch
 
 
 def _written(model: Model, prompt: list[int], count: int) -> tuple[tuple[int, ...], bool]:
-    """The first tokens of the answer, and whether the time was enough for `count`, or for its end."""
+    """The answer's first tokens, and True if `count` of them, or its end, came within GENERATION_SECONDS."""
     tokens, end = [], time.monotonic() + GENERATION_SECONDS
     events = model.stream(tokens=prompt, max_tokens=count)
     with closing(events):  # type: ignore[type-var]
@@ -192,7 +193,7 @@ def _written(model: Model, prompt: list[int], count: int) -> tuple[tuple[int, ..
 
 
 def shipped_bundle() -> Path | None:
-    """The folder of the model that ships; None where there is none."""
+    """The folder of the model that ships; None if there is none."""
     from ondevice.runtime.models import find_model
 
     try:

@@ -1,6 +1,7 @@
-"""What this process runs on: versions, processor, kernels, memory, MLX and Metal.
+"""Checks of what this process runs on: versions, processor, kernels, memory, MLX and Metal.
 
-Knows nothing of models and of the disk. Starts no other program, so it also works inside a packaged app.
+This module knows nothing of models and of the disk. It starts no other program, so it also works inside a
+packaged app.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from ondevice.units import (
 )
 
 NEEDED = ("numpy", "safetensors", "sentencepiece", "tokenizers", "jinja2", "platformdirs")
-"""Modules that running a model takes; each has the name of its distribution."""
+"""Modules needed to run a model. Each has the name of its distribution."""
 LOW_MEMORY_BYTES = 256_000_000
-"""Free memory below this is worth a warning: little more than the smallest model takes."""
+"""Free memory below which a warning is given: little more than the smallest model takes."""
 ROWS, COLUMNS, TOKENS = 37, 100, 5
-"""Of the product that targets are compared by: none is a multiple of what any of them works in."""
+"""Sizes of the product on which targets are compared. None is a multiple of any target's block size."""
 MLX_REMEDY = "install it: pip install 'ondevice[mlx]'"
 METALLIB = ("lib/mlx.metallib", "lib/Resources/mlx.metallib")
-"""Where MLX looks for its Metal kernels, from its package."""
+"""Paths, relative to MLX's package, at which MLX looks for its Metal kernels."""
 
 
 def versions(needed: Sequence[str] = NEEDED) -> Check:
-    """Of ondevice, Python and what they run on. Failed where a module that models need is missing."""
+    """Check of the versions of ondevice, Python, modules and system. Fails if a needed module is missing."""
     found = {"ondevice": _version("ondevice"), "python": platform.python_version()}
     missing = [name for name in needed if util.find_spec(name) is None]
     found |= {name: _version(name) for name in (*needed, "mlx") if util.find_spec(name) is not None}
@@ -52,7 +53,7 @@ def versions(needed: Sequence[str] = NEEDED) -> Check:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
-    """Its name, and the cores that this process may use."""
+    """Check of the processor: its name, and the cores that this process may use."""
     name = next(
         (line.partition(":")[2].strip() for line in _lines(cpuinfo) if line.startswith("model name")), ""
     )
@@ -63,7 +64,7 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
 
 
 def kernels() -> Check:
-    """The instruction sets there are kernels for, each compared with the scalar one bit for bit."""
+    """Check that the kernels of every available instruction set match the scalar ones bit for bit."""
     from ondevice.kernels import _native
 
     targets = _native.available_targets()
@@ -90,7 +91,10 @@ def kernels() -> Check:
 
 
 def kernel_product(target: str) -> bytes:
-    """All bits of weights (ROWS, COLUMNS), quantised to every width, times activations (TOKENS, COLUMNS)."""
+    """Every bit of a product, and of its weights quantised to 4, 8 and 16 bits, computed by `target`.
+
+    Weights are (ROWS, COLUMNS), activations (TOKENS, COLUMNS).
+    """
     import numpy as np
 
     from ondevice.kernels import _native
@@ -111,7 +115,7 @@ def kernel_product(target: str) -> bytes:
 
 
 def memory() -> Check:
-    """What there is, what is free, and the limits that a control group or, for the GPU, macOS sets."""
+    """Check of memory: total, free, a control group's limit, and macOS's limit for the GPU."""
     total, available, wired = memory_total(), memory_available(), _wired_limit()
     limit = min((group.limit_bytes for group in memory_groups()), default=None)
     value = f"{format_bytes(available)} of {format_bytes(total)} free"
@@ -132,9 +136,9 @@ def memory() -> Check:
 
 
 def mlx(system: str = sys.platform) -> Check:
-    """Whether MLX is there, on which device it computes, and whether that can add."""
+    """Check that MLX is installed and can add numbers on its default device."""
     if util.find_spec("mlx") is None:
-        # Only macOS installs it unasked.
+        # Only on macOS is MLX installed by default.
         if system == "darwin":
             return Check("mlx", "warning", "not installed; the GPU goes unused", MLX_REMEDY)
         return Check(
@@ -159,9 +163,10 @@ def metal(
     folders: Sequence[Path] | None = None,
     describe: Callable[[], dict[str, Any] | None] | None = None,
 ) -> Check:
-    """Whether MLX's Metal kernels are there, and a GPU for them.
+    """Check that MLX's Metal kernels are installed and that there is a GPU for them.
 
-    folders: of the MLX package, if not the installed one. describe: what MLX says of the GPU, None without.
+    folders: folders of the MLX package; by default those of the installed one. describe: returns MLX's
+    description of the GPU, or None if there is no GPU.
     """
     if system != "darwin":
         return Check("metal", "skipped", "Metal is a part of macOS")
@@ -191,32 +196,32 @@ def metal(
 
 
 def mlx_folders() -> list[Path]:
-    """Where the MLX package lies, which may be in parts; empty if it isn't installed."""
+    """Folders of the MLX package, which may have several; empty if it isn't installed."""
     spec = util.find_spec("mlx")
     return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
 
 
 def _wired_limit() -> int | None:
-    """Bytes that macOS was told the GPU may hold; None for its own choice, and on other systems."""
+    """Bytes that the GPU may hold by a setting of macOS; None if it isn't set, and on other systems."""
     if sys.platform != "darwin":
         return None
     try:
         return sysctl("iogpu.wired_limit_mb", 4) << 20 or None
     except BackendUnavailableError:
-        return None  # A release before there was such a limit.
+        return None  # This macOS release has no such limit.
 
 
 def _metal_device() -> dict[str, Any] | None:
     core = importlib.import_module("mlx.core")
     if not core.metal.is_available():
         return None
-    # MLX before 0.30 has it under `metal` only, where later ones print that it has moved.
+    # MLX before 0.30 has `device_info` in `metal` only. Later releases print a notice if it is used there.
     describe = core.device_info if "device_info" in dir(core) else core.metal.device_info
     return dict(describe())
 
 
 def _version(distribution: str) -> str | None:
-    """None where the installation doesn't say, as in an app that was packed without it."""
+    """Version of an installed distribution; None if unknown, as in an app packed without its metadata."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

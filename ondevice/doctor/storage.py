@@ -1,7 +1,7 @@
-"""What the disk gives: which folders can be written, and how fast models can be read from where they lie.
+"""Checks of the disk: which folders are writable, and how fast a device's files can be read.
 
-Knows nothing of what is in a model. What it writes are temporary files, gone when a check ends, be it by an
-exception.
+This module knows nothing of the content of models. It writes only temporary files, which are gone when a
+check ends, even by an exception.
 """
 
 from __future__ import annotations
@@ -26,32 +26,34 @@ if TYPE_CHECKING:
 
 PREFIX = ".ondevice-doctor-"
 SAMPLE_BYTES, CHUNK_BYTES, WRITE_SECONDS = 64 << 20, 4 << 20, 1.0
-"""Of a temporary file: its size, what is written and synced at a time, and when it is large enough."""
+"""Limits of a temporary file: most bytes, bytes written and synced at a time, most seconds of writing."""
 SPARE_BYTES = 4 * SAMPLE_BYTES
-"""Where less is free, nothing is written."""
+"""Bytes of free space below which no temporary file is written."""
 UNIT_BYTES = 4096
-"""Of a temporary file, what a checksum covers."""
+"""Bytes of a temporary file that one checksum covers."""
 READ_BYTES = (16 << 10, 1 << 20)
-"""Sizes of reads: about a neuron's, and what a model that streams is read in."""
+"""Sizes of measured reads: about one neuron, and one read of a model that streams from flash."""
 READ_SECONDS = 0.3
 SLOW_BYTES_PER_SECOND = 300e6
-"""Below this, large reads are worth a warning: half the weights of a 7B at 4 bits take seven seconds."""
+"""Rate of large reads below which a warning is given.
+
+At this rate, half the weights of a 7B at 4 bits take seven seconds."""
 
 
 def models_folder(folder: Path) -> Check:
-    """Where converted models go: `convert` and downloads need it."""
+    """Check of the folder for converted models, which `convert` and downloads write to."""
     remedy = "make it writable, or set ONDEVICE_HOME to a folder that is"
     return _writable("models folder", folder, "failed", remedy)
 
 
 def cache_folder(folder: Path) -> Check:
-    """Where what was measured of a device is kept."""
+    """Check of the folder that keeps measurements of devices."""
     remedy = "make it writable, or every start measures the device's reads anew"
     return _writable("cache folder", folder, "warning", remedy)
 
 
 def settings_file(path: Path) -> Check:
-    """The settings file: it is only read. Raises UsageError for one that can't be."""
+    """Check of the settings file, which is only read. Raises UsageError if it can't be read."""
     from ondevice.settings import read_settings
 
     values = read_settings(path).values
@@ -60,7 +62,7 @@ def settings_file(path: Path) -> Check:
 
 
 def package_folder(folder: Path) -> Check:
-    """Where ondevice itself lies. It may be read-only, as inside an app: nothing is ever written there."""
+    """Check of ondevice's own folder. It may be read-only, as inside an app; nothing is written there."""
     writable = os.access(folder, os.W_OK)
     how = "writable, which it needn't be" if writable else "read-only, as it may be"
     return Check(
@@ -69,10 +71,11 @@ def package_folder(folder: Path) -> Check:
 
 
 def flash(name: str, folders: Sequence[Path], files: Sequence[CheckedFile] = ()) -> Check:
-    """How fast the device of `folders`, of which there is one at least, is read.
+    """Read rates of the device on which `folders` (one or more) lie.
 
-    files: a model's of neurons. They are read if they are large enough, else a temporary file in the first
-    folder that takes one, and that is no model's: an app's own may not change. Raises FlashReadError.
+    files: a model's neuron files. They are read if they are large enough. Otherwise a temporary file is read,
+    in the first folder that can be written and isn't a model's: an app's own model must not change. Raises
+    FlashReadError.
     """
     if sum(file.nbytes for file in files) >= SAMPLE_BYTES:
         return _measured(name, folders[0], files, "the model's own files")
@@ -91,7 +94,7 @@ def flash(name: str, folders: Sequence[Path], files: Sequence[CheckedFile] = ())
 
 
 def neuron_files(folder: Path) -> list[CheckedFile]:
-    """Those of the bundle in the folder; none if it can't be opened, as another check will say."""
+    """Neuron files of the bundle in the folder; none if it can't be opened, which another check reports."""
     from ondevice.bundle.reader import Bundle
 
     try:
@@ -102,22 +105,22 @@ def neuron_files(folder: Path) -> list[CheckedFile]:
 
 
 def existing(folder: Path) -> Path:
-    """What of the folder's path there is."""
+    """The folder, or its nearest ancestor that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
 def device(folder: Path) -> int:
-    """A number that folders on one file system share. Raises OSError."""
+    """Number of the folder's file system; equal for folders on the same one. Raises OSError."""
     return existing(folder).stat().st_dev
 
 
 @contextmanager
 def temporary_file(folder: Path) -> Iterator[CheckedFile]:
-    """A file to read, as large as WRITE_SECONDS and SAMPLE_BYTES allow; its bytes can't be compressed.
+    """A file to read, as large as WRITE_SECONDS and SAMPLE_BYTES allow. Its bytes can't be compressed.
 
-    Raises OSError where it can't be written, or little space would be left.
+    Raises OSError if it can't be written, or if less than SPARE_BYTES are free.
     """
     import numpy as np
 
@@ -128,7 +131,7 @@ def temporary_file(folder: Path) -> Iterator[CheckedFile]:
         raise OSError(f"less than {format_bytes(SPARE_BYTES)} are free")
     chunk = np.frombuffer(np.random.default_rng(0).bytes(CHUNK_BYTES), np.uint8)
     crcs, count, end = _native.crc32c(chunk, (UNIT_BYTES,)), 0, time.monotonic() + WRITE_SECONDS
-    # FlashReader opens it by its name, so it must keep one.
+    # FlashReader opens the file by name, so it must have one.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX) as file:
         while count * CHUNK_BYTES < SAMPLE_BYTES and (not count or time.monotonic() < end):
             file.write(chunk.data)
@@ -140,7 +143,10 @@ def temporary_file(folder: Path) -> Iterator[CheckedFile]:
 
 
 def _writable(name: str, folder: Path, otherwise: Status, remedy: str) -> Check:
-    """Whether files can be made in the folder, or in what of its path there is."""
+    """Check that files can be created in the folder, or in its nearest ancestor that exists.
+
+    otherwise: the status if they can't.
+    """
     try:
         place = existing(folder)
         with tempfile.TemporaryFile(dir=place, prefix=PREFIX) as file:

@@ -1,1 +1,1 @@
-"""What a model does and how fast it runs: profiles, ablations, drafters compared."""
+"""Measurements of a model and its speed: profiles, ablations, comparisons of drafters."""

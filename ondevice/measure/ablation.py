@@ -1,9 +1,9 @@
 """The effect of each idea of "LLM in a flash" (arXiv 2312.11514, table 2) on this machine, row by row.
 
-Every row is a run of the production engine, configured by `FetchOptions`, over the same prompt and tokens and
-within the same budget. `naive` is `hybrid` with one addition: before every token, all weights that stay in
-memory are read from flash as well. `half` is the paper's hybrid: it keeps half of the neurons in memory, or
-as many as the budget has room for.
+Every row is a run of the production engine, configured by `FetchOptions`. All rows have the same prompt,
+number of tokens and budget. `naive` is `hybrid` with one addition: before every token, all weights that stay
+in memory are read from flash as well. `half` is the paper's hybrid: it keeps half of the neurons in memory,
+or as many as the budget has room for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ondevice.sparsity.fetch import FetchOptions
 from ondevice.units import format_bytes
 
 DENSE_ROWS = 3
-"""Rows without selection: all that a model has whose every neuron counts."""
+"""Number of rows without selection of neurons. A model whose every neuron counts has no others."""
 _NOTHING_KEPT = FetchOptions(keep=False, fill_ahead=False, prefetch=False)
 _KEPT = FetchOptions(fill_ahead=False, prefetch=False)
 SPARSE_ROWS = {
@@ -58,10 +58,10 @@ BEFORE = {
 
 @dataclass(frozen=True)
 class Ablation:
-    """Rows in the table's order; only the first DENSE_ROWS where every neuron counts.
+    """Rows in the table's order, or only the first DENSE_ROWS if every neuron counts.
 
-    Every row measures max_tokens tokens after warm_up_tokens others. notes: sentences that say what is
-    missing or doubtful, and why.
+    Every row measures max_tokens tokens after warm_up_tokens others. notes: sentences on what is missing or
+    doubtful, and why.
     """
 
     model: str
@@ -77,7 +77,10 @@ class Ablation:
 
     @property
     def overlap_ratio(self) -> float | None:
-        """A token's time with overlap, over the longer of reading and computing in `all`."""
+        """Time per token of `overlap`, over the longer of reading and computing in `all`.
+
+        None if there are only dense rows.
+        """
         if len(self.rows) <= DENSE_ROWS:
             return None
         apart = self.row("all")
@@ -85,7 +88,10 @@ class Ablation:
 
     @property
     def own_overlap_ratio(self) -> float | None:
-        """The same over the longer of reading and computing in `overlap`, which counts prefetches."""
+        """Time per token of `overlap`, over the longer of its own reading (with prefetches) and computing.
+
+        None if there are only dense rows.
+        """
         if len(self.rows) <= DENSE_ROWS:
             return None
         row = self.row("overlap")
@@ -116,16 +122,16 @@ def ablation(
     warm_up_tokens: int,
     on_progress: OnProgress = ignore_progress,
 ) -> Ablation:
-    """Run every row over one made-up prompt, with the ends of text ruled out.
+    """Run every row over one synthetic prompt. End-of-text tokens are banned.
 
     Args:
         model: a path, a name or an alias.
-        runtime: its `sparsity` selects neurons. `auto` takes predictors where the bundle has them, else
-            exact gates, else thresholds, else nothing.
+        runtime: options of the model. Its `sparsity` selects neurons; `auto` takes predictors if the bundle
+            has them, else exact gates, else thresholds, else no selection.
         prompt_tokens: length of the prompt.
-        max_tokens: tokens that are measured, 1 or more.
-        warm_up_tokens: tokens before them, 1 or more.
-        on_progress: gets the progress.
+        max_tokens: number of measured tokens, 1 or more.
+        warm_up_tokens: number of tokens before them, 1 or more.
+        on_progress: called with the progress.
 
     Checksums of single rows, 12 bytes per neuron, count as the process's own memory. Raises UsageError for a
     count that is too small, BackendUnavailableError for another backend than cpu, BudgetError before anything
@@ -146,7 +152,7 @@ def ablation(
     if sparse.runtime.sparsity != "dense":
         on_progress(0.0, "checksums of rows")
         by_rows = bundle.with_files(row_checksums(bundle, runtime.io))
-        # Planned again: these checksums are now part of the process's own memory, in every row alike.
+        # Plan again: the checksums are now part of the process's own memory, in every row alike.
         sparse, dense = _planned(by_rows, sparse.runtime), _planned(bundle, dense.runtime)
         whole = replace(sparse, bundle=bundle)
         configurations = _dense_rows(dense) | {
@@ -195,13 +201,13 @@ def _keeping_half(dense: ResolvedModel) -> ResolvedModel:
 
 
 def _always_needed(bundle: Bundle) -> list[CheckedFile]:
-    """The files of the weights that every token needs, beside its neurons: the head among them."""
+    """The files of the weights that every token needs, neurons aside. They include the head."""
     tied = bundle.config.tie_embeddings
     return [bundle.file(RESIDENT), *([bundle.embedding_file] if tied else [])]
 
 
 def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel, ResolvedModel]:
-    """The model with and without selection of neurons, under one budget; the same where nothing selects."""
+    """The model with and without selection of neurons, under one budget; both dense if nothing selects."""
     if runtime.speculation not in ("auto", "off"):
         raise UsageError(
             f"--speculation {runtime.speculation}: an ablation compares single tokens; leave it off"
@@ -218,7 +224,7 @@ def _resolved(model: Name | None, runtime: RuntimeConfig) -> tuple[ResolvedModel
 
 
 def _selecting(bundle: Bundle) -> Sparsity:
-    """What selects neurons by default."""
+    """The sparsity mode that selects the bundle's neurons by default."""
     if bundle.predictors is not None:
         return "predicted"
     if bundle.config.zeros_gates:
@@ -227,7 +233,7 @@ def _selecting(bundle: Bundle) -> Sparsity:
 
 
 def _planned(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
-    """The model under a settled budget, without its tokenizer, which takes memory and isn't needed."""
+    """The model under a settled budget. Its tokenizer, which isn't needed, is left out to save memory."""
     resolved = replace(resolve(bundle, runtime), tokenizer=None)
     budget = resolved.plan.budget_bytes
     return replace(resolved, runtime=replace(resolved.runtime, dram_budget=budget))

@@ -1,4 +1,4 @@
-"""One row of the ablation: a run of the engine, and what it read and took for each token."""
+"""One row of the ablation: a run of the engine, with its reads and time per token."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ IoMode = Literal["auto", "direct", "buffered"]
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One configuration; means per token, in bytes and seconds."""
+    """The run of one configuration. Reads and times are means per token, in bytes and seconds."""
 
     name: str
     sparsity: str
@@ -44,11 +44,11 @@ class AblationRow:
     feed_forward_bytes: int
     """Memory that holds neurons at the end of the run."""
     resident_bytes: int
-    """Memory that holds other weights, and what selects neurons; 0 where they are read for every token."""
+    """Memory that holds the other weights and what selects neurons; 0 if they are read for every token."""
     flash_bytes: float
     flash_reads: float
     io_seconds: float
-    """Wall time with a read in flight, whether or not something is computed meanwhile."""
+    """Wall time with a read in flight, including time that overlaps computing."""
     waited_seconds: float
     """Part of the total that is spent waiting for reads."""
     managed_seconds: float
@@ -58,16 +58,16 @@ class AblationRow:
     """Share of the neurons missing from memory that were being prefetched when they were needed."""
     prefetch_wasted_bytes: float
     tokens: tuple[int, ...]
-    """Ids of the text, including those that warm up."""
+    """Ids of the generated text, including the warm-up tokens."""
 
     @property
     def compute_seconds(self) -> float:
-        """The rest of the total."""
+        """The total without waiting for reads and managing the cache."""
         return self.total_seconds - self.waited_seconds - self.managed_seconds
 
     @property
     def bytes_per_second(self) -> float:
-        """Rate while a read is in flight."""
+        """Read rate over the time with a read in flight."""
         return per_second(self.flash_bytes, self.io_seconds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,13 +82,13 @@ class AblationRow:
 
 @dataclass(frozen=True)
 class Reread:
-    """Files that are read whole before every token, and what that has taken so far."""
+    """Reads a set of files whole before every token, and counts what that takes."""
 
     next_token: Callable[[], None]
     """Reads all of them once. Raises FlashReadError."""
     stats: Callable[[], FlashStats]
     seconds: list[float]
-    """Wall time of each reading."""
+    """Wall time of each call of `next_token`, in seconds."""
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def rereading(files: Sequence[CheckedFile], io: IoMode) -> Iterator[Reread]:
 
 
 def sampling_of(bundle: Bundle, tokens: int) -> SamplingConfig:
-    """Random tokens of which none ends the text."""
+    """A config that samples at random and bans end-of-text tokens."""
     ends = bundle.manifest.tokenizer.eos_ids
     return SamplingConfig(
         temperature=TEMPERATURE,
@@ -134,7 +134,7 @@ def measured_row(
     warm_up_tokens: int,
     reread: Reread,
 ) -> AblationRow:
-    """The row of a run of `sampling.max_tokens` tokens, of which the first `warm_up_tokens` don't count."""
+    """Run the engine for `sampling.max_tokens` tokens. The row leaves out the first `warm_up_tokens`."""
     plan, max_tokens = resolved.plan, sampling.max_tokens - warm_up_tokens
     tokens: list[int] = []
     marks: list[tuple[float, Counters, FlashStats]] = []
@@ -179,9 +179,9 @@ def measured_row(
 
 
 def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
-    """The neuron files by name, with a checksum for each row: gate, up, and down with its padding.
+    """The neuron files by name, with one checksum per row: gate, up, and down with its padding.
 
-    Reads and checks all of them once. Raises FlashReadError.
+    Reads and checks all of the files once. Raises FlashReadError.
     """
     layout = bundle.neuron_layout
     up_bytes = layout.parts[1][0].nbytes
@@ -196,7 +196,7 @@ def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
 
 
 def _extents(files: Sequence[CheckedFile]) -> tuple[list[Extent], int]:
-    """All that is checked of `files`, in pieces of whole units, and the bytes that a slot for them takes."""
+    """The checksummed parts of `files` in pieces of whole checksum units, and the bytes of a slot for one."""
     extents, slot_bytes = [], 0
     for index, file in enumerate(files):
         unit = sum(file.crc_units)
@@ -210,7 +210,7 @@ def _extents(files: Sequence[CheckedFile]) -> tuple[list[Extent], int]:
 
 
 def _read_through(reader: FlashReader, files: Sequence[CheckedFile]) -> Iterator[Bytes]:
-    """The pieces of `_extents`; each is valid until the next."""
+    """The bytes of each piece of `_extents`, valid until the next one is taken."""
     extents, slot_bytes = _extents(files)
     slots = min(STREAM_SLOTS, 1 + len(extents))
     with ExtentStream(reader, extents, slot_bytes, slots, cyclic=False) as stream:

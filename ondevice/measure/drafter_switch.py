@@ -17,9 +17,10 @@ FILL_SECONDS = 0.0005
 class DrafterSwitch:
     """One loaded model that drafts with one drafter after another.
 
-    Each begins as if the model had just been loaded for it: what isn't resident is read anew. What a drafter
-    has learned stays for its next turn, and so do the neuron cache's statistics. Memory of drafters that
-    aren't in use is in no plan. The engine must have been made with streams if one of them drafts by streams.
+    Each drafter begins as if the model had just been loaded for it: offloaded weights are read anew. What a
+    drafter has learned stays for its next turn, and so do the neuron cache's statistics. Memory of drafters
+    that aren't in use is in no plan. If one of them drafts by streams, the engine must have been made with
+    streams.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -28,9 +29,9 @@ class DrafterSwitch:
         self._closing = ExitStack()
 
     def draft_as(self, arm: ResolvedModel) -> None:
-        """Draft, and divide the memory, as `arm` says: the same model with another `--speculation`.
+        """Switch to the drafter and the memory plan of `arm`, the same model with another `--speculation`.
 
-        Raises BudgetError, and changes nothing, if its plan doesn't fit; and what making a drafter raises.
+        Raises BudgetError, and changes nothing, if the plan doesn't fit. Raises what making a drafter raises.
         """
         engine, name = self.engine, arm.runtime.speculation
         engine.set_plan(arm.plan, emptied=engine.plan.offloads_weights or arm.plan.offloads_weights)
@@ -43,6 +44,6 @@ class DrafterSwitch:
             time.sleep(FILL_SECONDS)
 
     def close(self) -> None:
-        """Close every drafter that this has made."""
+        """Close every drafter that the switch has made."""
         self._closing.close()
         self._made.clear()

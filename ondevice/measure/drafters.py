@@ -1,8 +1,8 @@
-"""Every drafter beside plain decoding, on one model in one run, and whether texts stay the same.
+"""Comparison of every drafter with plain decoding, on one model in one run. Checks that texts are equal.
 
-Every prompt is continued without drafts and with each drafter in turn, in an order that rotates, by one
-loaded model: what else the machine does meets all alike. Each begins with memory as after loading, and with
-what it has learned of the prompts before. It knows nothing of files and tables.
+One loaded model continues every prompt without drafts and with each drafter in turn, in an order that
+rotates, so that other load on the machine affects all alike. Each drafter begins with memory as after
+loading, and with what it has learned from earlier prompts. This module knows nothing of files and tables.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ from ondevice.units import format_bytes
 OFF: Final = "off"
 ALL_TASKS = "all"
 LEAST_TOKENS = 2
-"""Of a text: the first comes with the prompt's pass."""
+"""Fewest tokens of a text. The first comes with the prompt's pass, so one token has no decode pass."""
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class _Text:
-    """One drafter's continuation of one prompt; flash_bytes of its decode passes, which gave `decoded`."""
+    """One drafter's continuation of one prompt.
+
+    decoded: tokens that the decode passes gave. passes, seconds, flash_bytes: of the decode passes.
+    """
 
     tokens: tuple[int, ...]
     finish_reason: str | None
@@ -61,9 +64,10 @@ class _Text:
 
 @dataclass(frozen=True)
 class DrafterRow:
-    """One drafter on one task: sums over its texts' decode passes, which gave `tokens`, in bytes and seconds.
+    """One drafter on one task. Sums are over the decode passes of its texts, in bytes and seconds.
 
-    speed_ups: of each text that has a decode pass, over the same text without drafts; none of `off` itself.
+    tokens: tokens that those passes gave. speed_ups: for each text with a decode pass, the speed over the
+    same text without drafts; empty for `off` itself.
     """
 
     task: str
@@ -86,7 +90,7 @@ class DrafterRow:
 
     @property
     def drafting_seconds_per_pass(self) -> float:
-        """Of it, what preparing and growing drafts took."""
+        """The part of `seconds_per_pass` that preparing and growing drafts took."""
         spent = self.drafting.preparing_seconds + self.drafting.growing_seconds
         return spent / self.passes if self.passes else 0.0
 
@@ -96,7 +100,7 @@ class DrafterRow:
 
     @property
     def tokens_per_draft(self) -> float:
-        """Nodes but for the root."""
+        """Mean number of draft tokens in a draft, its root excluded."""
         return self.drafting.draft_tokens / self.drafting.drafts if self.drafting.drafts else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +126,7 @@ class DrafterRow:
 
 @dataclass(frozen=True)
 class Changed:
-    """A text that differs from plain decoding's: prompt, from 0 on, of a task."""
+    """A text that differs from plain decoding's. prompt: index of the prompt in its task, from 0."""
 
     task: str
     prompt: int
@@ -131,10 +135,11 @@ class Changed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows by task, then by drafter, `off` first; at the end those of all tasks together.
+    """The result of a comparison.
 
-    budget_bytes: what --dram-budget means for plain decoding. held_bytes: by drafter, what its plan has more
-    than that of plain decoding. notes: what is missing or doubtful, and why, in sentences for people.
+    rows: by task, then by drafter, `off` first; all tasks together are last. budget_bytes: the value of
+    --dram-budget for plain decoding. held_bytes: by drafter, the bytes for drafting in its plan beyond those
+    in plain decoding's. notes: sentences on what is missing or doubtful, and why.
     """
 
     model: str
@@ -150,12 +155,12 @@ class Comparison:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """In order; the last is all of them."""
+        """Names of the tasks in order; the last is ALL_TASKS."""
         return tuple(dict.fromkeys(row.task for row in self.rows))
 
     @property
     def texts(self) -> int:
-        """That drafters have written."""
+        """Number of texts that drafters have written."""
         return sum(row.prompts for row in self.rows if row.task == ALL_TASKS and row.drafter != OFF)
 
     def row(self, task: str, drafter: str) -> DrafterRow:
@@ -197,21 +202,26 @@ def compare_drafters(
     *,
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
-    """Continue every prompt with every drafter that the model can have, runtime.speculation aside.
+    """Continue every prompt with every drafter that the model can have.
 
-    Every drafter plans memory as it would by itself; what those that rest hold is beside the budget.
-    sampling.max_tokens: of every text, 2 or more. on_progress gets the share done, and what is being done.
+    Args:
+        model: a path, a name or an alias.
+        runtime: options of the model; its `speculation` is ignored. Every drafter plans memory as if it were
+            alone: memory that idle drafters hold is outside the budget.
+        tasks: the prompts.
+        sampling: how tokens are chosen. Its `max_tokens` is that of every text, 2 or more.
+        on_progress: called with the share done and the current step.
 
-    Raises, before a weight is read, UsageError for texts of fewer tokens, no prompts or a model without a
+    Before a weight is read, raises UsageError for texts of fewer tokens, no prompts or a model without a
     tokenizer, ContextOverflowError for a prompt that is too long, BackendUnavailableError where drafts could
-    change texts, BudgetError if not even plain decoding fits; and what `load` and a generation raise.
+    change texts, and BudgetError if not even plain decoding fits. Raises what `load` and a generation raise.
     """
     if sampling.max_tokens < LEAST_TOKENS:
         raise UsageError(
             f"--max-tokens {sampling.max_tokens}: a text's first token comes with its prompt's pass; ask for "
             f"{LEAST_TOKENS} or more"
         )
-    # One for all, or texts couldn't be the same.
+    # All share one seed; otherwise texts couldn't be equal.
     sampling = sampling.seeded()
     runtime = on_kernels(runtime, "the comparison of --speculation all")
     arms, notes = _arms(model, runtime)
@@ -240,23 +250,23 @@ def compare_drafters(
 
 
 def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, ResolvedModel], list[str]]:
-    """Plain decoding and every drafter, as each would be by itself, and why others are missing."""
+    """Plain decoding and every possible drafter, each resolved as if alone, and notes on missing drafters."""
     plain = open_model(model, replace(runtime, speculation="off"))
     plain.require_fit()
     arms, notes = {OFF: plain}, []
     for name in DRAFTERS:
         speculation: dict[str, Any] = {"speculation": name}
         if name == "auto":
-            # Beside a second model it would be that one.
+            # With a draft model, `auto` would mean that one.
             speculation["draft_model"] = ""
         try:
             arm = resolve(plain.bundle, replace(plain.runtime, **speculation))
-            # Alike: one tokenizer, and what the process held before any of them.
+            # All share one tokenizer and the process's memory before any of them.
             plan = replace(arm.plan, process_bytes=plain.plan.process_bytes)
             plan = plan.with_budget(budget_bytes(runtime.dram_budget, plan))
             require_fit(plan, plain.bundle.name)
         except (UnsupportedModelError, UsageError, BudgetError, BundleError) as error:
-            # What is damaged here is the drafter's own: plain decoding has opened all that the model needs.
+            # Damage here is in the drafter's own files: plain decoding has opened all that the model needs.
             notes.append(f"without {name}: {error.for_command_line}")
             continue
         if arm.runtime.speculation != name:
@@ -303,13 +313,13 @@ def _measured(
     sampling: SamplingConfig,
     on_progress: OnProgress,
 ) -> dict[str, list[dict[str, _Text]]]:
-    """By task, each prompt's texts by drafter."""
+    """For each task, one dictionary per prompt with its texts by drafter."""
     warm_up = benchmark_prompt(WARM_UP_TOKENS, next(iter(arms.values())).bundle.config.vocab_size)
     for arm in arms.values():
         switch.draft_as(arm)
         _continued(switch.engine, warm_up, replace(sampling, max_tokens=WARM_UP_TOKENS))
     found: dict[str, list[dict[str, _Text]]] = {}
-    # Tasks in turns: a machine that slows down does so for all of them.
+    # Tasks take turns, so that a machine that slows down affects all of them.
     longest = max(map(len, prompts.values()))
     queue = [(task, index) for index in range(longest) for task in prompts if index < len(prompts[task])]
     for done, (task, index) in enumerate(queue):
@@ -329,7 +339,7 @@ def _continued(engine: Engine, prompt: Sequence[int], sampling: SamplingConfig) 
     for event in engine.generate(None, prompt, sampling, never_cancelled):
         if event.token is not None:
             tokens.append(event.token)
-        # The first event is the end of the prompt's pass.
+        # The first event marks the end of the prompt's pass.
         before = before or engine.counters()
     assert before is not None
     assert event.stats is not None

@@ -1,6 +1,6 @@
-"""Profiles and comparisons of drafters drawn, beside their numbers. The one module that needs matplotlib.
+"""Plots of profiles and of drafter comparisons, with their numbers. The only module that needs matplotlib.
 
-It draws without a display, and matplotlib's global state stays as it is.
+It draws without a display and leaves matplotlib's global state unchanged.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SPECULATION, SPECULATION_NUMBERS = "speculation.png", "speculation.json"
 INCHES = (6.4, 4.0)
 COMPARISON_INCHES, COMPARISON_DPI = (9.0, 10.0), 120
 BARS_WIDTH = 0.8
-"""Of the distance between two tasks, what a task's bars take."""
+"""Share of the distance between two tasks that a task's bars take."""
 TICKED_LAYERS = 40
-"""With more layers, not every bar has its number."""
+"""Most layers with which every bar has its number."""
 
 
 def draw_profile(
@@ -47,10 +47,11 @@ def draw_profile(
     tokens: int = PROFILE_TOKENS,
     on_progress: OnProgress = ignore_progress,
 ) -> Profile:
-    """What `profiling.profile` finds, drawn in the new or empty folder `output`, if there is one.
+    """Run `profiling.profile`, and draw its result in `output`, a new or empty folder, if given.
 
-    Raises, before anything is measured, BackendUnavailableError without matplotlib, UsageError for an output
-    that holds something and OndeviceError for one that can't be made; and what `profile` and `draw` raise.
+    The other arguments are those of `profile`. Before anything is measured, raises BackendUnavailableError
+    without matplotlib, UsageError for an output that isn't an empty folder and OndeviceError for one that
+    can't be made. Raises what `profile` and `draw` raise.
     """
     with nullcontext() if output is None else _new_folder(output):
         found = profile(model, text, tokens=tokens, on_progress=on_progress)
@@ -60,10 +61,10 @@ def draw_profile(
 
 
 def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> Comparison:
-    """What `compare()` finds, drawn in the new or empty folder `output`, if there is one: PNG and JSON.
+    """Run `compare()`, and write its result as PNG and JSON to `output`, a new or empty folder, if given.
 
-    Raises what `draw_profile` raises before anything is measured, OndeviceError where the disk refuses, and
-    what `compare` raises.
+    Before anything is measured, raises what `draw_profile` raises then. Raises OndeviceError if the disk
+    refuses, and what `compare` raises.
     """
     with nullcontext() if output is None else _new_folder(output):
         found = compare()
@@ -76,7 +77,7 @@ def draw_comparison(output: Path | None, compare: Callable[[], Comparison]) -> C
 
 @contextmanager
 def _new_folder(output: Path) -> Iterator[None]:
-    """The folder to draw in, gone again if nothing came into it."""
+    """Make the folder to draw in. At the end it is removed if it is still empty."""
     if util.find_spec("matplotlib") is None:
         raise BackendUnavailableError(
             "drawing takes matplotlib, which isn't installed: pip install 'ondevice[plots]'; or leave out "
@@ -90,14 +91,14 @@ def _new_folder(output: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            # Refused, unless it is empty.
+            # rmdir fails unless the folder is empty.
             output.rmdir()
 
 
 def draw(found: Profile, folder: Path) -> list[Path]:
-    """Write the profile's plots and `profile.json` to a folder; returns the files.
+    """Write the profile's plots and `profile.json` to a folder, and return the files.
 
-    A model whose gates are hardly ever zero has one plot, of reads. Raises OndeviceError where the disk
+    A model whose gates are hardly ever zero has only the plot of reads. Raises OndeviceError if the disk
     refuses.
     """
     drawn: dict[str, Callable[[Profile, Axes], None]] = {READS: _draw_reads}
@@ -119,9 +120,9 @@ def _save(found: Profile, path: Path, draw_on: Callable[[Profile, Axes], None]) 
     import matplotlib.style
     from matplotlib.figure import Figure
 
-    # Text stays text, and equal numbers give equal bytes.
+    # Text stays text in the SVG, and equal numbers give equal bytes.
     settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": path.name}
-    # The style is ours whatever the person's own matplotlibrc says.
+    # Use matplotlib's default style, whatever the user's matplotlibrc says.
     with matplotlib.style.context("default"), matplotlib.rc_context(settings):
         figure = Figure(figsize=INCHES, layout="constrained")
         axes = figure.add_subplot()
@@ -152,7 +153,7 @@ def _draw_aggregated(found: Profile, axes: Axes) -> None:
     spans = range(1, len(curves[0]) + 1)
     colours = matplotlib.colormaps["viridis"]
     for layer, curve in enumerate(curves):
-        # The legend names the ends of the scale, which says what is in between.
+        # The legend names the first and the last layer only; colours between them follow the scale.
         named = layer in (0, len(curves) - 1)
         colour = colours(layer / max(1, len(curves) - 1))
         axes.plot(spans, curve, color=colour, linewidth=1, label=f"layer {layer}" if named else None)
@@ -166,7 +167,7 @@ def _draw_aggregated(found: Profile, axes: Axes) -> None:
 def _draw_misses(found: Profile, axes: Axes) -> None:
     assert found.misses is not None
     sizes = [100 * share for share in found.misses.shares]
-    # Some policies hardly differ: where lines lie on each other, both are to be seen.
+    # Some policies hardly differ. Alternating line styles keep lines visible that lie on each other.
     for (policy, rates), style in zip(
         found.misses.policies.items(), itertools.cycle(("-", "-.")), strict=False
     ):
@@ -221,7 +222,7 @@ def _drafters(found: Comparison) -> list[str]:
 
 
 def _bars(found: Comparison) -> Iterator[tuple[str, list[float], float]]:
-    """Each drafter with its bars' middles, one for every task, and their width."""
+    """Each drafter, the x positions of its bars' middles (one per task), and the width of a bar."""
     drafters = _drafters(found)
     width = BARS_WIDTH / max(1, len(drafters))
     for place, drafter in enumerate(drafters):
@@ -231,7 +232,7 @@ def _bars(found: Comparison) -> Iterator[tuple[str, list[float], float]]:
 
 def _draw_speed_ups(found: Comparison, axes: Axes) -> None:
     for drafter, middles, width in _bars(found):
-        # A text may have no pass to compare.
+        # A task may have no text with a decode pass to compare.
         ratios = [found.row(task, drafter).speed_ups or (1.0,) for task in found.tasks]
         heights = [median(of_task) for of_task in ratios]
         below = [height - min(of_task) for height, of_task in zip(heights, ratios, strict=True)]
@@ -264,5 +265,5 @@ def _title(axes: Axes, model: str, what: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """A dollar would begin a formula."""
+    """`text` with dollar signs escaped: matplotlib would take them for the start of a formula."""
     return text.replace("$", r"\$")

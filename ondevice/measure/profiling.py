@@ -1,7 +1,7 @@
-"""What a model does on a text and what its flash gives: sparsity, what caches would hold, read throughput.
+"""Profile of a model on a text and of its flash: sparsity, misses of neuron caches, read throughput.
 
-Only gates that become exactly zero tell which neurons fire; of other models only reads are measured, and
-`Profile.notes` say why. Drawing is `plots`' work.
+Only gates that become exactly zero tell which neurons fire. For models without such gates only reads are
+measured, and `Profile.notes` say why. `plots` does the drawing.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """
@@ -34,11 +34,11 @@ from ondevice.training import Text, text_pieces
 from ondevice.units import format_bytes
 
 SPANS = 32
-"""Most neighbouring tokens whose neurons are counted together."""
+"""Most neighbouring tokens whose distinct neurons are counted together."""
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8)
-"""Sizes of caches, of all neurons."""
+"""Sizes of caches, as shares of all neurons."""
 WARM_UP_TOKENS = 64
-"""Tokens that fill the caches and aren't counted, at most a quarter of all."""
+"""Most tokens that fill the caches and aren't counted. They are at most a quarter of all tokens."""
 PROMPTS = (
     "Once upon a time",
     "The most important thing to know about the city is",
@@ -47,20 +47,20 @@ PROMPTS = (
 )
 OWN_PIECE_TOKENS = 256
 OWN_TEMPERATURE = 0.8
-"""Of the model's own text: the likeliest one repeats itself, which would flatter every cache."""
+"""Temperature of the model's own text. Greedy text repeats itself, which would flatter every cache."""
 MANY_THREADS = 32
-"""On which small reads come near the device's rate."""
+"""Reader threads with which small reads come near the device's full rate."""
 LITTLE_BYTES = 256 << 20
-"""Less than this a device may have in memory of its own."""
+"""Size of files below which a device may hold all of them in memory of its own."""
 
 
 @dataclass(frozen=True)
 class Firing:
-    """Which neurons fire, by layer, as shares of the layer's F from 0 to 1.
+    """Mean shares of neurons that fire, by layer, from 0 to 1.
 
-    active: (L) for one token. also_before: (L) of the firing, those that fired for the token before as well.
-    distinct: (L, S) those that fire at least once in windows of 1 to S neighbouring tokens; every S the mean
-    over the same places in the text.
+    active: (L,) share of the layer's F that fires for a token. also_before: (L,) share of those that also
+    fired for the token before. distinct: (L, S) share of F that fires at least once in windows of 1 to S
+    neighbouring tokens; every window size is a mean over the same places in the text.
     """
 
     active: tuple[float, ...]
@@ -70,10 +70,11 @@ class Firing:
 
 @dataclass(frozen=True)
 class CacheMisses:
-    """Of the neurons that fire, those that a cache hasn't, from 0 to 1: one for each of `shares`.
+    """Miss rates of neuron caches: the share of firing neurons that a cache lacks, from 0 to 1.
 
-    shares: what a cache holds, of all neurons. policies: with the runtime's own, as it divides memory among
-    layers. optimum: with the future known (Belady). warm_up_tokens: how many weren't counted.
+    shares: cache sizes, as shares of all neurons; every rate belongs to one of them. policies: rates of the
+    runtime's own policies by name, with memory divided among layers as the runtime does. optimum: rates with
+    the future known (Belady). warm_up_tokens: number of tokens that weren't counted.
     """
 
     shares: tuple[float, ...]
@@ -84,9 +85,10 @@ class CacheMisses:
 
 @dataclass(frozen=True)
 class Profile:
-    """tokens: of the text that ran, 0 if none did. firing, misses: None where gates are hardly ever zero.
+    """The result of `profile`.
 
-    notes: what is missing or doubtful, and why, in sentences for people.
+    tokens: length of the text that ran, 0 if none did. firing, misses: None if gates are hardly ever zero.
+    notes: sentences on what is missing or doubtful, and why.
     """
 
     model: str
@@ -94,7 +96,7 @@ class Profile:
     tokens: int
     num_layers: int
     num_neurons: int
-    """F, of one layer."""
+    """F, the neurons of one layer."""
     firing: Firing | None
     misses: CacheMisses | None
     reads: Throughput
@@ -116,13 +118,19 @@ def profile(
     tokens: int = PROFILE_TOKENS,
     on_progress: OnProgress = ignore_progress,
 ) -> Profile:
-    """Measure a model on the first `tokens` tokens of `text`, or on text of its own.
+    """Measure a model on the first `tokens` tokens of `text`, or on text that it writes itself.
 
-    pieces: token ids instead of a text, each read from an empty context. on_progress gets the share done,
-    from 0 to 1, and what is being done. The run holds what every token needs and all gates in memory, and
-    4 * L * F bytes per token on disk.
+    Args:
+        model: a path, a name or an alias.
+        text: the text to run, if any.
+        pieces: token ids instead of a text, each piece read from an empty context.
+        tokens: most tokens of the text.
+        on_progress: called with the share done, from 0 to 1, and the current step.
 
-    Raises UsageError for too little text, OndeviceError where the disk has no room, and what `load` raises.
+    The run holds in memory the weights that every token needs and all gate weights. On disk it takes
+    4 * L * F bytes per token.
+
+    Raises UsageError for too little text, OndeviceError if the disk has no room, and what `load` raises.
     """
     resolved = open_model(model, RuntimeConfig())
     bundle, config = resolved.bundle, resolved.bundle.config
@@ -161,7 +169,10 @@ def profile(
 
 
 def firing_of(gates: Float32, lengths: Sequence[int]) -> Firing:
-    """gates: (L, T, F) of pieces of text of so many tokens each, at least one of them of two or more."""
+    """How neurons fire, from gates (L, T, F).
+
+    lengths: tokens of each piece of the text, which add up to T. At least one piece has two or more.
+    """
     spans = min(SPANS, max(lengths))
     ends = np.cumsum(lengths).tolist()
     ranges = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -178,7 +189,7 @@ def firing_of(gates: Float32, lengths: Sequence[int]) -> Firing:
 
 
 def cache_misses(gates: Float32, on_progress: Callable[[float], None] = lambda fraction: None) -> CacheMisses:
-    """gates: (L, T, F). on_progress gets the share done."""
+    """Replay gates (L, T, F) through caches of all sizes and policies. on_progress gets the share done."""
     layers, tokens, neurons = gates.shape
     warm_up = min(WARM_UP_TOKENS, tokens // 4)
     slots = [int(share * layers * neurons) for share in SHARES]
@@ -200,10 +211,11 @@ def recorded_gates(
     pieces: Sequence[Sequence[int]],
     on_progress: OnCount = ignore_count,
 ) -> Iterator[Float32]:
-    """(L, T, F) gates before the activation, of pieces of token ids that are each read from an empty context.
+    """Gates (L, T, F) before the activation, for pieces of token ids, each read from an empty context.
 
-    They are on disk, read as they are used, and gone afterwards. on_progress gets the tokens done. Raises
-    OndeviceError where the disk has no room, BundleError for a model whose gates are hardly ever zero.
+    They lie in a file on disk that is read as they are used and deleted at the end. on_progress is called
+    with the number of tokens done. Raises OndeviceError if the disk has no room, BundleError for a model
+    whose gates are hardly ever zero.
     """
     from ondevice.converters.training.activations import check_room, observe_gates
 
@@ -224,7 +236,10 @@ def recorded_gates(
 
 
 def _distinct_shares(fired: NDArray[np.bool_], starts: NDArray[np.intp], spans: int) -> tuple[float, ...]:
-    """Mean share of neurons that fire in 1 to `spans` tokens from each of `starts` on; fired: (T, F)."""
+    """Mean share of neurons that fire in windows of 1 to `spans` tokens that begin at `starts`.
+
+    fired: (T, F), True where a neuron fires.
+    """
     united = np.zeros((len(starts), fired.shape[1]), dtype=np.bool_)
     shares = []
     for later in range(spans):
@@ -240,7 +255,7 @@ def _pieces(
     tokens: int,
     on_progress: OnProgress,
 ) -> tuple[str, Sequence[Sequence[int]]]:
-    """What runs, and in words what it is."""
+    """A description in words of the text to run, and its pieces."""
     if text is not None and pieces is not None:
         raise UsageError("give either a text or pieces of token ids")
     if tokens < PROFILE_LEAST:
@@ -255,7 +270,10 @@ def _pieces(
 
 
 def _own_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tuple[str, list[list[int]]]:
-    """Continuations of fixed prompts, as the model samples them, until they have `tokens` tokens."""
+    """A description in words, and pieces of text that the model samples to continue fixed prompts.
+
+    The pieces have `tokens` tokens in all.
+    """
     config = resolved.bundle.config
     length = min(OWN_PIECE_TOKENS, resolved.plan.max_context)
     if resolved.tokenizer is None:
@@ -283,7 +301,7 @@ def _own_text(resolved: ResolvedModel, tokens: int, on_progress: OnCount) -> tup
 
 
 def read_doubts(io: str, file_bytes: int) -> list[str]:
-    """Why figures of reading may say little of flash. file_bytes: of all files that were read."""
+    """Notes on why measured read rates may say little about flash. file_bytes: size of all files read."""
     notes = []
     if io == "buffered":
         notes.append(

@@ -1,6 +1,6 @@
-"""What drafters are compared on: short prompts of several kinds of text, or a person's own. Text only.
+"""Prompts on which drafters are compared: short ones of several kinds of text, or the user's own. Text only.
 
-All are made up here. A task's prompts are as alike as those of an application are.
+The built-in prompts were written for this purpose. Those of one task are as alike as an application's.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ import re
 from dataclasses import dataclass
 
 MOST_PROMPTS = 8
-"""Of one task, if nobody says otherwise."""
+"""Default for the most prompts of one task."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts of one kind. chat: they are a user's messages, else texts to be continued as they stand."""
+    """Prompts of one kind. chat: True for user messages, False for texts to be continued as they stand."""
 
     name: str
     prompts: tuple[str, ...]
     chat: bool = False
 
     def at_most(self, count: int) -> Task:
-        """So many of the prompts, spread evenly."""
+        """The task with at most `count` of its prompts, spread evenly."""
         total = len(self.prompts)
         if total <= count:
             return self

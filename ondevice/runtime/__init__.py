@@ -1,1 +1,1 @@
-"""A loaded model: its weights, its sequences and its budget, under one owner thread."""
+"""A loaded model: its weights, its key/value caches and its budget, under one owner thread."""

@@ -28,7 +28,7 @@ from ondevice.errors import BackendUnavailableError
 
 
 def has_mlx() -> bool:
-    """Whether MLX can be imported; it then is."""
+    """True if MLX can be imported. This imports it."""
     try:
         import_module("mlx.core")
     except ImportError:
@@ -79,7 +79,10 @@ def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
 
 
 def is_row_invariant(backend: str) -> bool:
-    """Whether a token's bits don't depend on other tokens of its forward pass, so that drafts are exact."""
+    """True if rows are exact: a token's bits don't depend on other tokens of its forward pass.
+
+    Only then do drafts leave the text as it is.
+    """
     if backend != "mlx":
         return backend == "cpu"
     from ondevice.backends import mlx
@@ -100,7 +103,7 @@ def memory_model(
         config: The model's shape.
         quant: How its weights are quantised.
         runtime: The options, with the backend settled.
-        predictors: Those of the bundle, if it has any.
+        predictors: Predictors of the bundle, if it has any.
         streams: Multi-stream adapters of the bundle, if it has any.
     """
     match runtime.backend:
@@ -115,7 +118,7 @@ def memory_model(
 def make_backend(
     config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, plan: Plan
 ) -> BudgetedBackend:
-    """The backend that `runtime`, which is settled, names. Raises BackendUnavailableError."""
+    """Make the backend that `runtime`, already settled, names. Raises BackendUnavailableError."""
     match runtime.backend:
         case "reference":
             return ReferenceBackend()
@@ -140,7 +143,7 @@ def make_backend(
 
 
 def _operand_bytes() -> int:
-    """Size of what MLX's matrices multiply in on its default device."""
+    """Bytes of one element of MLX's matrix operands on its default device."""
     from ondevice.backends.mlx import compute_type
 
     return int(compute_type().size)

@@ -31,7 +31,7 @@ from ondevice.speculation.drafters.other_vocabulary import same_vocabulary
 from ondevice.tokenizer import Tokenizer
 
 MOST_FILLING_PASSES = 16
-"""Most forward passes that fill feed-forward memory at load. What is missing then comes while drafting."""
+"""Most forward passes that fill feed-forward memory at load. Missing weights are then read while drafting."""
 
 
 @dataclass(frozen=True)

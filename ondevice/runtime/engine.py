@@ -80,7 +80,7 @@ class Engine:
         self._embedding_bytes = 0
         self._neurons: NeuronMemory = NoNeuronMemory()
         self._parts = ExitStack()
-        """What `close` closes, in reverse order."""
+        """Parts that `close` closes, in reverse order."""
         self._claim = Claim(self._held_bytes)
         self._parts.callback(self._claim.release)
         with ExitStack() as undo:
@@ -95,11 +95,11 @@ class Engine:
         self._reader, costs = _open_reader(resolved)
         self._parts.callback(self._reader.close)
         self.io = self._reader.io
-        """How flash is read: `direct` or `buffered`."""
+        """The I/O mode of flash reads: `direct` or `buffered`."""
         self._backend = make_backend(bundle.config, bundle.quant, runtime, plan)
         self._parts.callback(self._backend.close)
         self.kernel_target = self._backend.target
-        """What multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
+        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         transformer = _load_transformer(resolved, self._reader, self._backend, cancelled)
         self._neurons = open_neuron_memory(bundle, plan, self._backend, self._reader, costs, fetch)
         self._parts.callback(self._neurons.close)
@@ -193,7 +193,7 @@ class Engine:
 
     @property
     def replanned(self) -> Plan:
-        """The plan beside what other models have claimed by now; it may not fit. Safe from any thread."""
+        """The plan beside what other models have claimed by now. It may not fit. Safe from any thread."""
         return replanned(self.plan, self._claim)
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -221,7 +221,7 @@ class Engine:
         return True
 
     def make_drafting(self, resolved: ResolvedModel, cancelled: IsCancelled) -> Drafting | None:
-        """Make what drafts for this model under the options of `resolved`; None for no drafts.
+        """Make the drafting of this model under the options of `resolved`; None for no drafts.
 
         The caller closes it. Raises what loading a second model raises.
         """
@@ -254,7 +254,7 @@ class Engine:
         self._backend = self._quota = None  # type: ignore[assignment]
 
     def _forget_model(self) -> None:
-        """Drop what refers back to the engine: memory mustn't wait for the collector of cycles."""
+        """Drop references back to the engine, so that its memory needn't wait for the garbage collector."""
         self._generator = self._drafting = None  # type: ignore[assignment]
 
     def _keep_to(self, plan: Plan) -> None:
@@ -277,7 +277,7 @@ class Engine:
         self._quota.grow(self.kv.nbytes + grown * kv.layout.block_bytes)
 
     def _before_pass(self, batch: ForwardBatch) -> None:
-        # A draft is made with what is in memory, and its pass is to find that there.
+        # A draft is made from what is in memory, and its pass must find that there.
         if not batch.draft_rows:
             self._between_passes()
         self._quota.before_pass(len(batch.tokens), self.kv.nbytes)

@@ -1,6 +1,6 @@
-"""The key/value caches of a model's sessions, and how much memory they may have together.
+"""The key/value caches of a model's sessions, and the memory that they may have together.
 
-The pool knows no weights. What it drops is computed again when it is asked for, to the same bits.
+The pool knows no weights. A dropped cache is computed again when it is needed, to the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class KVCachePool:
-    """One model's key/value caches, each named by a key. Belongs to the model's owner thread, but `retired`.
+    """One model's key/value caches, each named by a key. All but `retired` belongs to the owner thread.
 
     When memory runs short, caches other than the one in use may be dropped.
     """
@@ -40,7 +40,7 @@ class KVCachePool:
         layout: How blocks are laid out.
         plan: The model's plan, which limits the bytes of all caches.
         claim: The model's claim on the process's memory.
-        backend: What allocates blocks.
+        backend: The backend, which allocates blocks.
         yield_to: Called before a block is allocated, with the bytes that blocks will have then.
         """
         self.layout = layout
@@ -58,7 +58,10 @@ class KVCachePool:
 
     @contextmanager
     def use(self, key: int | None) -> Iterator[KVCache]:
-        """The cache of `key`, or one of its own that ends with this. It isn't dropped meanwhile."""
+        """A context with the cache of `key`, which isn't dropped meanwhile.
+
+        A `key` of None gives a new cache that ends with the context.
+        """
         self._drop_retired()
         kv = self.new_cache() if key is None else self.cache(key)
         self._in_use = kv
@@ -86,7 +89,7 @@ class KVCachePool:
                 log.info("no room for a second KV cache: the fork will compute its own")
 
     def keep_to(self, plan: Plan) -> None:
-        """Drop what another plan has no room for."""
+        """Keep to another plan, and drop idle caches that it has no room for."""
         self._plan = plan
         self._drop_idle(plan.kv_limit_bytes)
         self._claimed(self.nbytes)
@@ -129,7 +132,7 @@ class KVCachePool:
                 required_bytes=plan.budget_bytes + nbytes,
             )
         self._yield_to(self.nbytes + nbytes)
-        # The whole block at once: pages that came as tokens are written would hit a memory limit one by one.
+        # The whole block at once: pages first touched as tokens are written would hit a limit one by one.
         block = self._backend.allocate_block(self.layout)
         self.nbytes += nbytes
         return block
@@ -139,7 +142,10 @@ class KVCachePool:
         self._claimed(self.nbytes)
 
     def _claimed(self, nbytes: int) -> bool:
-        """Whether the caches may have so much: beyond one full context, only what no other model claims."""
+        """Claim `nbytes` for all caches. Returns False if they don't fit.
+
+        Beyond one full context, the caches may only have memory that no other model claims.
+        """
         plan = self._plan
         beyond = 0 if plan.offloads_weights else max(0, nbytes - plan.kv_cache_bytes)
         return nbytes <= plan.kv_limit_bytes and self._claim.go_beyond(plan, beyond)

@@ -127,7 +127,7 @@ def find_model(name: str | os.PathLike[str] | None = None) -> Path:
 
 
 def bundle_target(source: str | os.PathLike[str], output: str | os.PathLike[str] | None) -> Path:
-    """Where a checkpoint's bundle goes: `output`, else `default_output`. Raises what these raise."""
+    """The folder for a checkpoint's bundle: `output`, else `default_output`. Raises what these raise."""
     return default_output(source) if output is None else output_path(output)
 
 
@@ -137,7 +137,7 @@ def output_path(output: object) -> Path:
 
 
 def default_output(source: str | os.PathLike[str]) -> Path:
-    """Where the bundle of a checkpoint goes by default: by its name, where `find_model` finds it.
+    """The default folder for a checkpoint's bundle: named after the source, where `find_model` finds it.
 
     Raises UsageError for a source without a name, ModelNotFoundError for one that nothing can have.
     """
@@ -160,7 +160,7 @@ def _path_text(value: object, what: str) -> str:
 
 @contextmanager
 def _lookups(name: str) -> Iterator[None]:
-    """Turns errors of the system while a name is looked up into ModelNotFoundError."""
+    """Turn the system's errors during a name's lookup into ModelNotFoundError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -190,7 +190,7 @@ def _find_model(text: str, is_path: bool) -> Path:
 
 
 def known_models() -> dict[str, Path]:
-    """The bundles in the model folders by name. Of two with the same name, it has the one that is found."""
+    """The bundles in the model folders, by name. Of two with one name, the one that `find_model` returns."""
     found: dict[str, Path] = {}
     for folder in (shipped_folder(), model_home()):
         found |= {path.parent.name: path.parent for path in folder.glob(f"*/{MANIFEST}")}
@@ -296,7 +296,7 @@ NOTHING_DAMAGED: Mapping[str, BundleError] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class SparsityMode:
-    """Whether a model can run in a mode, and why (not)."""
+    """A sparsity mode, with `available` True if a model can run in it, and the reason."""
 
     name: str
     available: bool

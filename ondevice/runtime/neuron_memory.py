@@ -1,4 +1,4 @@
-"""The memory that a loaded model's neurons have: what holds them, and how much of it the plan allows."""
+"""Memory for a loaded model's neurons: the object that holds them, and the quota that the plan allows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ondevice.units import trim_heap
 
 
 class NeuronMemory(Protocol):
-    """What holds a model's neurons and feeds them to its layers.
+    """The memory that holds a model's neurons and feeds them to its layers.
 
     It is a SegmentPool in dense mode, a NeuronFetcher where neurons are selected, and NoNeuronMemory for a
     backend that holds every neuron itself.
@@ -34,7 +34,7 @@ class NeuronMemory(Protocol):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes that neurons hold for sure. Safe from any thread."""
+        """Bytes that neurons are sure to hold. Safe from any thread."""
         ...
 
     @property
@@ -56,15 +56,15 @@ class NeuronMemory(Protocol):
     def prefetching(self) -> PrefetchQuality: ...
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to a quota of segments, as the plan's shape divides it."""
+        """Keep to a quota of segments, divided as the plan's shape divides it."""
         ...
 
     def fill(self) -> bool:
-        """Read a little ahead while the model is idle. False: there is nothing more to read."""
+        """Read a little ahead while the model is idle. Returns False if there is nothing more to read."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free all memory. Idempotent."""
         ...
 
 
@@ -76,13 +76,13 @@ class NoNeuronMemory:
     prefetching = PrefetchQuality()
 
     def resize(self, quota: Sequence[int]) -> None:
-        """There are no segments."""
+        """Do nothing: there are no segments."""
 
     def fill(self) -> bool:
         return False
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is no memory to free."""
 
 
 def open_neuron_memory(
@@ -93,12 +93,12 @@ def open_neuron_memory(
     costs: CostModel,
     options: FetchOptions,
 ) -> NeuronMemory:
-    """Make what holds a model's neurons by its plan. It has no segments yet.
+    """Make the neuron memory of a model by its plan. It has no segments yet.
 
     Args:
         bundle: The model.
         plan: Its plan.
-        backend: What has loaded its layers.
+        backend: The backend that has loaded its layers.
         reader: Reads the bundle's files.
         costs: The costs of that reader's reads.
         options: How selected neurons are kept and read.
@@ -138,7 +138,7 @@ def open_neuron_memory(
 
 
 class NeuronQuota:
-    """How many segments a model's neurons have.
+    """The quota of a model's neurons, in segments.
 
     The plan allows what keys and values and scratch memory leave. Forward passes fill the segments. Wide
     passes take scratch memory from neurons; decoding gives it back.
@@ -146,10 +146,10 @@ class NeuronQuota:
 
     def __init__(self, neurons: NeuronMemory, backend: BudgetedBackend, plan: Plan, keep: bool) -> None:
         """Args:
-        neurons: What gets the segments.
-        backend: What holds scratch memory.
+        neurons: The memory that gets the segments.
+        backend: The backend, which holds scratch memory.
         plan: The model's plan.
-        keep: Whether neurons may stay in memory after the pass that read them.
+        keep: True if neurons may stay in memory after the pass that read them.
         """
         self._neurons = neurons
         self._backend = backend
@@ -161,12 +161,12 @@ class NeuronQuota:
         """Segments within the quota now. Forward passes fill them."""
 
     def keep_to(self, plan: Plan, kv_bytes: int) -> None:
-        """Have what a plan allows beside `kv_bytes` of keys and values."""
+        """Allocate what a plan allows beside `kv_bytes` of keys and values."""
         self._plan = plan
         self._allocate(self._room(kv_bytes))
 
     def clear(self) -> None:
-        """Have the fewest segments that work."""
+        """Shrink to the fewest segments that work."""
         self._allocate(self._plan.segment.least)
 
     def grow(self, kv_bytes: int) -> None:

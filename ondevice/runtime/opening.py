@@ -16,7 +16,7 @@ from ondevice.units import trim_heap
 
 
 def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
-    """The bundle without sidecars that the options use and whose tensors, which this reads, are damaged."""
+    """The bundle, without damaged ones of the sidecars that the options use. Reads their tensors to check."""
     speculation = settled_speculation(runtime)
     for sidecar, used in (
         (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
@@ -29,7 +29,7 @@ def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
 
 
 def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
-    """Damaged sidecars that the options don't rule out."""
+    """Warnings of damaged sidecars that the options would otherwise use."""
     may_use = {
         "predictors": runtime.sparsity == "auto",
         "thresholds": runtime.sparsity == "auto",
@@ -40,7 +40,11 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
 
 
 def settled_speculation(runtime: RuntimeConfig) -> Speculation:
-    """The speculation that `auto` means: a second model if one is named, none where drafts change texts."""
+    """The speculation, with `auto` settled where this is possible.
+
+    `auto` means `off` on backends other than cpu, where drafts would change texts. On cpu it means `model` if
+    a draft model is named, and otherwise stays `auto`.
+    """
     if runtime.speculation != "auto":
         return runtime.speculation
     if settled_backend(runtime.backend) != "cpu":

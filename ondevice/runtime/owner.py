@@ -82,12 +82,12 @@ class OwnerThread(Generic[T]):
 
     @property
     def is_current(self) -> bool:
-        """Whether the calling thread is the owner thread."""
+        """True if the calling thread is the owner thread."""
         return self._runner.is_current
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this is a child of fork(). The thread is its parent's, and locks may be held for ever."""
+        """True in a child of fork(). There the thread is the parent's, and locks may be held for ever."""
         return os.getpid() != self._process
 
     def require_own_process(self) -> None:
@@ -261,7 +261,7 @@ class _Jobs:
         return self._queue.get()
 
     def _idle_step(self) -> bool:
-        """Whether there is more to do."""
+        """Do a step of idle work. Returns True if there is more to do."""
         made: list[Any] = []
         step = self.idle
         if step is not None:
@@ -297,7 +297,7 @@ def _nothing(cancelled: Cancelled) -> Iterator[None]:
 
 
 def _drop(item: Any) -> None:
-    """Discards an item."""
+    """Discard an item."""
 
 
 class _Runner:
@@ -315,11 +315,11 @@ class _Runner:
         return self._thread is threading.current_thread() and not self._ended.is_set()
 
     def start(self) -> None:
-        """Raises RuntimeError if the system has no thread for it."""
+        """Start on a kept thread or a new one. Raises RuntimeError if the system refuses a thread."""
         while self._kept and _IDLE_THREADS:
             with suppress(IndexError):
                 thread, following = _IDLE_THREADS.pop()
-                if thread.is_alive():  # otherwise it is the parent's, and this a child of fork()
+                if thread.is_alive():  # In a child of fork() it isn't: it is the parent's.
                     self._thread, thread.name = thread, self._name
                     following.put(self)
                     return
@@ -332,7 +332,7 @@ class _Runner:
             raise
 
     def join(self) -> None:
-        """Wait until the last job has run, unless none has begun or this is called by a job."""
+        """Wait until the last job has run. Returns at once if none has begun, or if a job calls this."""
         if self._thread is None or self.is_current:
             return
         self._ended.wait()
@@ -354,7 +354,7 @@ _IDLE_THREADS: list[tuple[threading.Thread, queue.SimpleQueue[_Runner]]] = []
 
 
 def _serve(runner: _Runner) -> None:
-    """Run the jobs of an owner and of those that follow. Keeps no reference to one that has ended."""
+    """Run the jobs of one owner, then of the next ones. Keeps no reference to an owner that has ended."""
     following: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
     while runner.run():
         _IDLE_THREADS.append((threading.current_thread(), following))

@@ -42,10 +42,10 @@ from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memor
 log = logging.getLogger(__name__)
 
 LEAST_CONTEXT = 512
-"""Tokens of context that no budget shortens the default below: those of a training text's pieces."""
+"""Tokens below which no budget shortens the default context: the length of a training text's pieces."""
 CONTEXT_STEP = 256
 TINY_CONTEXTS = (64, 128)
-"""Contexts below LEAST_CONTEXT that are tried, in tokens: only a user takes them, by name."""
+"""Contexts below LEAST_CONTEXT, in tokens, that messages may suggest. They apply only if a user asks."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ResolvedModel:
     alternatives: tuple[ResolvedModel, ...] = ()
     """The models that `auto` chose this from, in order of preference; empty where it had no choice."""
     budget_origin: str = ""
-    """How `auto` found the budget, in words; empty for the user's own."""
+    """Origin of the budget that `auto` found, in words; empty for the user's own budget."""
     warnings: tuple[str, ...] = ()
     """Sidecars that are damaged and that `auto` therefore goes without."""
     budget_warnings: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class ResolvedModel:
 
     @property
     def runs_streams(self) -> bool:
-        """Whether multi-stream adapters are loaded."""
+        """True if multi-stream adapters are loaded."""
         return runs_streams(self.runtime.speculation, self.bundle.streams)
 
     @property
@@ -140,7 +140,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
         threads=runtime.threads or usable_cores(),
     )
     warnings = damage_warnings(bundle, runtime)
-    # What is imported anyway is measured with the process.
+    # Import now what is needed anyway, so that it is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
     import_library(bundle.manifest.tokenizer.kind or "")
     # Freed memory that the heap keeps would count as the process's.
@@ -206,7 +206,7 @@ class _Planner:
 
     @property
     def may_open(self) -> bool:
-        """Whether the budget has room for reading the tokenizer, before anything is planned."""
+        """True if the budget has room for reading the tokenizer, before anything is planned."""
         needed = self.opening_bytes + self.measured.others_bytes
         budget = self.runtime.dram_budget
         return needed <= (self._allowance.usable_bytes if self._is_auto else parse_budget(budget))
@@ -251,7 +251,7 @@ class _Planner:
         return alone or tuple(fitting)
 
     def _at(self, max_context: int, wanted: int = 0) -> ResolvedModel:
-        """The model in the modes to take with a context. Where none fits, it has those that need least.
+        """The model in its preferred modes with a context. If none fits, in the modes that need least memory.
 
         wanted: the default context if it was shortened to this one.
         """
@@ -328,10 +328,10 @@ def _preferred(plans: Sequence[Plan]) -> int:
 
 @dataclass(frozen=True)
 class ModeChange:
-    """The modes that `auto` takes below `budget_bytes`, which aren't those of now."""
+    """The modes that `auto` takes below `budget_bytes`, other than the current ones."""
 
     budget_bytes: int
-    """The smallest budget that keeps the modes of now."""
+    """The smallest budget that keeps the current modes."""
     sparsity: Sparsity
     speculation: Speculation
 
@@ -346,7 +346,7 @@ def mode_change(resolved: ResolvedModel) -> ModeChange | None:
     if not choices or not resolved.plan.fits:
         return None
     modes = resolved.runtime.sparsity, resolved.runtime.speculation
-    # Only there does a plan begin to fit, or to hold every weight.
+    # Only at these budgets does a plan begin to fit, or to hold every weight.
     limits = {it.plan.least_budget_bytes for it in choices}
     limits |= {it.plan.resident_budget_bytes for it in choices}
     for limit in sorted((it for it in limits if it <= resolved.plan.budget_bytes), reverse=True):
@@ -377,7 +377,7 @@ def check_tokens(resolved: ResolvedModel, tokens: Sequence[int], wanted: int = 0
 
 
 def is_auto(budget: str | int) -> bool:
-    """Whether the budget is `auto`: what the machine has."""
+    """True if the budget is `auto`, which depends on the machine's memory."""
     return str(budget).strip().lower() == "auto"
 
 
