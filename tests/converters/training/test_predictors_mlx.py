@@ -157,11 +157,11 @@ def expected_of(
     seen: list[tuple[np.ndarray, np.ndarray]] = []
 
     def feed_forward(
-        self: ReferenceBackend, x: Any, weight: Any, activation: Any, norm: Any, *rest: Any, **named: Any
+        self: ReferenceBackend, x: Any, weight: Any, activation: Any, batch: Any, norm: Any, added: Any
     ) -> Any:
         normed = self.rms_norm(x, *norm)
         seen.append((normed, normed @ weight.gate.T))
-        return plain(self, x, weight, activation, norm, *rest, **named)
+        return plain(self, x, weight, activation, batch, norm, added)
 
     plain = ReferenceBackend.feed_forward
     monkeypatch.setattr(ReferenceBackend, "feed_forward", feed_forward)
