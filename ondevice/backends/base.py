@@ -112,7 +112,7 @@ class KVStore(Protocol):
 
     @property
     def blocks(self) -> list[Block]:
-        """`Bytes` (block_bytes,), 64-byte aligned and writable, with room for every position given to an op."""
+        """`Bytes` (block_bytes,), 64-byte aligned, writable; with room for every position given to an op."""
         ...
 
     places: Any
@@ -176,7 +176,7 @@ class FeedForwardSource(Protocol):
     def layout(self) -> RecordLayout: ...
 
     def read(self, first: int, count: int) -> Bytes:
-        """Records first .. first + count, (count, stride). Raises FlashReadError, and as `check_gates` does."""
+        """Records first .. first + count, (count, stride). Raises FlashReadError, and as `check_gates`."""
         ...
 
     def check_gates(self, first: int, records: Bytes) -> None:
@@ -384,7 +384,7 @@ class Backend(Protocol):
         norm: Norm | None = None,
         added: Array | None = None,
     ) -> Array:
-        """down(activation(gate(n)) * up(n)) + added, (R, D), with n = norm(x). A pass calls it layer by layer.
+        """down(activation(gate(n)) * up(n)) + added, (R, D), with n = norm(x). Called for layers in order.
 
         Rows from `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't
         in memory count as zero.

@@ -190,7 +190,7 @@ def _read_store(store: Path) -> dict[str, CostModel]:
 
 
 def _parse(entry: dict[str, Any]) -> CostModel:
-    """One device's entry. Raises ValueError, KeyError or TypeError if `_write_store` can't have written it."""
+    """A device's entry. Raises ValueError, KeyError or TypeError if `_write_store` can't have written it."""
     rates = tuple(
         ReadRate(int(rate["read_bytes"]), int(rate["threads"]), float(rate["bytes_per_second"]))
         for rate in entry["rates"]

@@ -49,7 +49,7 @@ class ExtentStream:
             checked units, to page boundaries.
         slots: number of slots, at least 2. The consumer can hold all but one at a time.
         cyclic: whether the schedule begins again after its last extent.
-        memory: the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. Without it, they
+        memory: the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. If None, they
             get memory of their own.
     """
 

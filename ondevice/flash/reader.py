@@ -135,9 +135,10 @@ class FlashReader:
     def read_records(
         self, file_index: int, record_ids: Sequence[int] | NDArray[np.int64], out: Bytes
     ) -> None:
-        """Reads record `record_ids[i]` into row i of `out`, (n, stride) uint8; a record is a run of all units.
+        """Reads record `record_ids[i]` into row i of `out`, (n, stride) uint8.
 
-        Ids that are neighbours in the list and on flash become one read, so sorted ids read fastest.
+        A record is one run of all units that carry a checksum. Ids that are neighbours in the list and on
+        flash become one read, so sorted ids read fastest.
         Raises FlashReadError; IndexError for an id outside the file.
         """
         ids = np.ascontiguousarray(record_ids, dtype=np.int64)
