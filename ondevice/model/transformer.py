@@ -52,7 +52,7 @@ Prune = Callable[[Array], PrunedDraft]
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The results of a forward pass over T tokens, of which n went through all layers, with S streams each."""
+    """The results of a forward pass over T tokens, of which n went through all layers; S streams each."""
 
     tokens: Sequence[int]
     """(n,) rows of the batch that weren't pruned."""
@@ -304,7 +304,7 @@ class Transformer:
         return x, batch.pruned(chosen.tokens, TokenTree(parents), len(parents) - kept)
 
     def checked_logits(self, hidden: Array) -> Float32:
-        """Logits (n, V) for `hidden` (n, D) from `hidden_states`. Raises BundleError if they aren't finite."""
+        """Logits (n, V) for `hidden` (n, D), from `hidden_states`. Raises BundleError if one isn't finite."""
         logits = self.backend.to_numpy(self.logits(hidden))
         self.check_finite(logits)
         return logits
