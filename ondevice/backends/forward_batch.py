@@ -18,7 +18,7 @@ class ForwardBatch:
     tokens: Sequence[int]
     """(T,) token ids; empty if streams run alone."""
     tree: TokenTree | None = None
-    """How rows follow each other; None: each follows the one before."""
+    """The order in which rows follow each other; None: each follows the one before."""
     draft_rows: int = 0
     """Number of draft tokens. They come last among the tokens; only accepted ones become part of the text."""
     stream_rows: int = 0

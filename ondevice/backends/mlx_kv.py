@@ -30,7 +30,7 @@ class MlxKV:
     """
 
     def __init__(self, layout: KVLayout, waits: Synchronisations | None = None) -> None:
-        """waits: counts the synchronisations, if given."""
+        """Empty arrays. waits: counts the synchronisations, if given."""
         self.layout = layout
         self._waits = Synchronisations() if waits is None else waits
         on_gpu = mx.default_device() == mx.gpu

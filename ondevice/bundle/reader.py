@@ -189,7 +189,10 @@ class Bundle:
         return self.file(neuron_file_name(layer))
 
     def gate_file(self, layer: int) -> CheckedFile:
-        """The gate file of `layer`. Raises BundleError if the model has none, as its gates are never zero."""
+        """The gate file of `layer`.
+
+        Raises BundleError if the model's gates are never exactly zero: its bundle then has no gate files.
+        """
         return self.file(gate_file_name(layer))
 
     def file(self, name: str) -> CheckedFile:

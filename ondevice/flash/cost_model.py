@@ -34,7 +34,7 @@ BATCH_BYTES, SLICES = 3 << 20, 5
 WORTH = 1.1
 """Speed-up above which more threads are used."""
 KEPT, KEPT_DISTURBED = timedelta(days=30), timedelta(hours=1)
-"""How long a cost model is trusted, and how long if something disturbed its measurement."""
+"""Time for which a cost model is trusted, normally and after a disturbed measurement."""
 TOLERANCE = 0.33
 """Relative distance of a rate from the fitted line above which the measurement counts as disturbed."""
 GAP_BYTES = range(4 << 10, 48 << 10)
@@ -65,7 +65,7 @@ class CostModel:
 
     @property
     def kept(self) -> timedelta:
-        """How long this model is trusted: only briefly if a rate lies far from the fitted line."""
+        """Time for which this model is trusted: short if a rate lies far from the fitted line."""
         disturbed = any(
             rate.bytes_per_second
             and abs(self.bytes_per_second(rate.read_bytes, rate.threads) / rate.bytes_per_second - 1)

@@ -92,7 +92,7 @@ class FlashReader:
 
     @property
     def io(self) -> Literal["direct", "buffered"]:
-        """How files are read, with `auto` resolved."""
+        """The way in which files are read, with `auto` resolved."""
         return "direct" if self.native.direct else "buffered"
 
     @property

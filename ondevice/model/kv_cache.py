@@ -117,7 +117,7 @@ class KVCache:
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
-        """Of the tree stored from position `start` on, keep only the nodes of `path`.
+        """Keep only the nodes of `path` from the tree that is stored from position `start` on.
 
         path: ascending nodes. move(source, target): copies the keys and values of one position to another.
         """

@@ -50,7 +50,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How selected neurons are kept and read. It affects the time of passes, never their results."""
+    """Options of keeping and reading selected neurons. They affect the time of passes, not their results."""
 
     policy: PolicyName = DEFAULT_POLICY
     """The cache's eviction policy."""

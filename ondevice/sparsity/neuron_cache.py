@@ -197,7 +197,7 @@ class NeuronCache:
         return self._counts[layer] == self._neurons
 
     def held(self, layer: int, ids: Int32) -> Int32:
-        """Those of `ids` that have slots."""
+        """The ids among `ids` whose neurons have slots."""
         found: Int32 = ids[self._slot_of[layer, ids] >= 0]
         return found
 

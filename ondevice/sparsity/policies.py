@@ -113,7 +113,7 @@ class Frequency:
 
 
 class GateScore:
-    """How often a neuron fired over many tokens, plus how near its gate has recently come to firing.
+    """A score of how often a neuron fired over many tokens, plus how near its gate recently came to firing.
 
     A gate just below zero is likelier to fire next than one far below. Gates are measured in units of their
     layer's root mean square, so a score means the same in every layer and model. The slow count starts at

@@ -19,7 +19,7 @@ from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter
 
 Needs = Literal["nothing", "streams", "draft model"]
-"""What a drafter requires beside the model itself: streams in its bundle, or a second model."""
+"""A drafter's requirement in addition to the model: streams in its bundle, or a second model."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def runs_streams(name: str, streams: MultiStreams | None) -> bool:
 
 
 def needs(name: str) -> Needs:
-    """What the drafter `name` requires beside the model itself."""
+    """The requirement of the drafter `name` in addition to the model."""
     return DRAFTERS[name].needs if name in DRAFTERS else "nothing"
 
 

@@ -77,7 +77,7 @@ class Tokenizer(Spelling, Protocol):
 
         add_bos: whether `bos_id` comes first; None: as the property `add_bos` says.
         special: whether special tokens' names in the text become those tokens.
-        most: number of ids that the caller can use. Of a longer text, only a few more ids are returned, and
+        most: number of ids that the caller can use. If the text has more, only a few more are returned, and
             the rest isn't encoded.
         """
 

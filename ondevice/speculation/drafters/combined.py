@@ -67,7 +67,7 @@ class WhileReading(Drafter):
     """
 
     def __init__(self, drafter: Drafter, reads: Callable[[], bool]) -> None:
-        """reads: tells whether passes wait for flash now."""
+        """Wraps `drafter`. reads: tells whether passes wait for flash now."""
         self._drafter = drafter
         self._reads = reads
         self._asked = False

@@ -104,7 +104,7 @@ class OtherVocabularyDrafter(Drafter):
     def _forget(self) -> None:
         self._drafted: list[tuple[int, bytes]] = []
         self._ends: list[tuple[int, float]] = []
-        """Of each drafted token: the bytes up to its end, and the chance that the text reaches it."""
+        """Bytes up to the end of each drafted token, and the chance that the text reaches it."""
         self._continuation = b""
         self._chain: list[tuple[int, float]] = []
         """The draft in the target's tokens, with the chance that the text reaches each."""
