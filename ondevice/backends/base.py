@@ -287,10 +287,10 @@ class Backend(Protocol):
         ...
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Learn which tokens of the last pass, whose `batch` had draft tokens, are part of the text.
+        """Take the result of verifying the last pass's `batch`, which had draft tokens.
 
-        rows: their rows in `batch` as the pass began with it, ascending. Only these tokens may change which
-            neurons are kept in memory.
+        rows: rows of the tokens that are part of the text, in `batch` as the pass began with it, ascending.
+            Only these tokens may change what is kept in memory.
         """
         ...
 

@@ -73,7 +73,10 @@ class NeuronSource:
         raise OndeviceError("nothing provides the neurons that aren't resident")
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Learn the accepted `rows` of the last pass, whose `batch` had draft tokens: they join the text."""
+        """Take the result of verifying the last pass's `batch`, which had draft tokens.
+
+        rows: rows of the tokens that are part of the text.
+        """
 
 
 class ClosedNeurons(NeuronSource):

@@ -204,7 +204,10 @@ class Transformer:
         return self.backend.linear(hidden, self.weights.head, norm)
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Tell the backend which tokens of the last pass are part of the text: those in `rows`, ascending."""
+        """Tell the backend which draft tokens of the last pass join the text.
+
+        rows: rows of `batch` whose tokens are part of the text, ascending.
+        """
         self.backend.accept(batch, rows)
 
     def _layers(
