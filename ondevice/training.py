@@ -61,15 +61,13 @@ def train_predictors(
         model: a path, a name or an alias. The default is the model that ships.
         text: the text to learn from, or None for `pieces`.
         pieces: token ids instead of a text, each piece read from an empty context. The last ones measure.
-        output: a new folder for a copy of the bundle with the predictors; its files are links where possible.
-            Without it, the predictors are added to the model's own folder.
+        output: a new folder for a copy with the predictors. By default, they join the model's own folder.
         tokens: most tokens of the text to use.
         measured_tokens: most tokens on which perplexity and agreement are measured, in pieces spread evenly
             over those that neither train nor set thresholds.
         order: first order the neurons' records by which fire together, for fewer reads. This writes the
-            bundle anew, in its place, unless a text has ordered it before. The function stays the same.
-        backend: what runs the model over the text, fits, and measures quality: `cpu` (our kernels, and numpy)
-            or `mlx`.
+            bundle anew, in its place, unless a text has ordered it before.
+        backend: what runs the model, fits, and measures quality: `cpu` or `mlx`.
         dram_budget: budget of the runs that measure quality, one run per recall target.
         on_progress: called with the share done, from 0 to 1, and the current step.
 

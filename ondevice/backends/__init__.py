@@ -1,1 +1,1 @@
-"""Engines under the one forward pass: the op protocol (`base`) and its implementations."""
+"""The backends under the one forward pass: the op protocol (`base`) and its implementations."""

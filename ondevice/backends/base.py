@@ -1,7 +1,7 @@
-"""What a backend must provide: about a dozen wide ops, and the loading of the weights that they multiply.
+"""The backend protocol: about a dozen wide ops, and the loading of the weights that they multiply.
 
-`model/` is written over this protocol and treats arrays and loaded weights as opaque: it may slice,
-reshape and hand them back to ops, nothing else. A backend knows nothing of prompts, bundles or budgets.
+`model/` is written over this protocol and treats arrays and loaded weights as opaque: it may only slice and
+reshape them and hand them back to ops. A backend knows nothing of prompts, bundles or budgets.
 
 Legend: T tokens, D model width, H query heads, KVH key/value heads, Dh head width, F neurons, V vocabulary,
 K/N columns/rows of a matrix, G groups of 64 columns.
@@ -36,10 +36,10 @@ Linear: TypeAlias = Any
 Embedding: TypeAlias = Any
 """A loaded embedding table, resident or read row by row."""
 FeedForward: TypeAlias = Any
-"""One layer's loaded neurons, whether resident, streamed or cached."""
+"""One layer's loaded neurons: resident, streamed or cached."""
 Block: TypeAlias = Any
-"""64 positions' keys and values: `Bytes` that `cpu` and `reference` write to (`target[:] = source` copies
-one), or None where a cache keeps them in `KVArrays`."""
+"""Keys and values of 64 positions: `Bytes` that `cpu` and `reference` write to (`target[:] = source` copies
+a block), or None if the cache keeps them in `KVArrays`."""
 
 BLOCK_TOKENS = 64
 """Tokens per key/value block: position p lies in block p // 64, slot p % 64."""
@@ -51,13 +51,14 @@ KEY_LANES = 16
 class KVLayout:
     """Byte layout of one key/value block, which holds `BLOCK_TOKENS` positions of every layer and head.
 
-    Per (layer, kv head), at `head_offset`: [K codes][K scales][V codes][V scales]. Key codes are
+    Each (layer, kv head) has, from `head_offset` on, [K codes][K scales][V codes][V scales]. Key codes are
     (4, Dh, 16), so that a kernel scores 16 neighbouring positions side by side and a write touches few cache
-    lines; value codes are (64, Dh): float16 at 16 bits, int8 at 8 bits, and at 32 bits, for `reference`
-    and training, float32. Scales, 64 float32, exist at 8 bits only. `KVArrays` take as many bytes, in an
-    order of their own.
-    8 bits, per token and head, all in float32: m = max|x|, scale = m / 127, q = rint(x * (127 / m)), which
-    reads back as q * scale; m == 0 gives q = 0 and scale = 0. Every offset is a multiple of 64 bytes.
+    lines. Value codes are (64, Dh). Codes are float16 at 16 bits, int8 at 8 bits, and float32 at 32 bits
+    (for `reference` and training). Scales, 64 float32, exist at 8 bits only. Every offset is a multiple of
+    64 bytes. `KVArrays` take as many bytes, in an order of their own.
+
+    Quantisation to 8 bits, per token and head, all in float32: m = max|x|, scale = m / 127,
+    q = rint(x * (127 / m)), which reads back as q * scale; m == 0 gives q = 0 and scale = 0.
     """
 
     config: ModelConfig
@@ -83,19 +84,19 @@ class KVLayout:
         return self.config.num_layers * self.config.num_kv_heads * self.head_bytes
 
     def head_offset(self, layer: int, head: int) -> int:
-        """Where (layer, kv head) begins in a block, in bytes."""
+        """Bytes from the start of a block to those of (layer, kv head)."""
         return (layer * self.config.num_kv_heads + head) * self.head_bytes
 
     def blocks(self, n_tokens: int) -> int:
-        """Blocks that hold n_tokens positions."""
+        """Number of blocks that hold n_tokens positions."""
         return -(-n_tokens // BLOCK_TOKENS)
 
 
 class KVArrays(Protocol):
-    """Keys and values of a cache whose backend doesn't write to blocks, with room for as many as are held."""
+    """Keys and values of a cache whose backend doesn't write to blocks, with room for all blocks held."""
 
     def resize(self, blocks: int) -> None:
-        """Make room for this many blocks; what they hold stays. Raises MemoryError."""
+        """Make room for this many blocks; stored keys and values that still fit stay. Raises MemoryError."""
         ...
 
     def fork(self, blocks: int) -> KVArrays:
@@ -111,13 +112,13 @@ class KVStore(Protocol):
 
     @property
     def blocks(self) -> list[Block]:
-        """Room for every position that an op is given; `Bytes` (block_bytes,), 64-byte aligned, writable."""
+        """`Bytes` (block_bytes,), 64-byte aligned, writable; with room for every position given to an op."""
         ...
 
     places: Any
-    """A backend's own record of the blocks' addresses; None whenever blocks have changed."""
+    """The block addresses as a backend keeps them; None whenever blocks have changed."""
     arrays: Any
-    """A backend's own `KVArrays` with the keys and values; None where they are in the blocks."""
+    """The backend's `KVArrays` with the keys and values; None if these are in the blocks."""
 
 
 class RowChunk(NamedTuple):
@@ -133,7 +134,7 @@ class RowChunk(NamedTuple):
 
 
 class LinearSource(Protocol):
-    """A matrix on disk, read once, in bounded pieces and ascending rows."""
+    """A matrix on disk, read once in bounded pieces of ascending rows."""
 
     @property
     def rows(self) -> int: ...
@@ -146,11 +147,11 @@ class LinearSource(Protocol):
 
     @property
     def bias(self) -> Float32 | None:
-        """(rows,) added to every product, or None."""
+        """(rows,) values added to every product, or None."""
         ...
 
     def chunks(self) -> Iterator[RowChunk]:
-        """Every row once. Raises FlashReadError if the bytes don't match their checksum."""
+        """Yields every row once. Raises FlashReadError if the bytes don't match their checksum."""
         ...
 
 
@@ -175,14 +176,14 @@ class FeedForwardSource(Protocol):
     def layout(self) -> RecordLayout: ...
 
     def read(self, first: int, count: int) -> Bytes:
-        """(count, stride) records first .. first + count. Raises FlashReadError and as `check_gates`."""
+        """Records first .. first + count, (count, stride). Raises FlashReadError, and as `check_gates`."""
         ...
 
     def check_gates(self, first: int, records: Bytes) -> None:
-        """Check records (n, stride) from `first` on that were read in another way.
+        """Check records (n, stride) from `first` on that weren't read through `read`.
 
         Raises BundleError once all records have been checked in ascending order, if their gate rows differ
-        from those that mode `exact` multiplies with.
+        from those that mode `exact` multiplies.
         """
         ...
 
@@ -208,19 +209,19 @@ class EmbeddingSource(Protocol):
     def layout(self) -> RecordLayout: ...
 
     def read(self, tokens: Int32) -> Bytes:
-        """(T, stride) the records of these token ids (T,). Raises FlashReadError."""
+        """The records of token ids (T,): (T, stride). Raises FlashReadError."""
         ...
 
 
 class Norm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight along the last axis, (n,) for x (..., n)."""
+    """An RMS norm: x / sqrt(mean(x^2) + eps) * weight along the last axis; weight (n,) for x (..., n)."""
 
     weight: Vector
     eps: float
 
 
 class HeadNorms(NamedTuple):
-    """The norms of every head's queries and keys, weights (Dh,), as in `Norm`."""
+    """The RMS norms (`Norm`) of every head's queries and keys; weights (Dh,)."""
 
     q: Vector
     k: Vector
@@ -229,9 +230,9 @@ class HeadNorms(NamedTuple):
 
 @dataclass(frozen=True)
 class Cutoff:
-    """Where a neuron's gate is large enough to be multiplied: |activation(gate)| * importance > threshold.
+    """The rule that selects a neuron by its gate: |activation(gate)| * importance > threshold.
 
-    importance: (F,), approximately what a unit of the activated gate adds to the output. These are the gate
+    importance: (F,), approximately the size of the output per unit of the activated gate. These are the gate
     thresholds of CATS (arXiv 2404.08763), per channel as in CHESS (arXiv 2409.01366).
     """
 
@@ -242,10 +243,10 @@ class Cutoff:
 
 @dataclass(frozen=True)
 class Selector:
-    """Scores a layer's neurons for a token, (F,); those with a score above zero are multiplied.
+    """Scores a layer's neurons for a token, (F,). Neurons with a score above zero are multiplied.
 
-    `matrices` are multiplied one after the other. They are either the gate projection alone, whose products
-    are the scores or are compared with a `cutoff`, or a predictor's low-rank pair (`predicted`; "LLM in a
+    `matrices` are multiplied one after the other. One kind is the gate projection alone: its products are the
+    scores, or are compared with a `cutoff`. The other is a predictor's low-rank pair (`predicted`; "LLM in a
     flash", arXiv 2312.11514, section 3.1), which estimates the scores.
     """
 
@@ -257,15 +258,15 @@ class Selector:
 class Backend(Protocol):
     """Ops over loaded weights. They are deterministic, and needn't check their arguments.
 
-    An op may re-use its output array: a result is valid until the same op is called again. Results of
-    `embedding` and `to_numpy` belong to the caller.
+    An op may re-use its output array, so a result is valid only until the next call of the same op. Results
+    of `embedding` and `to_numpy` belong to the caller.
     """
 
     @property
     def name(self) -> str: ...
 
     def load_vector(self, values: Float32) -> Vector:
-        """values: (n,)."""
+        """Load a norm weight. values: (n,)."""
         ...
 
     def load_linear(self, source: LinearSource) -> Linear: ...
@@ -273,7 +274,7 @@ class Backend(Protocol):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> FeedForward:
-        """Called for layers 0, 1, ... in order.
+        """Load one layer's neurons. Called for layers 0, 1, ... in order.
 
         selector: decides which neurons are multiplied for a token; without it, all are.
         """
@@ -282,24 +283,25 @@ class Backend(Protocol):
     def load_embedding(self, source: EmbeddingSource) -> Embedding: ...
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """A pass over `batch` begins."""
+        """Prepare for a forward pass over `batch`."""
         ...
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """After the pass over `batch`, which had draft tokens: the text has the tokens in `rows`.
+        """Take the result of verifying the last pass's `batch`, which had draft tokens.
 
-        rows: of `batch` as it began, ascending. Only these tokens may change what is kept in memory.
+        rows: rows of the tokens that are part of the text, in `batch` as the pass began with it, ascending.
+            Only these tokens may change what is kept in memory.
         """
         ...
 
     def embedding(self, table: Embedding, tokens: Int32) -> Array:
-        """tokens: (T,) ids in 0 .. V-1. Returns (T, D)."""
+        """The rows of the table for token ids (T,) in 0 .. V-1: (T, D)."""
         ...
 
     def linear(self, x: Array, weight: Linear, norm: Norm | None = None, added: Array | None = None) -> Array:
-        """x: (T, K). Returns (T, N) = norm(x) @ W^T + bias + added.
+        """norm(x) @ W^T + bias + added, (T, N), for x (T, K).
 
-        added: (T, N), which the result may overwrite.
+        added: (T, N); the result may overwrite it.
         """
         ...
 
@@ -326,32 +328,32 @@ class Backend(Protocol):
 
         Args:
             qkv: (T, (H + 2 * KVH) * Dh) queries, keys and values side by side; may be overwritten.
-            kv: room for the new keys and values.
-            layer: which layer's keys and values these are.
-            position: tokens stored before these.
+            kv: the cache, which has room for the new keys and values.
+            layer: index of the layer.
+            position: number of tokens stored before these.
             cos, sin: (T, Dh / 2) rotary tables, in host memory.
-            norms: of every head's queries and keys, if the model has them.
-            window: if above 0, a query sees only the last so many of its positions.
-            tree: of T nodes. Query t then sees what `tree.visible` says. On `cpu` its result has the same
-                bits as in a text that consists of its path.
+            norms: norms of every head's queries and keys, if the model has them.
+            window: if above 0, a query sees only the last `window` of its positions.
+            tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
+                says. On `cpu` its result has the same bits as in a text that consists of its path.
 
         Returns (T, H * Dh).
         """
         ...
 
     def prefetch(self, x: Array, norm: Norm, weight: FeedForward) -> None:
-        """The input of weight's feed-forward will be near norm(x), x (R, D).
+        """Prefetch the neurons of `weight` for an input near norm(x), x (R, D), if the backend prefetches.
 
-        A backend may prefetch the neurons for it; no result may depend on that.
+        No result may depend on that.
         """
         ...
 
     def rows(self, x: Array, tokens: Sequence[int]) -> Array:
-        """Copies of the rows `tokens` of x (T, D): (n, D), which belong to the caller."""
+        """Copies of the rows `tokens` of x (T, D): (n, D). The result belongs to the caller."""
         ...
 
     def add_streams(self, x: Array, tokens: Sequence[int], embeddings: Sequence[Vector]) -> Array:
-        """x (T, D), followed by each row of `tokens` plus each embedding: (T + n * streams, D).
+        """x (T, D) followed by each row in `tokens` plus each embedding: (T + n * streams, D).
 
         The result belongs to the caller.
         """
@@ -382,14 +384,21 @@ class Backend(Protocol):
         norm: Norm | None = None,
         added: Array | None = None,
     ) -> Array:
-        """x: (R, D), the rows of `batch`. Returns (R, D) = down(activation(gate(n)) * up(n)) + added.
+        """down(activation(gate(n)) * up(n)) + added, (R, D), with n = norm(x). Called for layers in order.
 
-        n is norm(x). added: (R, D), which may be x, and which the result may overwrite. Rows from
-        `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't in memory
-        count as zero. Layers come in order in a pass.
+        Rows from `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't
+        in memory count as zero.
+
+        Args:
+            x: (R, D), the rows of `batch`.
+            weight: the layer's neurons.
+            activation: the gate's nonlinearity.
+            batch: the rows of the pass.
+            norm: applied to x first.
+            added: (R, D), which may be x; the result may overwrite it.
         """
         ...
 
     def to_numpy(self, x: Array) -> Float32:
-        """The host's copy or view of an array."""
+        """A copy or view of an array in host memory."""
         ...

@@ -1,4 +1,4 @@
-"""What a loaded model needs of a backend beside its ops: memory that follows a budget."""
+"""The part of a backend beside its ops that a loaded model needs: memory that follows a budget."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 class BudgetedBackend(Backend, Protocol):
     """A backend that runs under a budget.
 
-    All backends meet it. Where a backend has nothing to do, its methods do nothing.
+    All backends implement this protocol. A method does nothing if its backend has nothing to do.
     """
 
     @property
     def target(self) -> str:
-        """What multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
+        """The target that multiplies: an instruction set, `mlx-gpu`, `mlx-cpu` or `numpy`."""
         ...
 
     @property
     def feed_forwards(self) -> Sequence[FeedForwardLayer]:
-        """The layers whose neurons get memory by the plan; none where a backend holds every neuron itself."""
+        """The layers whose neurons get memory by the plan; empty if the backend holds every neuron itself."""
         ...
 
     @property
     def synchronisations(self) -> int:
-        """Times that the host has waited for the device."""
+        """Number of times that the host has waited for the device."""
         ...
 
     @property
@@ -40,11 +40,11 @@ class BudgetedBackend(Backend, Protocol):
         ...
 
     def new_arrays(self, layout: KVLayout) -> KVArrays | None:
-        """Where a new cache's keys and values will be; None where they are in its blocks."""
+        """Empty arrays for a new cache's keys and values; None if these are in its blocks."""
         ...
 
     def hold_embedding(self, resident: bool) -> None:
-        """Hold the embedding table in memory, or give it back: its rows then come from flash."""
+        """Hold the embedding table in memory, or free it; its rows are then read from flash."""
         ...
 
     def keep_to(self, budget_bytes: int) -> None:
@@ -52,9 +52,9 @@ class BudgetedBackend(Backend, Protocol):
         ...
 
     def trim(self) -> None:
-        """Give scratch memory back; the next pass takes what it needs. No result of an op is valid after."""
+        """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Free all memory. Idempotent."""
         ...

@@ -1,7 +1,8 @@
 """The CPU backend: numpy arrays for activations, packed weights, our C++ kernels for every reduction.
 
-Equal bits for a token whatever the chunk, the thread count or the instruction set (architecture, one
-canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until its next call.
+A token's results have the same bits whatever the chunk, the thread count or the instruction set (see the
+architecture's one canonical arithmetic); numpy only copies, indexes and adds. An op's result is valid until
+the next call of the op.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ NO_NORM = Norm(None, 0.0)
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
 VIEWS = 64
-"""Most views of output arrays kept at once: the last chunks of prompts have every length."""
+"""Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
 
 
 def make_engine(threads: int, target: str = "auto") -> _native.Engine:
-    """Threads (1 or more) and a kernel target. Raises BackendUnavailableError if it can't run here."""
+    """The kernels' engine. threads: at least 1. Raises BackendUnavailableError if `target` can't run here."""
     if target != "auto" and target not in _native.available_targets():
         raise BackendUnavailableError(
             f"kernel target {target!r} can't run on this machine; it has "
@@ -56,7 +57,10 @@ def make_engine(threads: int, target: str = "auto") -> _native.Engine:
 def contributions(
     engine: _native.Engine, gates: Float32, importance: Float32, activation: Activation, out: Float32
 ) -> None:
-    """|act(gate)| * importance of gates (T, F) and importance (F,) into out (T, F), which may be gates."""
+    """Write |activation(gate)| * importance, for gates (T, F), to out (T, F), which may be `gates`.
+
+    importance: (F,).
+    """
     act = ACTIVATIONS.index(activation)
     for gate, contribution in zip(gates, out, strict=True):
         _native.activate(engine, act, gate, importance, contribution)
@@ -112,7 +116,7 @@ class CpuBackend(OffloadingBackend):
 
     name = "cpu"
     synchronisations = 0
-    """Always 0: an op's result is there when it returns."""
+    """Always 0: an op's result is complete when the op returns."""
     synchronised_seconds = 0.0
 
     def __init__(
@@ -164,7 +168,7 @@ class CpuBackend(OffloadingBackend):
         """Nothing to do: the kernels allocate nothing themselves."""
 
     def close(self) -> None:
-        """Idempotent."""
+        """Free scratch memory. Idempotent."""
         self.trim()
 
     def trim(self) -> None:
@@ -338,11 +342,11 @@ class CpuBackend(OffloadingBackend):
         return x.copy()
 
     def scores(self, x: Float32, selector: Selector, norm: Norm | None = None) -> Float32:
-        """(T, F), the selector's scores of all neurons for norm(x), x (T, D)."""
+        """The selector's scores of all neurons, (T, F), for norm(x), x (T, D)."""
         return self._scored(x, selector, norm)[0]
 
     def _scored(self, x: Float32, selector: Selector, norm: Norm | None) -> tuple[Float32, Float32]:
-        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of neurons with a score above zero."""
+        """Scores (T, F) for norm(x), x (T, D), and gates (T, F), valid where the score is above zero."""
         for op, linear in zip(SCORES, selector.matrices, strict=False):
             out = self._buffer(op, (len(x), linear.matrix.rows))
             linear.matrix.forward(self.engine, x, linear.bias, out, *(norm or NO_NORM))
@@ -350,7 +354,7 @@ class CpuBackend(OffloadingBackend):
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
 
     def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:
-        """(T, F), by how much gates (T, F) exceed the cutoff. Gates that don't exceed it are set to zero.
+        """By how much the gates' contributions exceed the cutoff, (T, F). Sets all other gates to zero.
 
         The activation of zero is zero, so a neuron adds exactly nothing to a token for which it is cut off.
         """
@@ -368,9 +372,9 @@ class CpuBackend(OffloadingBackend):
         return self._staging
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:
-        """An op's own output array, re-used, as fresh pages for every call would cost more than many ops.
+        """An op's output array of this shape, re-used: fresh pages for every call cost more than many ops do.
 
-        Views of it are kept too: making one takes as long as a short product.
+        Views of it are kept too, as making one takes as long as a short product.
         """
         view = self._views.get((op, shape))
         if view is None:
@@ -387,7 +391,7 @@ class CpuBackend(OffloadingBackend):
 
 
 def _addresses(kv: KVStore) -> NDArray[np.uint64]:
-    """Address of every block."""
+    """The address of every block, (blocks,)."""
     if kv.places is None:
         found = [block.__array_interface__["data"][0] for block in kv.blocks]
         kv.places = np.array(found, dtype=np.uint64)

@@ -22,7 +22,7 @@ class EmbeddingTable:
         self._records: Bytes | None = None
 
     def read(self, tokens: Int32) -> Bytes:
-        """(T, stride) the records of these token ids (T,). Raises FlashReadError."""
+        """The records of token ids (T,): (T, stride). Raises FlashReadError."""
         if self._records is None:
             return self._source.read(tokens)
         records: Bytes = self._records.take(tokens, axis=0)

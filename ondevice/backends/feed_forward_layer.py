@@ -1,6 +1,6 @@
 """One layer's neurons as backends under a budget see them: a resident prefix, and a source of the rest.
 
-It owns neither the memory nor the reads: `sparsity` moves neurons in and out.
+The layer owns neither the memory nor the reads: `sparsity` moves neurons in and out.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from ondevice.backends.neuron_source import NeuronSource, Segment
 from ondevice.config import GROUP_SIZE
 
 BLOCK_NEURONS = GROUP_SIZE
-"""Neurons in a block, the unit in which they are packed, allocated and streamed."""
+"""Neurons in a block, the unit of packing, allocation and streaming."""
 
 
 class StreamMemory:
-    """Memory that streamed neurons are read into, and when it may be written to again."""
+    """Memory that streamed neurons are read into, and the rule when it may be overwritten."""
 
     pieces_read = 0
-    """Latest pieces that may still be in use when the next one is asked for."""
+    """Number of latest pieces that may still be in use when the next one is asked for."""
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """(nbytes,) from a page boundary on, or None: the stream allocates its own. Raises MemoryError."""
+        """(nbytes,) from a page boundary on, or None if the stream allocates its own. Raises MemoryError."""
         return None
 
     def free(self) -> None:
-        """Free what was allocated; nothing writes to it any more."""
+        """Free the allocated memory, which nothing writes to any more."""
 
     def asked(self) -> Any:
-        """The computations on streamed neurons begun since the last call, to be given to `wait`."""
+        """The computations on streamed neurons that began since the last call; an argument for `wait`."""
         return None
 
     def wait(self, asked: Any) -> None:
-        """Wait until these computations have ended and no longer read their neurons."""
+        """Wait until these computations have ended, so that their neurons may be overwritten."""
 
 
 class FeedForwardLayer:
@@ -48,21 +48,21 @@ class FeedForwardLayer:
         self.index = index
         self.selector = selector
         self.neurons = NeuronSource()
-        """Given once by whoever manages the model's memory, and replaced when that memory is given back."""
+        """Set once by the manager of the model's memory, and replaced when that memory is freed."""
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
         self.stream_memory = StreamMemory()
-        """Where a pool streams several layers, it uses the first one's."""
+        """A pool that streams several layers uses only the first layer's."""
 
     @property
     def resident_neurons(self) -> int:
-        """Neurons 0 .. resident_neurons - 1 are held in segments."""
+        """Number of neurons held in segments: those with ids 0 .. resident_neurons - 1."""
         return min(len(self.segments) * self.segment_neurons, self.source.num_neurons)
 
     @property
     def num_segments(self) -> int:
-        """Segments that hold all neurons."""
+        """Number of segments that hold all neurons."""
         return -(-self.source.num_neurons // self.segment_neurons)
 
     def segment_range(self, index: int) -> range:
@@ -75,8 +75,8 @@ class FeedForwardLayer:
         raise NotImplementedError
 
     def pack(self, segment: Segment, index: int, first: int, records: Bytes) -> None:
-        """Put records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
+        """Pack the records (n, stride) of neurons first .. first + n into segment `index`; first % 64 == 0.
 
-        Raises MemoryError, for the first records only: the segment then stays empty.
+        Raises MemoryError, for the first records only; the segment then stays empty.
         """
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""What one forward pass is about: its tokens, and how far the results of each row are wanted.
+"""The batch of one forward pass: its tokens, and which results of each row are wanted.
 
-The decode loop makes it, and it travels one way: through the model and the backend to the source of neurons.
+The decode loop makes it, and passes it through the model and the backend to the source of neurons.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ class ForwardBatch:
     """The rows of one forward pass: first the T tokens, then the streams of some of them."""
 
     tokens: Sequence[int]
-    """(T,) token ids; none where streams run alone."""
+    """(T,) token ids; empty if streams run alone."""
     tree: TokenTree | None = None
-    """How rows follow each other; None: each follows the one before."""
+    """The order in which rows follow each other; None: each follows the one before."""
     draft_rows: int = 0
-    """Draft tokens, which come last among the tokens: no part of the text until they are accepted."""
+    """Number of draft tokens. They come last among the tokens; only accepted ones become part of the text."""
     stream_rows: int = 0
-    """Rows of streams. Their results are estimates, computed with the neurons that are in memory."""
+    """Number of rows of streams. Their results are estimates, computed with the neurons in memory."""
     resident_only: bool = False
-    """Every row's results are estimates: the pass reads no neurons, and is no part of the text."""
+    """Whether every row's results are estimates: the pass reads no neurons, and is no part of the text."""
     last_only: bool = False
-    """Only the last token's results are wanted."""
+    """Whether only the last token's results are wanted."""
     unpruned_rows: Sequence[int] | None = None
-    """(T,) each token's row before draft tokens were pruned; None where none were."""
+    """(T,) each token's row before draft tokens were pruned; None if none were."""
 
     @property
     def text_rows(self) -> int:
-        """Tokens that are part of the text: the first ones."""
+        """Number of tokens that are part of the text; they come first."""
         return len(self.tokens) - self.draft_rows
 
     @property
     def num_exact_rows(self) -> int:
-        """Rows whose results must be exact: the first ones. All neurons that they select are read."""
+        """Number of exact rows; they come first. All neurons that they select are read."""
         return 0 if self.resident_only else len(self.tokens)
 
     def pruned(self, kept: Sequence[int], tree: TokenTree, stream_rows: int) -> ForwardBatch:
-        """The batch that goes on with the tokens `kept` (ascending rows), followed by rows of streams.
+        """The batch after pruning: the tokens in rows `kept` (ascending), followed by rows of streams.
 
-        tree: of all rows that go on.
+        tree: how all remaining rows follow each other.
         """
         return ForwardBatch(
             [self.tokens[row] for row in kept],
@@ -55,5 +55,5 @@ class ForwardBatch:
         )
 
     def last_row(self) -> ForwardBatch:
-        """The last token alone, as the last layer's feed-forward gets it where only that is wanted."""
+        """A batch of the last token alone, for the last layer's feed-forward if `last_only`."""
         return ForwardBatch(self.tokens[-1:], resident_only=self.resident_only)

@@ -1,10 +1,11 @@
 """The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, whether they are resident, streamed or
-fetched, so no bit depends on the budget. On MLX's CPU device a row has the same bits whatever other rows are
-computed with it, and zeros are skipped exactly (`tests/benchmarks/explain/mlx_invariance.py`). Where that
-holds, no bit depends on how a text is split, or on whether neurons that don't fire are skipped. MLX is lazy:
-memory that is filled from flash is written to again only after everything computed from it is evaluated.
+fetched, so no bit of a result depends on the budget. On MLX's CPU device a row has the same bits whatever
+other rows are computed with it, and skipping zeros changes no bit
+(`tests/benchmarks/explain/mlx_invariance.py`). There, no bit depends on how a text is split, or on whether
+neurons that don't fire are skipped. MLX is lazy: memory that is filled from flash is overwritten only after
+everything computed from it is evaluated.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ from ondevice.config import Activation
 
 
 def compute_type() -> mx.Dtype:
-    """The type that matrices multiply in on MLX's default device: half precision on a GPU."""
+    """The type in which matrices are multiplied on MLX's default device: float16 on a GPU, else float32."""
     return mx.float16 if mx.default_device() == mx.gpu else mx.float32
 
 
 def is_row_invariant() -> bool:
-    """Whether MLX's default device gives a row the same bits with any other rows, as measured."""
+    """Whether MLX's default device computes a row to the same bits beside any other rows, as measured."""
     return bool(mx.default_device() == mx.cpu)
 
 
@@ -62,9 +63,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
     Args:
         segment_neurons: neurons in a segment and in a streamed piece, a multiple of 64.
         stage_neurons: selected neurons that a stage holds, at least segment_neurons; 0: no stages.
-        stages: most stages.
-        cache_bytes: freed arrays that MLX may keep.
-        budget_bytes: of the process; 0: MLX's limits stay as they are.
+        stages: largest number of stages.
+        cache_bytes: bytes of freed arrays that MLX may keep.
+        budget_bytes: the process's budget; 0: MLX's limits stay as they are.
         resident_embedding: whether the embedding table starts in memory.
     """
 
@@ -91,7 +92,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._stream = MlxStreamMemory(self._waits)
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
-        """The computation begun last, if nothing has waited for it or for a result of it."""
+        """The computation begun last, unless something has waited for it or for a result of it."""
 
     def load_linear(self, source: LinearSource) -> MlxLinear:
         return MlxLinear(source, self.dtype)
@@ -105,21 +106,21 @@ class MlxBackend(OffloadingBackend, MlxOps):
 
     @property
     def target(self) -> str:
-        """What multiplies: `mlx-gpu` or `mlx-cpu`."""
+        """The device that multiplies: `mlx-gpu` or `mlx-cpu`."""
         return f"mlx-{mx.default_device().type.name}"
 
     @property
     def synchronisations(self) -> int:
-        """How often the host has waited for MLX."""
+        """Number of times that the host has waited for MLX."""
         return self._waits.count
 
     @property
     def synchronised_seconds(self) -> float:
-        """How long the host has waited for MLX."""
+        """Seconds that the host has waited for MLX."""
         return self._waits.seconds
 
     def allocate_block(self, layout: KVLayout) -> None:
-        """None: the arrays from `new_arrays` grow with the number of blocks."""
+        """Returns None: the arrays from `new_arrays` hold the keys and values, and grow with the blocks."""
 
     def new_arrays(self, layout: KVLayout) -> MlxKV:
         """Empty arrays for a cache's keys and values."""
@@ -131,7 +132,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
             self._limits.keep_to(budget_bytes)
 
     def close(self) -> None:
-        """Free memory and restore MLX's limits; drop the results of what is being computed. Idempotent."""
+        """Free memory, drop the results of computations under way, and restore MLX's limits. Idempotent."""
         self._begun = None
         self.feed_forwards.clear()  # before what is freed leaves MLX's cache
         self.trim()
@@ -151,8 +152,8 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return found if weight.bias is None else found + weight.bias
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        # A prompt's chunk without logits is waited for before the next one begins. So what is being computed
-        # fits one pass's scratch memory, and a cancelled prompt ends soon.
+        # Wait for a prompt's chunk without logits before the next one begins. So the computations under way
+        # fit one pass's scratch memory, and a cancelled prompt ends soon.
         self._prefetched = None  # from a cancelled pass
         if self._begun is not None:
             self._await(self._begun)
@@ -168,7 +169,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         if selector is None:
             return
         if weight.neurons.wants_prefetch(weight.index, tokens):
-            # Read back together with the layer's own scores: prefetching must not cost a synchronisation.
+            # Read back together with the layer's own scores, so that prefetching costs no synchronisation.
             self._prefetched = weight, tokens, self._scored(x, selector, norm)[0]
         else:
             weight.neurons.prefetch(
@@ -222,11 +223,11 @@ class MlxBackend(OffloadingBackend, MlxOps):
         activation: Activation,
         batch: ForwardBatch,
     ) -> mx.array:
-        """The selected neurons multiplied by x (T, D), range after range of ascending ids: (T, D).
+        """The output of the selected neurons, (T, D), for x (T, D), summed in ranges of ascending ids.
 
-        Ranges are those of segments, so which neurons are summed together doesn't depend on where they are.
+        The ranges are those of segments, so the order of summation doesn't depend on where neurons are.
         """
-        # Where a resident layer lies is of no use here: neurons are gathered.
+        # The returned addresses of a resident layer are of no use here: neurons are gathered.
         weight.neurons.begin_layer(weight.index, batch)
         scores, gates = self._scored(x, selector, None)
         known = self._to_host(scores)
@@ -248,9 +249,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
     def _gather(
         self, piece: _Piece, ids: Int32, addresses: NDArray[np.uint64], weight: MlxFeedForward
     ) -> None:
-        """Copy more neurons of a piece from their addresses into its stage."""
+        """Copy more neurons of `piece` from their addresses into its stage."""
         if piece.first + piece.places(len(ids)) > self._stage_neurons:
-            # A piece is multiplied at once, so the neurons gathered so far move to the next stage.
+            # A whole piece is multiplied at once, so its neurons gathered so far move to the next stage.
             stage = self._next_stage(weight)
             stage.room.take_over(piece.stage.room, piece.first, piece.count)
             piece.stage, piece.first = stage, 0
@@ -283,13 +284,13 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return stage.pending
 
     def _stage(self, weight: MlxFeedForward) -> _Stage:
-        """A stage with room for one block or more."""
+        """A stage with room for at least one block of neurons."""
         if self._stages and self._stages[0].filled < self._stage_neurons:
             return self._stages[0]
         return self._next_stage(weight)
 
     def _next_stage(self, weight: MlxFeedForward) -> _Stage:
-        """An empty stage, which no computation uses any more."""
+        """An empty stage that no computation uses any more."""
         if len(self._stages) < self._most_stages:
             self._stages.insert(0, _Stage(weight.room_for(self._stage_neurons)))
         else:
@@ -300,7 +301,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return self._stages[0]
 
     def _to_host(self, scores: mx.array) -> Float32:
-        """The scores in host memory, and the next layer's prefetch begun, after one synchronisation."""
+        """The scores in host memory. Begins the next layer's prefetch too, after the same synchronisation."""
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is None:
             return self.to_numpy(scores)
@@ -314,7 +315,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return np.array(x)
 
     def scores(self, x: mx.array, selector: Selector, norm: Norm | None = None) -> Float32:
-        """(T, F), the selector's scores of all neurons for norm(x), x (T, D)."""
+        """The selector's scores of all neurons, (T, F), for norm(x), x (T, D)."""
         return self.to_numpy(self._scored(x, selector, norm)[0])
 
     def _await(self, *arrays: mx.array) -> None:
@@ -325,7 +326,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._begun = None
 
     def _scored(self, x: mx.array, selector: Selector, norm: Norm | None) -> tuple[mx.array, mx.array]:
-        """Scores (T, F) for norm(x), x (T, D), and the gates (T, F) of neurons with a score above zero."""
+        """Scores (T, F) for norm(x), x (T, D), and gates (T, F), valid where the score is above zero."""
         found = normed(x, norm)
         for linear in selector.matrices:
             found = self.product(found, linear)
@@ -334,17 +335,17 @@ class MlxBackend(OffloadingBackend, MlxOps):
 
 @dataclass
 class _Stage:
-    """Room for gathered neurons. Each place is written to once before all of them have been multiplied."""
+    """Room for gathered neurons. No place is overwritten before the stage's neurons have been multiplied."""
 
     room: GatheredNeurons
     filled: int = 0
     pending: mx.array | None = None
-    """The last computation on them, unless it is known to have ended."""
+    """The last computation on these neurons, unless it is known to have ended."""
 
 
 @dataclass
 class _Piece:
-    """Selected neurons of one range, in ascending order, from `first` on in a stage."""
+    """Selected neurons of one range, in ascending order, from place `first` of a stage on."""
 
     index: int
     stage: _Stage
@@ -356,12 +357,12 @@ class _Piece:
         self.first = self.stage.filled
 
     def places(self, more: int = 0) -> int:
-        """Places of this piece with `more` neurons, in whole blocks."""
+        """Number of places that this piece takes with `more` neurons added, in whole blocks."""
         return padded(self.count + more, BLOCK_NEURONS)
 
 
 def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of the runs of ascending ids between multiples of `width`."""
+    """(start, stop) of each run of ascending ids between two multiples of `width`."""
     start = 0
     while start < len(ids):
         end = (int(ids[start]) // width + 1) * width
@@ -371,12 +372,12 @@ def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
-    """(T, F), above zero by how much gates (T, F) exceed the cutoff."""
+    """Scores (T, F): by how much the contributions of gates (T, F) exceed the cutoff."""
     return mx.abs(activate(gates, cutoff.activation)) * cutoff.importance - cutoff.threshold
 
 
 def _all_of(x: mx.array, neurons: MlxNeurons, activation: Activation) -> mx.array:
-    """These neurons for x (T, D): (T, D)."""
+    """The output of all `neurons`, (T, D), for x (T, D)."""
     assert neurons.gate is not None
     gates = activate(neurons.gate.rows_product(x), activation)
     return neurons.down.columns_product(gates * neurons.up.rows_product(x))

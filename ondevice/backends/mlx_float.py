@@ -1,7 +1,7 @@
-"""The ops over float32 weights, dequantised when loaded: differentiable by them. Streams train on it.
+"""The MLX ops over float32 weights, dequantised when loaded and differentiable. Streams are trained on it.
 
-Logits are within 1e-4 of the largest of `reference`'s on MLX's CPU device; GPUs that round products further
-(TF32) are further away. Nothing promises equal bits between ways of splitting a prompt.
+On MLX's CPU device, logits are within 1e-4 of `reference`'s, relative to the largest; on GPUs that round
+products further (TF32) they differ more. Different splits of a prompt need not give equal bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keys and values of one cache as MLX arrays: per layer one for each side, with room in whole blocks.
+"""Keys and values of one cache as MLX arrays: per layer one for keys and one for values, in whole blocks.
 
-MLX arrays are values, so a write makes new ones, and gradients pass through. MLX writes in place where nobody
-else holds the old array, and nobody does here.
+MLX arrays are immutable, so a write makes a new array and gradients pass through. MLX writes in place if
+nothing else holds the old array, which is always so here.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _POSITIONS = 1
 
 
 def no_block(nbytes: int) -> None:
-    """What a `KVCache` over `MlxKV` allocates where no plan counts its blocks: its arrays grow."""
+    """A `KVCache`'s allocator of blocks over `MlxKV`, for use without a plan: the arrays hold everything."""
 
 
 class MlxKV:
-    """`KVArrays`: (KVH, room, Dh) keys and as many values of every layer.
+    """`KVArrays`: keys (KVH, room, Dh) and values of the same shape for every layer.
 
-    At 8 bits, codes int8 (KVH, room, Dh) and scales float32 (KVH, room, 1), as `KVLayout` says. They are read
-    in float32; on a GPU in float16, unless they are stored in float32.
+    At 8 bits they are int8 codes (KVH, room, Dh) and float32 scales (KVH, room, 1), as in `KVLayout`. They
+    are read as float32; on a GPU as float16, unless stored in float32.
     """
 
     def __init__(self, layout: KVLayout, waits: Synchronisations | None = None) -> None:
-        """waits: where waiting counts, if anybody counts it."""
+        """Empty arrays. waits: counts the synchronisations, if given."""
         self.layout = layout
         self._waits = Synchronisations() if waits is None else waits
         on_gpu = mx.default_device() == mx.gpu
@@ -42,11 +42,11 @@ class MlxKV:
         self._layers = [[*side, *side] for _ in range(layout.config.num_layers)]
 
     def resize(self, blocks: int) -> None:
-        """Room for so many blocks of positions; what is stored in them stays.
+        """Make room for `blocks` blocks of positions; what is stored in them stays.
 
-        A layer's arrays grow when a pass first writes to them, so nobody waits for it, and one layer's at a
-        time are there twice; they are cut at once. Raises MemoryError for more room than the system has, and
-        then changes nothing.
+        A layer's arrays grow when a pass first writes to them: growing costs no wait, and only one layer's
+        arrays exist twice at a time. Arrays shrink at once. Raises MemoryError for more room than the system
+        has, and then changes nothing.
         """
         room = blocks * BLOCK_TOKENS
         parts = [part for layer in self._layers for part in layer]
@@ -61,13 +61,13 @@ class MlxKV:
                 elif not room:
                     layer[index] = mx.zeros((part.shape[0], 0, part.shape[2]), dtype=part.dtype)
                 elif room < part.shape[_POSITIONS]:
-                    # What can't be cut for want of memory still has room for every block.
+                    # An array that can't be cut for want of memory still has room for every block.
                     with suppress(MemoryError):
                         layer[index] = self._known(_copied(part, room))
                 del part
 
     def fork(self, blocks: int) -> MlxKV:
-        """An independent copy with room for so many blocks. Raises MemoryError."""
+        """An independent copy with room for `blocks` blocks. Raises MemoryError."""
         copy, room = MlxKV(self.layout, self._waits), blocks * BLOCK_TOKENS
         copy._layers = [[self._known(_copied(part, room)) for part in layer] for layer in self._layers]
         return copy
@@ -78,7 +78,7 @@ class MlxKV:
         return array
 
     def write(self, layer: int, k: mx.array, v: mx.array, position: int) -> None:
-        """Keys and values (T, KVH, Dh) of the places from `position` on, for which there is room."""
+        """Write keys and values (T, KVH, Dh) at the places from `position` on, for which there is room."""
         start = mx.array([position])
         for index, part in enumerate((*self._parts(k), *self._parts(v))):
             held = self._layers[layer]
@@ -87,7 +87,7 @@ class MlxKV:
     def read(self, layer: int, length: int) -> tuple[mx.array, mx.array]:
         """Keys and values of places 0 .. length - 1, as stored: (KVH, length, Dh) each.
 
-        Views, where they are stored in what they are read in.
+        They are views if they are stored in the type in which they are read.
         """
         parts = [part[:, :length] for part in self._layers[layer]]
         if self.layout.kv_bits == 8:
@@ -97,9 +97,9 @@ class MlxKV:
         return k, v
 
     def move(self, source: int, target: int) -> None:
-        """What place `source` holds, of every layer, is stored in place `target` too."""
+        """Copy the keys and values at place `source`, of every layer, to place `target`."""
         moved = [[mx.take(part, mx.array([source]), axis=_POSITIONS) for part in it] for it in self._layers]
-        # Known first: as long as a copy of a place is only asked for, its array is held and would be copied.
+        # Evaluated first: a pending copy of a place holds its whole array, so the update would copy that.
         self._waits.wait(*(part for parts in moved for part in parts))
         start = mx.array([target])
         for layer, parts in zip(self._layers, moved, strict=True):
@@ -107,7 +107,7 @@ class MlxKV:
                 layer[index] = mx.slice_update(layer[index], part, start, [_POSITIONS])
 
     def _parts(self, x: mx.array) -> list[mx.array]:
-        """x (T, KVH, Dh) as one side stores it: codes or values (KVH, T, Dh), and scales (KVH, T, 1)."""
+        """x (T, KVH, Dh) as stored: codes or float values (KVH, T, Dh), and at 8 bits scales (KVH, T, 1)."""
         x = x.swapaxes(0, 1)
         if self.layout.kv_bits != 8:
             return [x.astype(_KV_TYPES[self.layout.kv_bits])]
@@ -117,14 +117,14 @@ class MlxKV:
 
 
 def _nbytes(part: mx.array, room: int) -> int:
-    """Of such an array with room for so many positions."""
+    """Bytes of an array like `part` with room for `room` positions."""
     heads, _, width = part.shape
     nbytes: int = heads * room * width * part.dtype.size
     return nbytes
 
 
 def _copied(part: mx.array, room: int) -> mx.array:
-    """(KVH, room, ...) that begins as (KVH, positions, ...) does; a copy of what is cut, too: no view."""
+    """A copy of `part`, (KVH, positions, ...), padded or cut to (KVH, room, ...); never a view."""
     heads, positions, width = part.shape
     empty = mx.zeros((heads, max(0, room - positions), width), dtype=part.dtype)
     return mx.concatenate([part[:, :room], empty], axis=_POSITIONS)

@@ -1,8 +1,8 @@
-"""Memory that MLX takes: requested from the system first where its CPU device wouldn't ask, and limited.
+"""MLX's memory: checked against the system before MLX's CPU device takes it, and limited.
 
-MLX's limits are one set for the process, and belong to the plans of the models that are loaded. Every budget
-bounds the whole process, so with several models the largest counts. The limits from before the first model
-come back when the last one closes; only malloc's mapping of large blocks stays, as it can't be undone.
+MLX has one set of limits per process. They follow the plans of the loaded models. Every budget bounds the
+whole process, so with several models the largest counts. The limits from before the first model come back
+when the last one closes; only malloc's mapping of large blocks stays, as it can't be undone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ondevice.units import map_large_arrays
 
 _lock = threading.Lock()
 _open: dict[object, tuple[int, int]] = {}
-"""(freed bytes that may be kept, budget) of every model that is loaded."""
+"""(bytes of freed arrays that MLX may keep, budget) of every loaded model."""
 _before: tuple[int, int, int] | None = None
-"""Limits of MLX's cache, memory and wired memory before the first of them."""
+"""Limits of MLX's cache, memory and wired memory before the first model was loaded."""
 
 
 @contextmanager
 def allocation() -> Iterator[None]:
-    """What MLX raises for want of memory is a MemoryError outside."""
+    """Turns the RuntimeError that MLX raises for want of memory into a MemoryError."""
     try:
         yield
     except RuntimeError as error:
@@ -40,8 +40,8 @@ def allocation() -> Iterator[None]:
 
 
 def require_memory(nbytes: int) -> None:
-    """Raises MemoryError where the system refuses so many bytes; takes none of them."""
-    # MLX's CPU device doesn't ask whether it got its memory.
+    """Raises MemoryError if the system refuses `nbytes` bytes; keeps none of them."""
+    # MLX's CPU device doesn't check whether it got its memory.
     try:
         mmap(-1, max(1, nbytes)).close()
     except OSError as error:
@@ -58,26 +58,26 @@ def writable(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, NDArray
 
 
 def begin(*arrays: mx.array) -> None:
-    """Have them computed while the host goes on. Raises MemoryError."""
+    """Begin to compute `arrays`, while the host goes on. Raises MemoryError."""
     with allocation():
         mx.async_eval(*arrays)
 
 
 def known(*arrays: mx.array) -> None:
-    """Wait until they are computed. Raises MemoryError."""
+    """Wait until `arrays` are computed. Raises MemoryError."""
     with allocation():
         mx.eval(*arrays)
 
 
 class Synchronisations:
-    """How often the host has waited for what MLX computes, and how long."""
+    """Count and total seconds of the host's waits for MLX's computations."""
 
     def __init__(self) -> None:
         self.count = 0
         self.seconds = 0.0
 
     def wait(self, *arrays: mx.array) -> None:
-        """One more: `known`."""
+        """Wait as `known` does, and count it. Raises MemoryError."""
         started = time.perf_counter()
         known(*arrays)
         self.count += 1
@@ -85,14 +85,17 @@ class Synchronisations:
 
 
 class MlxLimits:
-    """Freed arrays of at most `cache_bytes` are kept; memory and what is wired follow `budget_bytes`."""
+    """One model's share in MLX's limits.
+
+    cache_bytes: most bytes of freed arrays that MLX keeps. budget_bytes: limits memory and wired memory.
+    """
 
     def __init__(self, cache_bytes: int, budget_bytes: int) -> None:
         self._cache_bytes = cache_bytes
         self.keep_to(budget_bytes)
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Evaluations wait for memory beyond the budget; on a GPU as much of it as may be stays wired."""
+        """Follow a new budget. Evaluations wait for memory beyond it; a GPU wires as much of it as it may."""
         global _before
         with _lock:
             if _before is None:
@@ -102,7 +105,7 @@ class MlxLimits:
             _apply()
 
     def restore(self) -> None:
-        """Idempotent."""
+        """Withdraw this model's limits; the last one restores those from before. Idempotent."""
         global _before
         with _lock:
             if _open.pop(self, None) is None:
@@ -120,7 +123,7 @@ def _apply() -> None:
 
 
 def _set(cache_bytes: int, memory_bytes: int, wired_bytes: int | None = None) -> tuple[int, int, int]:
-    """The limits that were there before."""
+    """Set MLX's limits. Returns those before: of its cache, memory and wired memory."""
     before = mx.set_cache_limit(cache_bytes), mx.set_memory_limit(memory_bytes)
     if not mx.metal.is_available():
         return *before, 0

@@ -1,6 +1,6 @@
-"""What both backends over `mlx.core` arrays share: attention, keys and values, streams, activations.
+"""The ops that both backends over `mlx.core` arrays share: attention, keys and values, streams, activations.
 
-Activations are float32. No op leaves MLX's graph but `to_numpy`, so `mx.grad` reaches through all of them,
+Activations are float32. Only `to_numpy` leaves MLX's graph, so `mx.grad` reaches through all other ops, and
 through keys and values too. MLX is lazy: a pass computes nothing until a result is asked for.
 """
 
@@ -24,14 +24,14 @@ from ondevice.config import Activation
 
 @dataclass(frozen=True)
 class MlxLinear:
-    """weight: (N, K); bias: (N,) or None."""
+    """A float matrix. weight: (N, K); bias: (N,) or None."""
 
     weight: mx.array
     bias: mx.array | None
 
 
 class MlxOps:
-    """The ops that need not know how a backend holds its weights."""
+    """The ops that don't depend on how a backend holds its weights."""
 
     def load_vector(self, values: Float32) -> mx.array:
         return mx.array(values)
@@ -40,7 +40,7 @@ class MlxOps:
         """Nothing to prepare."""
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Everything is in memory."""
+        """Nothing to do: everything is in memory."""
 
     def embedding(self, table: Any, tokens: Int32) -> mx.array:
         return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
@@ -52,7 +52,7 @@ class MlxOps:
         return product if added is None else added + product
 
     def product(self, x: mx.array, weight: Any) -> mx.array:
-        """x (T, K) @ W^T + bias of a loaded matrix: (T, N) float32."""
+        """x (T, K) @ W^T + bias for a loaded matrix: (T, N) float32."""
         raise NotImplementedError
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
@@ -113,7 +113,7 @@ class MlxOps:
 
 
 def activate(x: mx.array, activation: Activation) -> mx.array:
-    """The gate's nonlinearity, elementwise. At zero, ReLU's gradient is zero."""
+    """The gate's nonlinearity, elementwise. ReLU's gradient at zero is zero."""
     match activation:
         case "silu":
             return x * mx.sigmoid(x)
@@ -132,14 +132,14 @@ def normed(x: mx.array, norm: Norm | None) -> mx.array:
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
-    """x (T, H, Dh) turned by halves with cos and sin (T, Dh / 2)."""
+    """x (T, H, Dh) rotated by halves with cos and sin (T, Dh / 2)."""
     first, second = mx.split(x, 2, axis=-1)
     c, s = cos[:, None], sin[:, None]
     return mx.concatenate([first * c - second * s, second * c + first * s], axis=-1)
 
 
 def _mask(position: int, tokens: int, window: int, tree: TokenTree | None) -> mx.array | str | None:
-    """What hides stored places from queries: (T, position + T) True where query t may look, or its name."""
+    """The attention mask: (T, position + T), True where query t sees a stored place; or MLX's name for it."""
     if tree is not None:
         return mx.array(tree.visible(position, window))
     length = position + tokens

@@ -1,9 +1,9 @@
-"""What the MLX backend multiplies with: quantised matrices with a bundle's own codes, and neurons.
+"""Weights of the MLX backend: quantised matrices in a bundle's own codes, and neurons.
 
-Streamed records are read from flash into the memory of MLX arrays, through numpy views of it, and multiplied
-from where they lie: MLX takes them apart on its device. Selected neurons lie scattered, so they are gathered:
-row by row, once. Who writes to such memory must know that no kernel reads it any more: MLX is lazy, so what
-was computed from it must have been evaluated.
+Streamed records are read from flash into the memory of MLX arrays, through numpy views, and multiplied in
+place: MLX splits them into their parts on its device. Selected neurons lie scattered, so each row is copied
+once to gather them. MLX is lazy, so such memory may be overwritten only once everything computed from it has
+been evaluated.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ondevice.units import PAGE_BYTES
 
 @dataclass(frozen=True)
 class MlxMatrix:
-    """(N, K) in a bundle's quantisation, with its codes; products are float32.
+    """A matrix (N, K) in a bundle's quantisation and codes; products are float32.
 
-    codes: (N, K bits / 32) uint32; scales, biases: (N, G). At 16 bits only codes, (N, K) values. dtype: what
-    is multiplied: float32, or float16 where a GPU reads half as much for it.
+    dtype: the type in which it is multiplied: float32, or float16 on a GPU, which then reads half as much.
+    arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K).
     """
 
     layout: RowLayout
@@ -49,7 +49,7 @@ class MlxMatrix:
         return self._product(x.astype(self.dtype), transpose=False)[:, : self.layout.cols]
 
     def copy(self) -> MlxMatrix:
-        """The same in memory of its own, all in the type that is multiplied. Not evaluated."""
+        """A copy in memory of its own, with values, scales and biases in `dtype`. Not evaluated."""
         codes, *pairs = self.arrays
         own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
         pairs = [mx.contiguous(pair.astype(self.dtype)) for pair in pairs]
@@ -66,7 +66,7 @@ class MlxMatrix:
 
 
 class MlxLinear:
-    """A loaded matrix with its bias (N,), or None."""
+    """A loaded matrix, with a bias (N,) or None."""
 
     def __init__(self, source: LinearSource, dtype: mx.Dtype) -> None:
         layout, rows = RowLayout(source.cols, source.bits), source.rows
@@ -88,7 +88,7 @@ class MlxLinear:
 
 @dataclass(frozen=True)
 class MlxNeurons:
-    """Rows of the same n neurons. gate: None where only what follows it in a record is at hand."""
+    """The gate, up and down rows of n neurons. gate: None if only the rest of each record is at hand."""
 
     gate: MlxMatrix | None
     up: MlxMatrix
@@ -101,9 +101,9 @@ class MlxNeurons:
 
 
 class GatheredNeurons:
-    """Room for n neurons, each of whose rows is copied once, to be multiplied from where it then lies.
+    """Room for n neurons, into which each row is copied once and multiplied in place.
 
-    rows: (offset, layout) of each row in what is gathered of a neuron. Raises MemoryError.
+    count: n. rows: (offset, layout) of each row in the gathered part of a record. Raises MemoryError.
     """
 
     def __init__(self, count: int, rows: Sequence[tuple[int, RowLayout]], dtype: mx.Dtype) -> None:
@@ -121,22 +121,22 @@ class GatheredNeurons:
                 offset += view.nbytes // count
 
     def gather(self, place: int, addresses: NDArray[np.uint64]) -> None:
-        """Rows of neurons that lie at addresses (n,) to place .. place + n."""
+        """Copy the neurons at addresses (n,) to the places place .. place + n."""
         for offset, view in self._views:
             _native.copy_out(addresses, offset, view[place : place + len(addresses)])
 
     def take_over(self, other: GatheredNeurons, place: int, count: int) -> None:
-        """What another has from `place` on, to the first places here."""
+        """Copy `count` neurons of another room, from its `place` on, to the first places here."""
         for (_, view), (_, theirs) in zip(self._views, other._views, strict=True):
             view[:count] = theirs[place : place + count]
 
     def clear(self, start: int, stop: int) -> None:
-        """Places that count for nothing."""
+        """Fill the places start .. stop with zeros, so that they add nothing."""
         for _, view in self._views:
             view[start:stop] = 0
 
     def neurons(self, start: int, stop: int) -> MlxNeurons:
-        """What lies there."""
+        """The neurons at places start .. stop, without a copy."""
         *gate, up, down = (
             MlxMatrix(layout, self._dtype, tuple(array[start:stop] for array in arrays))
             for layout, arrays in zip(self._layouts, self._arrays, strict=True)
@@ -145,7 +145,7 @@ class GatheredNeurons:
 
 
 class RecordMemory:
-    """Memory of MLX for records, from a page boundary on: written through `view`, (nbytes,) of uint8.
+    """MLX memory for records, from a page boundary on, written through `view`, (nbytes,) uint8.
 
     Raises MemoryError.
     """
@@ -159,7 +159,7 @@ class RecordMemory:
         self.view: Bytes = whole.view(np.uint8)[start : start + nbytes]
 
     def matrix(self, records: Bytes, offset: int, layout: RowLayout, dtype: mx.Dtype) -> MlxMatrix:
-        """What lies `offset` bytes into each record, (n, stride) of `view`, as a matrix: without a copy."""
+        """The row `offset` bytes into each record, (n, stride) of `view`, as a matrix without a copy."""
         start, (count, stride) = records.ctypes.data - self._address + offset, records.shape
         scales, biases = start + layout.codes_bytes, start + layout.codes_bytes + layout.scales_bytes
 
@@ -175,7 +175,7 @@ class RecordMemory:
 
 
 class MlxStreamMemory(StreamMemory):
-    """What is streamed lands in memory of MLX; one piece may be multiplied while the next is waited for."""
+    """Stream memory in MLX arrays. One piece may be multiplied while the stream waits for the next."""
 
     pieces_read = 1
 
@@ -193,7 +193,7 @@ class MlxStreamMemory(StreamMemory):
         self._asked = []
 
     def ask(self, arrays: list[mx.array]) -> None:
-        """Have what is computed from the piece at hand computed, while its consumer goes on."""
+        """Begin to compute `arrays` from the current piece, while its consumer goes on."""
         self._asked = arrays
         begin(*arrays)
 
@@ -208,15 +208,15 @@ class MlxStreamMemory(StreamMemory):
 
 @dataclass
 class MlxSegment:
-    """Neurons in memory of their own, once they have come."""
+    """Resident neurons in memory of their own; `neurons` is set once they are packed."""
 
     neurons: MlxNeurons = field(init=False)
 
 
 class MlxFeedForward(FeedForwardLayer):
-    """One layer's neurons; segments are `MlxSegment`s, each of which is multiplied by itself.
+    """One layer's neurons. Segments are `MlxSegment`s, multiplied one by one.
 
-    stream: where all layers' streamed neurons land.
+    stream: the memory for streamed neurons, which all layers share.
     """
 
     def __init__(
@@ -236,17 +236,17 @@ class MlxFeedForward(FeedForwardLayer):
         self._offsets = gate, up, up + self._row.nbytes
 
     def room_for(self, count: int) -> GatheredNeurons:
-        """For so many selected neurons: their records, or what follows the gate rows that selected them."""
+        """Room for `count` selected neurons: all rows, or only up and down rows if the gates select them."""
         predicted, (gate, up, down) = self.selector is not None and self.selector.predicted, self._offsets
         offsets = (gate, up, down) if predicted else (0, down - up)
         return GatheredNeurons(count, [(offset, self._row) for offset in offsets], self._dtype)
 
     def new_segment(self) -> MlxSegment:
-        """`pack` takes the memory: MLX computes only on the thread that runs passes."""
+        """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
         return MlxSegment()
 
     def streamed_neurons(self, records: Bytes) -> MlxNeurons:
-        """A streamed piece, records (n, stride), where it lies."""
+        """The neurons of a streamed piece, records (n, stride), without a copy."""
         memory = self.stream_memory.records
         assert memory is not None
         return MlxNeurons(*(memory.matrix(records, at, self._row, self._dtype) for at in self._offsets))

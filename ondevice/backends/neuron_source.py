@@ -1,7 +1,7 @@
-"""Where a layer's neurons come from: the interface that backends ask, and that `sparsity` implements.
+"""The interface through which backends get a layer's neurons; `sparsity` implements it.
 
-A forward pass reaches flash through it: `feed_forward` of a backend calls the `neurons` of its layer. They
-are `sparsity.segments.SegmentPool` in dense mode, `sparsity.fetch.NeuronFetcher` where neurons are selected.
+A forward pass reaches flash through it: a backend's `feed_forward` calls the `neurons` of its layer. They are
+a `sparsity.segments.SegmentPool` in dense mode, a `sparsity.fetch.NeuronFetcher` if neurons are selected.
 
 Legend: R rows of a forward pass, F neurons of a layer.
 """
@@ -25,42 +25,42 @@ Batches: TypeAlias = Iterator[tuple[Int32, NDArray[np.uint64]]]
 
 
 class ResidentLayer(NamedTuple):
-    """A layer that is wholly in memory: neuron i is in slot slots[i], (F,), and slot s at addresses[s]."""
+    """A layer that is wholly in memory: neuron i is in slot slots[i], (F,); slot s is at addresses[s]."""
 
     slots: Int32
     addresses: NDArray[np.uint64]
     count_multiplied: Callable[[int], None]
-    """Takes the number of neurons that were multiplied, for the statistics."""
+    """Called with the number of neurons that were multiplied, for the stats."""
 
 
 class NeuronSource:
     """Provides the neurons of all layers of one model; `layer` is a layer's index.
 
-    In a pass, layers come in order. A source overrides what its layers call: `stream` where every neuron is
-    multiplied, the others where a selector chooses. What it doesn't override refuses, or does nothing.
+    In a pass, layers come in order. A source overrides the methods that its layers call: `stream` if every
+    neuron is multiplied, the others if a selector chooses neurons. The defaults raise or do nothing.
     """
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """A pass that reads neurons is about to enter the first layer. Not called for `resident_only`."""
+        """Prepare for a pass that reads neurons, before its first layer. Not called for `resident_only`."""
 
     def wants_prefetch(self, layer: int, rows: int) -> bool:
-        """Whether `prefetch` would use the scores of so many rows."""
+        """Whether `prefetch` would use the scores of `rows` rows."""
         return False
 
     def prefetch(self, layer: int, rows: int, scores: Callable[[], Float32]) -> None:
-        """Begin to read what scores() (R, F) select of a layer, before its turn comes.
+        """Begin to read the neurons that scores(), (R, F), select, before the layer's turn comes.
 
-        The scores are an estimate, made from the input of the layer before; no result depends on them.
+        The scores are an estimate from the input of the layer before; no result depends on them.
         """
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
-        """The layer's turn has come. None: ask `select`, which is to see the scores."""
+        """Begin a layer's turn. Returns the layer if it is wholly in memory; if None, call `select`."""
         return None
 
     def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
-        """The neurons with a score above zero for any row of scores (R, F).
+        """The neurons with a score above zero in any row of scores (R, F).
 
-        For rows from `batch.num_exact_rows` on, only those of them that are in memory.
+        Rows from `batch.num_exact_rows` on select only among the neurons in memory.
         """
         raise OndeviceError("nothing provides the neurons that are selected")
 
@@ -68,16 +68,19 @@ class NeuronSource:
         """The layer's neurons that its segments don't hold, ascending: records (n, stride) or a segment.
 
         Each is valid until the next is asked for, unless the layer's `StreamMemory` says otherwise. An empty
-        tuple where the segments hold all of them, and for `resident_only`.
+        tuple if the segments hold all neurons, and for `resident_only`.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """After the pass over `batch`, which had draft tokens: the text has the tokens in `rows`."""
+        """Take the result of verifying the last pass's `batch`, which had draft tokens.
+
+        rows: rows of the tokens that are part of the text.
+        """
 
 
 class ClosedNeurons(NeuronSource):
-    """The source of layers whose memory was given back: absent neurons must not read as zeros."""
+    """The source of layers whose memory was freed. It raises, as absent neurons must not count as zeros."""
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
         raise _closed()

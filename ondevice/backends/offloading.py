@@ -1,4 +1,4 @@
-"""What backends under a budget share: an embedding table, and layers whose neurons a source provides."""
+"""The base of backends under a budget: an embedding table, and layers whose neurons a source provides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 
 
 class OffloadingBackend:
-    """Base class of `cpu` and `mlx`. resident_embedding: whether the table starts in memory."""
+    """Base class of `cpu` and `mlx`. resident_embedding: whether the embedding table starts in memory."""
 
     def __init__(self, resident_embedding: bool) -> None:
         self.feed_forwards: list[FeedForwardLayer] = []

@@ -1,7 +1,7 @@
-"""The oracle of the other backends: float activations, dequantised weights, plain numpy.
+"""The oracle that other backends are tested against: float activations, dequantised weights, plain numpy.
 
-Slow and obvious. Its logits are within 1e-4 of `transformers` in float32; it makes no promise of equal
-bits between ways of splitting a prompt.
+Slow and obvious. Its logits are within 1e-4 of `transformers` in float32. Different splits of a prompt need
+not give equal bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 @dataclass(frozen=True)
 class ReferenceLinear:
-    """weight: (N, K); bias: (N,) or None."""
+    """A float matrix. weight: (N, K); bias: (N,) or None."""
 
     weight: Float32
     bias: Float32 | None
@@ -78,13 +78,13 @@ class ReferenceBackend:
         """Rows of the table always come from flash."""
 
     def keep_to(self, budget_bytes: int) -> None:
-        """Weights are all in memory, whatever the budget."""
+        """Nothing to do: all weights are in memory, whatever the budget."""
 
     def trim(self) -> None:
-        """Numpy gives back what no array holds."""
+        """Nothing to do: numpy frees memory that no array holds."""
 
     def close(self) -> None:
-        """Weights go with their last reference."""
+        """Nothing to do: weights are freed with their last reference."""
 
     def load_vector(self, values: Float32) -> Float32:
         return np.array(values, dtype=np.float32)
@@ -119,7 +119,7 @@ class ReferenceBackend:
         """Nothing to prepare."""
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """Everything is in memory."""
+        """Nothing to do: everything is in memory."""
 
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
@@ -202,7 +202,7 @@ class ReferenceBackend:
         return out.reshape(tokens, heads * width)
 
     def prefetch(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
-        """Everything is in memory."""
+        """Nothing to do: everything is in memory."""
 
     def feed_forward(
         self,
@@ -243,7 +243,7 @@ class ReferenceBackend:
 
 
 def dequantise(codes: Bytes, scales: Float16, biases: Float16, bits: int, cols: int) -> Float32:
-    """Rows as stored -> (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
+    """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
     if bits == 16:
         return np.ascontiguousarray(codes).view(np.float16)[:, :cols].astype(np.float32)
     if bits == 4:
@@ -254,7 +254,7 @@ def dequantise(codes: Bytes, scales: Float16, biases: Float16, bits: int, cols: 
 
 
 def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
-    """The row that lies `offset` bytes into each record (n, stride), dequantised: (n, row.cols)."""
+    """The row `offset` bytes into each record (n, stride), dequantised: (n, row.cols)."""
     scales_at = offset + row.codes_bytes
     biases_at = scales_at + row.scales_bytes
     codes = records[:, offset:scales_at]
@@ -312,7 +312,7 @@ def _head_views(kv: KVStore, block: int, layer: int, head: int) -> tuple[_HeadVi
     views = []
     for at in (start, start + layout.head_bytes // 2):
         codes = kv.blocks[block][at : at + layout.codes_bytes].view(dtype)
-        # Sixteen keys lie dimension by dimension, values slot by slot.
+        # Keys lie dimension by dimension for 16 slots at a time, values slot by slot.
         width, parts = layout.config.head_dim, BLOCK_TOKENS // KEY_LANES
         if at == start:
             codes = codes.reshape(parts, width, KEY_LANES).swapaxes(1, 2)
@@ -334,7 +334,7 @@ def _stored(kv: KVStore, layer: int, length: int) -> tuple[list[Float32], list[F
 
 
 def _visible(position: int, tokens: int, window: int) -> NDArray[np.bool_]:
-    """(T, position + T) True where query t may look at key p: p <= position + t, within the window."""
+    """(T, position + T), True where query t sees key p: p <= position + t, within the window."""
     query = np.arange(position, position + tokens)[:, None]
     key = np.arange(position + tokens)[None, :]
     causal: NDArray[np.bool_] = key <= query

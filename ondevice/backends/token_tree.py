@@ -1,4 +1,4 @@
-"""Tokens that go through a model together without all following each other: the nodes of a tree.
+"""Trees of tokens that go through a model in one pass, such as draft trees.
 
 Legend: n nodes, flattened so that a parent comes before its children.
 """
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 
 MAX_DEPTH = 63
-"""Of a node: a path from a root is at most 64 tokens long, a block of keys."""
+"""Largest depth of a node: a path from a root has at most 64 tokens, as many as a block of keys."""
 
 
 class TokenTree:
-    """Node i's token follows that of node parents[i] < i, or what came before the tree where that is -1."""
+    """A tree whose node i follows node parents[i] < i, or the text before the tree if parents[i] is -1."""
 
     def __init__(self, parents: Sequence[int]) -> None:
-        """Raises ValueError for a parent that doesn't come first, and for a path that is too long."""
+        """Raises ValueError if a parent doesn't come before its child, or if a path is too long."""
         depths: list[int] = []
         for node, parent in enumerate(parents):
             if not -1 <= parent < node:
@@ -31,7 +31,7 @@ class TokenTree:
                 raise ValueError(f"a path of more than {MAX_DEPTH + 1} tokens ends in node {node}")
         self.parents: Int32 = np.array(parents, dtype=np.int32)
         self.depths: Int32 = np.array(depths, dtype=np.int32)
-        """(n,) tokens of the tree before each node on its path."""
+        """(n,) number of the tree's tokens before each node on its path."""
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -50,11 +50,11 @@ class TokenTree:
         return found[::-1]
 
     def visible(self, position: int, window: int) -> NDArray[np.bool_]:
-        """(n, position + n) True where node i may look at what is stored in place p.
+        """(n, position + n), True where node i sees the token stored in place p.
 
-        The tree's tokens are stored from place `position` on, and lie behind each other along each path. A
-        node sees what came before the tree, its ancestors and itself, and of those with window > 0 only the
-        last `window`.
+        The tree's nodes are stored from place `position` on; their logical positions follow each other along
+        each path. A node sees the tokens before the tree, its ancestors and itself; with window > 0, only
+        the last `window` of these.
         """
         own = np.zeros((len(self), len(self)), dtype=bool)
         for node, parent in enumerate(self.parents):

@@ -1,1 +1,1 @@
-"""The bundle: a model laid out for flash storage. `layout` places bytes, `writer` makes, `reader` opens."""
+"""The bundle: a model laid out for flash. `layout` places its bytes, `writer` makes it, `reader` opens it."""

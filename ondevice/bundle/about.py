@@ -1,4 +1,4 @@
-"""Documents beside a bundle, and what `about.txt` says of the model. They are as untrusted as the rest."""
+"""Documents beside a bundle, such as `about.txt`, which describes the model. None of them is trusted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ondevice.errors import BundleError
 
 ABOUT = "about.txt"
 DOCUMENTS = (ABOUT, "LICENSE", "NOTICE", "README.md")
-"""Files for people that go with a bundle's copies."""
+"""Files for people to read, which are copied with a bundle."""
 MAX_BYTES = 2048
 MAX_LINES = 16
 MAX_LINE_CHARS = 160
 
 
 def read_about(folder: Path) -> str:
-    """The printable characters of `about.txt`, in short lines; empty if there is no such text."""
+    """The printable characters of `about.txt`, in short lines; empty if there is no readable text."""
     try:
         text = read_whole(contained(folder.resolve(), ABOUT), MAX_BYTES).decode("utf-8")
     except (BundleError, UnicodeDecodeError):
@@ -27,6 +27,6 @@ def read_about(folder: Path) -> str:
 
 
 def _printable(line: str) -> str:
-    """The line without characters that could steer a terminal, turn its text around, or end a line."""
+    """The line without characters that could control a terminal, reverse the text, or end a line."""
     kept = (char for char in line if unicodedata.category(char)[0] != "C" and char not in "\u2028\u2029")
     return "".join(kept).rstrip()

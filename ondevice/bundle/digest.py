@@ -1,4 +1,4 @@
-"""sha256 and CRC32C table of a file, computed together while its bytes pass by once."""
+"""The sha256 and CRC32C table of a file, computed together in one pass over its bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Crc32c(Protocol):
 
 
 class FileDigest:
-    """Fed a file's bytes in order, gives its sha256 and the CRC32C of each of its units."""
+    """Computes the sha256 of a file and the CRC32C of each of its units, from its bytes in order."""
 
     def __init__(self, layout: FileLayout, crc32c: Crc32c) -> None:
         self._units = layout.crc_units
@@ -33,7 +33,7 @@ class FileDigest:
         self.nbytes = 0
 
     def update(self, data: np.ndarray) -> None:
-        """Takes the next bytes, uint8 (n,)."""
+        """Adds the next bytes, (n,) uint8."""
         self._sha256.update(data.data)
         self.nbytes += data.size
         skipped = min(self._uncovered_bytes, data.size)
@@ -52,11 +52,11 @@ class FileDigest:
         self._pending = data[whole:].copy()
 
     def sha256(self) -> str:
-        """Hex digest of what has been fed so far."""
+        """Hex digest of the bytes added so far."""
         return self._sha256.hexdigest()
 
     def crcs(self) -> np.ndarray:
-        """CRC32C (uint32) of every unit of what has been fed so far, the last one perhaps short."""
+        """CRC32C (uint32) of every unit of the bytes added so far; the last unit may be short."""
         tail = [self._crc32c(self._pending, self._units)] if self._pending.size else []
         tables = [*self._crcs, *tail] or [np.empty(0)]
         return np.concatenate(tables).astype("<u4", copy=False)

@@ -1,4 +1,4 @@
-"""File access for bundles: reads that stay inside the folder, writes that survive a crash."""
+"""File access for bundles: reads that stay inside the bundle's folder, and writes that survive a crash."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def contained(folder: Path, name: str) -> Path:
 
 
 def read_range(path: Path, offset: int, nbytes: int) -> bytes:
-    """Exactly `nbytes` bytes of `path` from `offset`.
+    """Exactly `nbytes` bytes of `path` from `offset` on.
 
-    Raises BundleError if they can't be had, OndeviceError if the process has no descriptor left for it.
+    Raises BundleError if they can't be read, OndeviceError if the process has no descriptor left for it.
     """
     try:
         with path.open("rb") as file:
@@ -49,7 +49,7 @@ def read_range(path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """All of `path`. Raises BundleError if it has more than `most` bytes."""
+    """All bytes of `path`. Raises BundleError if there are more than `most`."""
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -60,7 +60,7 @@ def read_whole(path: Path, most: int) -> bytes:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Writes `path` so that after a crash it has its old content or all of the new. Raises OSError."""
+    """Writes `path` so that after a crash it has all of the old or all of the new content. Raises OSError."""
     temporary = temporary_path(path)
     with temporary.open("wb") as file:
         file.write(data)
@@ -70,7 +70,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def link_or_copy(source: Path, path: Path) -> None:
-    """Makes the new file `path` the same file as `source`, or a durable copy where no link can be had.
+    """Makes `path` a hard link to `source`, or a durable copy if no link can be made.
 
     Raises OSError.
     """
@@ -86,12 +86,12 @@ def link_or_copy(source: Path, path: Path) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where `path` is written before it is complete."""
+    """The name under which `path` is written until it is complete."""
     return path.with_name(path.name + ".tmp")
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Gives a complete, synced file its name, durably. Raises OSError."""
+    """Gives a complete, synced file its final name, durably. Raises OSError."""
     os.replace(temporary, path)
     sync_folder(path.parent)
 
@@ -107,7 +107,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turns what the disk refuses into an OndeviceError that says what to do."""
+    """Turns OSError from writing `path` into an OndeviceError with the `remedy`."""
     try:
         yield
     except OSError as error:

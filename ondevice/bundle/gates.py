@@ -1,11 +1,10 @@
-"""Gate rows lie in a bundle twice, and whichever copy is read must be the one: no text may depend on which.
+"""Checks that the two copies of gate rows in a bundle are the same, as no text may depend on which is read.
 
-The manifest has the sha256 of a layer's gate file. What mode `exact` loads is that file; what `dense` reads
-are the gate rows of the neuron records, from which the very bytes of the gate file follow. So each mode
-hashes the copy that it multiplies with, the first time that it reads it, and reads nothing more for it:
-`exact` as it loads, `dense` in its first pass, before a token has come out. Checksums alone wouldn't do: a
-bundle's maker can make both copies pass theirs. `predicted` is lossy, and takes the records' gates whatever
-its budget.
+A layer's gate rows are in its gate file, which mode `exact` loads, and in its neuron records, which `dense`
+reads. The manifest has the sha256 of the gate file, and the records' gate rows give the same bytes. So each
+mode hashes the copy that it multiplies, at its first read and without extra reads: `exact` while it loads,
+`dense` in its first pass, before the first token is out. Checksums alone aren't enough, as the maker of a
+bundle can make both copies match theirs. `predicted` is lossy, and uses the records' gates at every budget.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError
 
 BLOCK_BYTES = 1 << 18
-"""Bytes of gate rows that are gathered to be hashed together: no plan counts them."""
+"""Bytes of gate rows that are gathered and hashed at a time; too few for plans to count."""
 
 
 class GateDigest:
-    """Compares the gate rows of one layer with its gate file's sha256, as they come by.
+    """Compares the gate rows of one layer, as they are read, with its gate file's sha256.
 
-    The bundle's model must be one that has gate files. Any thread may call it.
+    Requires a bundle with gate files. Any thread may call it.
     """
 
     def __init__(self, bundle: Bundle, layer: int) -> None:
@@ -38,21 +37,21 @@ class GateDigest:
         self._sha256 = hashlib.sha256(file_layout(self._name, bundle.config, bundle.quant).header)
         self._rows = 0
         self._early: dict[int, NDArray[np.uint8]] = {}
-        """Records that came before those in front of them, by the first one's id."""
+        """Records that arrived before their predecessors, by the id of the first."""
         self._matches = False
         self._lock = threading.Lock()
 
     @property
     def rows(self) -> int:
-        """Rows that have been hashed: the first ones."""
+        """Number of rows hashed so far; they are the layer's first ones."""
         return self._rows
 
     def take(self, first: int, records: NDArray[np.uint8]) -> None:
-        """Records (n, stride) from id `first` on, each with its gate row in front: of either kind of file.
+        """Hash records (n, stride) from id `first` on, of either kind of file; each begins with its gate row.
 
-        Rows that were hashed already are passed over. Records that come early are kept until their turn; so
-        whoever hands them over doesn't write to them again, and hands over those between in the end.
-        Raises BundleError if these complete the layer, or it is complete, and its gates aren't those hashed.
+        Rows hashed before are skipped. Records that arrive early are kept until their turn. So the caller
+        must not overwrite them, and must pass the records before them later. Raises BundleError if the layer
+        is complete, after these records or before, and its gate rows don't match the sha256.
         """
         if self._matches:
             return

@@ -1,8 +1,8 @@
 """`hotness.json` and `hotness.safetensors`: how often every neuron fires, counted on text.
 
-They are added to a finished bundle by what trains it and can be taken away again: nothing in `bundle.json`
-knows them. They say what is worth reading before anybody asks, and never decide what is multiplied, so no
-text depends on them. `weights/README.md` is the specification.
+The sidecar is added to a finished bundle by `ondevice train predictors`, and can be removed again; nothing in
+`bundle.json` refers to it. It tells the neuron cache which neurons are likely to fire. It never decides which
+are multiplied, so no text depends on it. `weights/README.md` is the specification.
 
 Legend: L layers, F neurons of a layer.
 """
@@ -36,9 +36,10 @@ FREQUENCY_TENSOR = "frequency"
 
 @dataclass(frozen=True)
 class Hotness:
-    """What `hotness.json` says. model: `weights_digest` of the weights it belongs to.
+    """The content of `hotness.json`.
 
-    tokens: of the text that was counted on. sha256: of the tensor's file.
+    model: `weights_digest` of the weights that it belongs to. tokens: length of the text that was counted.
+    sha256: of the file with the tensor.
     """
 
     model: str
@@ -58,7 +59,7 @@ def hotness_text(hotness: Hotness) -> bytes:
 
 
 def parse_hotness(data: bytes, manifest: Manifest) -> Hotness:
-    """Raises BundleError for what is damaged, out of range, or was counted with other weights."""
+    """`hotness.json` parsed. Raises BundleError if it is damaged, out of range, or made for other weights."""
     section = parse_sidecar(HOTNESS_SIDECAR, data)
     section.equal("version", HOTNESS_VERSION)
     hotness = Hotness(
@@ -73,7 +74,7 @@ def parse_hotness(data: bytes, manifest: Manifest) -> Hotness:
 
 
 def frequencies_bytes(frequencies: NDArray[np.floating], config: ModelConfig) -> bytes:
-    """The bytes of `hotness.safetensors` for frequencies (L, F), shares of tokens from 0 to 1."""
+    """The bytes of `hotness.safetensors`. frequencies: (L, F) shares of tokens, from 0 to 1."""
     shape = config.num_layers, config.intermediate_size
     if frequencies.shape != shape or not _are_shares(frequencies):
         raise ValueError(f"frequencies {frequencies.shape} aren't shares from 0 to 1 in the shape {shape}")
@@ -81,7 +82,7 @@ def frequencies_bytes(frequencies: NDArray[np.floating], config: ModelConfig) ->
 
 
 def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> NDArray[np.float32]:
-    """(L, F) share of tokens for which each neuron fired. Raises BundleError for a damaged file."""
+    """(L, F) share of tokens for which each neuron fired. Raises BundleError if the file is damaged."""
     layout = hotness_layout(config)
     if len(data) != layout.nbytes or not data.startswith(layout.header):
         raise BundleError(f"{HOTNESS} isn't the {layout.nbytes} bytes that this model implies")
@@ -94,5 +95,5 @@ def parse_frequencies(data: bytes, hotness: Hotness, config: ModelConfig) -> NDA
 
 
 def _are_shares(values: NDArray[np.floating]) -> bool:
-    # NaN compares as neither.
+    # NaN fails both comparisons.
     return bool(((values >= 0) & (values <= 1)).all())

@@ -1,4 +1,4 @@
-"""Where every byte of a bundle lies: row, record and tensor layouts, file names, safetensors headers.
+"""The place of every byte of a bundle: row, record and tensor layouts, file names, safetensors headers.
 
 Pure arithmetic over ModelConfig and QuantConfig; it opens no file. `weights/README.md` is the specification.
 Legend: D hidden size, N fused qkv rows, V vocabulary, G groups of 64 along a row.
@@ -22,7 +22,7 @@ VERSION = 1
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
 CRC_BLOCK_BYTES = 1 << 20
-"""Bytes one CRC32C covers in files that hold no records."""
+"""Bytes that one CRC32C covers in files without records."""
 
 MANIFEST = "bundle.json"
 RESIDENT = "resident.safetensors"
@@ -42,7 +42,7 @@ def neuron_file_name(layer: int) -> str:
 
 
 def gate_file_name(layer: int) -> str:
-    """Name of the file that holds the gate rows of `layer` once more, where gates decide what is read."""
+    """Name of the file with a second copy of `layer`'s gate rows, for models whose gates select neurons."""
     return f"gates-{layer:05d}.safetensors"
 
 
@@ -85,13 +85,13 @@ class RowLayout:
 
     @property
     def halves(self) -> tuple[int, int]:
-        """(start, stop) bytes of its float16 values: scales and biases, or everything at 16 bits."""
+        """(start, stop) bytes of the row's float16 values: scales and biases, or everything at 16 bits."""
         return (0 if self.bits == 16 else self.codes_bytes), self.nbytes
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Rows of one record, grouped in parts that can each be read, and are checksummed, on their own."""
+    """The rows of one record, grouped in parts. Each part can be read alone and has its own checksum."""
 
     parts: tuple[tuple[RowLayout, ...], ...]
 
@@ -102,7 +102,7 @@ class RecordLayout:
 
     @cached_property
     def alignment(self) -> int:
-        """512 where padding to it costs at most an eighth, else 64."""
+        """Alignment of the parts in bytes: 512 if padding to it costs at most an eighth, else 64."""
         at_512 = sum(padded(nbytes, 512) for nbytes in self.row_bytes)
         return 512 if 8 * at_512 <= 9 * sum(self.row_bytes) else 64
 
@@ -140,7 +140,7 @@ class RecordLayout:
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one feed-forward neuron: [gate row] and [up row | down column], all D long."""
+    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long."""
     row = RowLayout(config.hidden_size, quant.bits)
     return RecordLayout(((row,), (row, row)))
 
@@ -172,7 +172,7 @@ class TensorSpec:
 
 
 def linear_tensors(name: str, rows: int, cols: int, quant: QuantConfig) -> dict[str, TensorSpec]:
-    """Tensors of one quantised (rows, cols) matrix called `name`."""
+    """Tensors of the quantised matrix `name`, (rows, cols)."""
     row = RowLayout(cols, quant.bits)
     if quant.bits == 16:
         return {f"{name}.codes": TensorSpec("F16", (rows, row.padded_cols))}
@@ -184,7 +184,7 @@ def linear_tensors(name: str, rows: int, cols: int, quant: QuantConfig) -> dict[
 
 
 def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
-    """The exact tensors of the resident file, in the order in which their bytes lie there."""
+    """The exact tensors of the resident file, in the order of their bytes."""
     tensors: dict[str, TensorSpec] = {}
     for layer in range(config.num_layers):
         tensors |= _layer_tensors(f"layers.{layer}", config, quant)
@@ -238,10 +238,10 @@ def _header(entries: Mapping[str, object]) -> bytes:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What model and format decide about a file, whatever the weights: its size, its head and its CRC units.
+    """The properties of a file that follow from model and format: its size, its header and its CRC units.
 
-    `nbytes` is None where only the manifest knows (tokenizer files); `record` is None outside record files.
-    `halves` are the (start, stop) byte ranges that hold float16 values: of every record, else of the file.
+    nbytes: None if only the manifest has it (tokenizer files). record: None unless the file holds records.
+    halves: (start, stop) byte ranges with float16 values, of every record, or of a file without records.
     """
 
     nbytes: int | None
@@ -253,17 +253,17 @@ class FileLayout:
 
     @property
     def halves_period(self) -> int:
-        """Bytes after which `halves` come again, from `crc_start` on; 0 where they are of the whole file."""
+        """Bytes after which `halves` repeat, from `crc_start` on; 0 if they are of the whole file."""
         return 0 if self.record is None else self.record.stride
 
     def crc_count(self, nbytes: int) -> int:
-        """CRC entries of the file at a size of `nbytes`."""
+        """Number of CRC entries of the file if its size is `nbytes`."""
         cycles, rest = divmod(nbytes - self.crc_start, sum(self.crc_units))
         return cycles * len(self.crc_units) + (rest > 0)
 
 
 def tensors_layout(tensors: Mapping[str, TensorSpec]) -> FileLayout:
-    """Layout of a file of these tensors."""
+    """Layout of a safetensors file with these tensors."""
     header = resident_header(tensors)
     halves = []
     offset = len(header)

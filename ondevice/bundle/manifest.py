@@ -1,7 +1,7 @@
 """`bundle.json`: its dataclasses, its strict parser and its text.
 
-Every field has a type and a range; unknown, missing or repeated keys are refused. The manifest carries the
-sha256 of its own canonical form, so damage to it is told apart from a value that was wrong when written.
+Every field has a type and a range; unknown, missing or repeated keys are refused. The manifest contains the
+sha256 of its own canonical form, which distinguishes damage from a value that was wrong when written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_FILE_BYTES = 1 << 48
 MAX_BLOB_BYTES = {TOKENIZER_FILES[kind]: nbytes for kind, nbytes in MAX_TOKENIZER_BYTES.items()} | {
     CHAT_TEMPLATE: 4 * MAX_TEMPLATE_CHARS
 }
-"""Most bytes of the files that are read whole, by name: what the runtime accepts of each, and no more."""
+"""Largest size in bytes of each file that is read whole, by name: as much as the runtime accepts."""
 _MAX_TOKENS = 1 << 24
 _MAX_TEXT_TOKENS = 1 << 48
 _MAX_EOS = 64
@@ -52,9 +52,9 @@ TokenizerKind = Literal["sentencepiece", "tokenizers"]
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Which tokenizer files a bundle carries, and the token ids that frame a text.
+    """The tokenizer files of a bundle, and the token ids that begin and end a text.
 
-    `kind` is None where the checkpoint had no tokenizer; then the model is used through token ids.
+    kind: None if the checkpoint had no tokenizer; the model then takes and gives token ids.
     """
 
     kind: TokenizerKind | None = None
@@ -75,11 +75,12 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the weights come from and what storing them cost. Nothing here depends on time or machine.
+    """The origin of the weights, and the error of quantising them. Nothing here depends on time or machine.
 
-    `quantisation_error` maps a kind of tensor to its relative root-mean-square error. `fingerprint` names the
-    source and the options that decided the bytes; the writer fills it in. `ordered_tokens` is how much text
-    chose the neurons' order in their files; None where it is the checkpoint's.
+    quantisation_error: relative root-mean-square error by kind of tensor.
+    fingerprint: names the source and the options that decide the bytes; the writer fills it in.
+    ordered_tokens: length of the text that decided the neurons' order in their files; None if the order is
+        the checkpoint's.
     """
 
     source: str
@@ -93,7 +94,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class CrcRange:
-    """A file's entries in the checksum table: the first one and how many."""
+    """A file's entries in the checksum table: index of the first, and their number."""
 
     offset: int
     count: int
@@ -101,7 +102,7 @@ class CrcRange:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says of one file. `crc` is None for the checksum table itself."""
+    """The manifest's entry of one file. crc: None for the checksum table itself."""
 
     nbytes: int
     sha256: str
@@ -116,7 +117,7 @@ class Manifest:
     quant: QuantConfig
     tokenizer: TokenizerInfo
     generation: Mapping[str, float]
-    """Defaults the model's authors recommend for sampling, by `SamplingConfig` field name."""
+    """Sampling defaults that the model's authors recommend, by `SamplingConfig` field name."""
     provenance: Provenance
     files: Mapping[str, FileEntry]
 
@@ -131,7 +132,7 @@ GENERATION_RANGES: dict[str, tuple[float, float]] = {
 
 
 def bundle_files(config: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ...]:
-    """Every file the manifest must list, in the order of their entries in the checksum table."""
+    """All files that the manifest must list, in the order of their entries in the checksum table."""
     layers = range(config.num_layers)
     neurons = (neuron_file_name(layer) for layer in layers)
     gates = (gate_file_name(layer) for layer in layers if config.zeros_gates)
@@ -147,7 +148,11 @@ def manifest_text(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Raises BundleError for anything damaged or out of range, UnsupportedModelError for another version."""
+    """`bundle.json` parsed.
+
+    Raises BundleError if it is damaged or out of range, UnsupportedModelError for another version or for an
+    option that this release doesn't know.
+    """
     document = Section(parse_json(data, "bundle.json"), "bundle.json")
     content = document.get("manifest")
     if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
@@ -172,7 +177,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
-    """The parts of the manifest that decide every size."""
+    """The parts of the manifest from which every size follows."""
     model = asdict(config) | {"layer_windows": list(config.layer_windows)}
     model |= {"rms_norm_eps": float(config.rms_norm_eps), "rope_theta": float(config.rope_theta)}
     return {
@@ -191,7 +196,7 @@ def _gates_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any] | Non
 
 
 def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None:
-    """With the remedy, because converters older than this key made bundles without it."""
+    """Checks the key `gates`. The error has a remedy, as older converters made bundles without this key."""
     try:
         root.equal("gates", _gates_json(config, quant))
     except BundleError as error:
@@ -339,7 +344,7 @@ def _parse_provenance(section: Section) -> Provenance:
         quantisation_error=_parse_errors(section.section("quantisation_error")),
         notes=section.texts("notes", 64, 1024),
         fingerprint=None if fingerprint is None else section.text("fingerprint", 128),
-        # The only key that may be missing: bundles are older than it.
+        # The only key that may be missing, as some bundles are older than it.
         ordered_tokens=section.integer("ordered_tokens", 1, _MAX_TEXT_TOKENS)
         if "ordered_tokens" in section.names
         else None,

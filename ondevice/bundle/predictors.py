@@ -1,7 +1,7 @@
-"""`predictors.json` and `predictors.safetensors`: which neurons will fire, guessed from little memory.
+"""`predictors.json` and `predictors.safetensors`: small low-rank predictors of which neurons will fire.
 
-Added to a finished bundle by `ondevice train predictors`, as `sidecar.py` has it; `weights/README.md` is the
-specification.
+A sidecar (`sidecar.py`), added to a finished bundle by `ondevice train predictors`. `weights/README.md` is
+the specification.
 
 Legend: D hidden size, F neurons of a layer, R rank of its predictor.
 """
@@ -42,12 +42,15 @@ PREDICTORS_SIDECAR = Sidecar(
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """What one recall target takes and costs, measured on text that neither trained nor set thresholds.
+    """Settings for one recall target, and their effect on text that neither trained nor set thresholds.
 
-    recall: share of the neurons that fire which is found, as asked. offsets: added to every score of a
-    layer. false_negatives: of the neurons that fire; false_positives: of those that don't; selected: of all.
-    perplexity and agreement, the share of tokens whose likeliest successor is that of the dense model, are
-    None as long as nobody has measured them.
+    recall: requested share of the firing neurons that is found.
+    offsets: one per layer, added to every score of the layer.
+    false_negatives: share of the firing neurons that is missed, per layer.
+    false_positives: share of the neurons that don't fire that is selected, per layer.
+    selected: share of all neurons that is selected, per layer.
+    perplexity: None until measured.
+    agreement: share of tokens whose likeliest successor is that of the dense model; None until measured.
     """
 
     recall: float
@@ -61,10 +64,11 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class Predictors:
-    """Low-rank predictors of one model: `score = up @ (down @ x) + bias + offset`, x the normed input.
+    """Low-rank predictors of one model: `score = up @ (down @ x) + bias + offset`, with x the normed input.
 
-    model: `weights_digest` of the weights they belong to. trained_tokens, measured_tokens: how much text.
-    perplexity: of the dense model on the text measured. crcs: CRC32C of each MiB of the tensors' file.
+    model: `weights_digest` of the weights that they belong to. trained_tokens, measured_tokens: lengths of
+    the texts. perplexity: of the dense model on the measured text. crcs: CRC32C of each MiB of the file with
+    the tensors.
     """
 
     model: str
@@ -78,7 +82,7 @@ class Predictors:
     crcs: tuple[int, ...]
 
     def point(self, recall: float) -> OperatingPoint:
-        """The operating point of a recall target. Raises UnsupportedModelError for one never measured."""
+        """The operating point of a recall target. Raises UnsupportedModelError if there is none."""
         return point_at(self.points, "recall", recall, "--predictor-recall")
 
 
@@ -107,7 +111,7 @@ def predictors_text(predictors: Predictors) -> bytes:
 
 
 def parse_predictors(data: bytes, manifest: Manifest) -> Predictors:
-    """Raises BundleError for what is damaged, out of range, or was trained for other weights."""
+    """`predictors.json` parsed. Raises BundleError if damaged, out of range, or made for other weights."""
     predictors = _parse(parse_sidecar(PREDICTORS_SIDECAR, data), manifest.config)
     layout = predictors_layout(manifest.config, predictors)
     check_sidecar(PREDICTORS_SIDECAR, manifest, predictors.model, layout, predictors.crcs)

@@ -1,7 +1,7 @@
-"""Opens a bundle: everything about it is checked but its weights, which are not read.
+"""Opens a bundle, and checks everything but its weights, which are not read.
 
-Every size is computed from the manifest's model and compared with the manifest and the disk before anything
-is allocated for it. Reading and checksumming weights is the flash layer's work; `verify` reads them all.
+Every size is computed from the manifest's model, and compared with the manifest and the disk, before anything
+is allocated for it. The flash layer reads weights and checks their checksums; `verify` reads all of them.
 """
 
 from __future__ import annotations
@@ -62,19 +62,21 @@ MAX_CHECKSUM_BYTES = 1 << 28
 """Largest checksum table: 64 million record parts, some 300 GB of weights."""
 
 PART_BYTES = 1 << 18
-"""Of a tokenizer's file that are looked at together."""
+"""Bytes of a tokenizer file that `small_parts` reads at a time."""
 
 Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness)
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedFile:
-    """A file and the CRC32C table that its reads are checked against.
+    """A file, and the CRC32C table that its reads are checked against.
 
-    The bytes from `crc_start` to the end are covered by units of `crc_units` bytes, repeating; the last unit
-    of the file may be short. `crcs[i]` (uint32) belongs to unit i. `nbytes` is the whole file's size. Float16
-    values must be finite in the (start, stop) byte ranges `halves`: from `crc_start` on in every
-    `halves_period` bytes, or where that is 0 once, from the start of the file on.
+    nbytes: size of the whole file.
+    crc_start: first byte that a CRC covers.
+    crc_units: sizes in bytes of the units that cover the rest, repeating; the file's last unit may be short.
+    crcs: (units,) uint32, the CRC32C of each unit.
+    halves: (start, stop) byte ranges whose float16 values must be finite. They repeat every `halves_period`
+        bytes from `crc_start` on; if that is 0, they count once, from the start of the file.
     """
 
     path: Path
@@ -87,14 +89,14 @@ class CheckedFile:
 
     @classmethod
     def of(cls, path: Path, nbytes: int, layout: FileLayout, crcs: np.ndarray) -> CheckedFile:
-        """A file of `nbytes` bytes that is laid out so."""
+        """A file of `nbytes` bytes with this layout."""
         start, units = layout.crc_start, layout.crc_units
         return cls(path, nbytes, start, units, crcs, layout.halves, layout.halves_period)
 
 
 @dataclass(frozen=True, eq=False)
 class AddedFile:
-    """A file of tensors that was added to the finished bundle, with all that it can be checked against."""
+    """A sidecar's file of tensors, with all that it can be checked against."""
 
     sidecar: Sidecar
     file: CheckedFile
@@ -104,7 +106,7 @@ class AddedFile:
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where one resident tensor lies: `nbytes` bytes from `offset` of `file`."""
+    """The place of one tensor: `nbytes` bytes from `offset` on in `file`."""
 
     file: str
     offset: int
@@ -133,25 +135,25 @@ class Bundle:
         self._crcs = self._read_checksums()
         self._rechecked: dict[str, CheckedFile] = {}
         self.added: dict[str, AddedFile] = {}
-        """Files of tensors that `bundle.json` doesn't know, by name."""
+        """Files of sidecars' tensors, which `bundle.json` doesn't list, by name."""
         self.damaged: dict[str, BundleError] = {}
-        """What is wrong with them, and with hotness, by the key of the sidecar: they count as not there."""
+        """The errors of damaged sidecars, hotness included, by key. Damaged sidecars count as absent."""
         self.incomplete: BundleError | None = None
-        """Why the model can't be had from this bundle: streams are damaged that may be part of it."""
+        """Why the bundle's model can't be used, if so: its damaged streams may be part of the model."""
         self.predictors = self._addition(PREDICTORS_SIDECAR, self._read_predictors)
-        """Which neurons will fire, guessed from little memory; None if the bundle has no predictors."""
+        """Predictors of which neurons will fire; None if the bundle has none."""
         self.thresholds = self._addition(THRESHOLDS_SIDECAR, self._read_thresholds)
-        """How large a gate must be for its neuron to count; None if the bundle has no thresholds."""
+        """Gate thresholds, above which a neuron counts; None if the bundle has none."""
         self.streams = self._addition(STREAMS_SIDECAR, self._read_streams)
-        """Adapters that guess the tokens after the next one; None if the bundle has none."""
+        """Adapters that draft the tokens after the next one; None if the bundle has none."""
         self.hotness = self._addition(HOTNESS_SIDECAR, self._read_hotness)
-        """What is known of how often neurons fire; None if nobody has counted."""
+        """Metadata of the counts of how often neurons fire; None if the bundle has none."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
         """Opens the bundle in the folder `path`.
 
-        Raises ModelNotFoundError if there is none, BundleError if anything in it is damaged or out of
+        Raises ModelNotFoundError if there is none, BundleError if anything but a sidecar is damaged or out of
         bounds, UnsupportedModelError if this release doesn't know its version or a model option.
         """
         folder = Path(path)
@@ -170,7 +172,7 @@ class Bundle:
 
     @property
     def parameters(self) -> int:
-        """Logical parameters of the model; tied embeddings count once."""
+        """Number of the model's logical parameters; tied embeddings count once."""
         config = self.config
         hidden = config.hidden_size
         layer = hidden * (config.qkv_size + config.query_size + 3 * config.intermediate_size + 2)
@@ -187,7 +189,10 @@ class Bundle:
         return self.file(neuron_file_name(layer))
 
     def gate_file(self, layer: int) -> CheckedFile:
-        """Raises BundleError if the model's gates are never exactly zero: such bundles have no such files."""
+        """The gate file of `layer`.
+
+        Raises BundleError if the model's gates are never exactly zero: its bundle then has no gate files.
+        """
         return self.file(gate_file_name(layer))
 
     def file(self, name: str) -> CheckedFile:
@@ -202,13 +207,13 @@ class Bundle:
         return CheckedFile.of(self._folder / name, entry.nbytes, layout, crcs)
 
     def with_files(self, files: Mapping[str, CheckedFile]) -> Bundle:
-        """The same bundle, some of its files checked in other units than the format's."""
+        """The same bundle, with `files` checked in other units than the format's."""
         other = copy.copy(self)
         other._rechecked = {**self._rechecked, **files}
         return other
 
     def without(self, sidecar: Sidecar, error: BundleError) -> Bundle:
-        """The same bundle, without an addition of which `error` says that its file of tensors is damaged."""
+        """The same bundle without `sidecar`, whose file of tensors is damaged as `error` says."""
         other = copy.copy(self)
         lossless = self.streams is None or self.streams.mode == "lossless"
         other.damaged, other.added = dict(self.damaged), dict(self.added)
@@ -218,13 +223,13 @@ class Bundle:
         return other
 
     def added_file(self, name: str) -> CheckedFile:
-        """The tensors' file of predictors, thresholds or streams. Raises BundleError if there are none."""
+        """The file `name` with a sidecar's tensors. Raises BundleError if the bundle has no such sidecar."""
         if name not in self.added:
             raise BundleError(f"the bundle {self.path} has no {name}")
         return self.added[name].file
 
     def frequencies(self) -> NDArray[np.float32] | None:
-        """(L, F) share of tokens for which each neuron fired on text; None if nobody has counted.
+        """(L, F) share of tokens for which each neuron fired on text; None if the bundle has no hotness.
 
         Raises BundleError if the file has been damaged since the bundle was opened.
         """
@@ -236,7 +241,7 @@ class Bundle:
             raise self._with_remedy(HOTNESS_SIDECAR, error) from error
 
     def tensor_span(self, name: str) -> TensorSpan:
-        """Where a tensor of the resident file, or of an added one, lies.
+        """The place of a tensor, in the resident file or in a sidecar's.
 
         Raises BundleError if the model has no such tensor.
         """
@@ -245,13 +250,13 @@ class Bundle:
         return self._spans[name]
 
     def small_parts(self, name: str) -> Iterator[bytes]:
-        """What `read_small` would read, a part at a time, unchecked."""
+        """The bytes that `read_small` reads, in parts of at most `PART_BYTES`, unchecked."""
         path = contained(self._folder, name)
         for start in range(0, self.manifest.files[name].nbytes, PART_BYTES):
             yield read_range(path, start, min(PART_BYTES, self.manifest.files[name].nbytes - start))
 
     def read_small(self, name: str) -> bytes:
-        """A tokenizer file or chat template, whole. Raises BundleError if its sha256 differs."""
+        """All bytes of a tokenizer file or chat template. Raises BundleError if their sha256 differs."""
         entry = self.manifest.files.get(name)
         if entry is None or name not in self.manifest.tokenizer.files:
             raise BundleError(f"the bundle {self.path} has no tokenizer file {name!r}")
@@ -261,7 +266,7 @@ class Bundle:
         return data
 
     def _check_sizes(self) -> None:
-        """Manifest and disk agree with the sizes that the model implies; the CRC ranges follow each other."""
+        """Checks that manifest and disk have the sizes that the model implies, and that CRC ranges adjoin."""
         next_crc = 0
         for name in bundle_files(self.config, self.manifest.tokenizer):
             entry = self.manifest.files[name]
@@ -285,7 +290,7 @@ class Bundle:
             raise BundleError(f"{CHECKSUMS} has {4 * next_crc} bytes; the limit is {MAX_CHECKSUM_BYTES}")
 
     def _check_headers(self) -> None:
-        """The safetensors headers are the canonical ones, so every offset can be computed."""
+        """Checks that the safetensors headers are the canonical ones, so that offsets can be computed."""
         for name in self.manifest.files:
             if name != CHECKSUMS:
                 header = file_layout(name, self.config, self.quant).header
@@ -293,7 +298,7 @@ class Bundle:
                     raise BundleError(f"{name}: its safetensors header isn't the one this model implies")
 
     def _addition(self, sidecar: Sidecar, read: Callable[[bytes], Added]) -> Added | None:
-        """What was added to the bundle; None where nothing was, and where it's damaged."""
+        """A sidecar's content, as `read` parses it; None if the sidecar is absent or damaged."""
         data = b""
         try:
             found = read_sidecar(sidecar, self._folder)
@@ -354,7 +359,7 @@ class Bundle:
     def _read_hotness(self, data: bytes) -> Hotness:
         hotness = parse_hotness(data, self.manifest)
         frequencies = self._read_frequencies()
-        # So few bytes that they are read now: what is damaged counts as not there.
+        # Few bytes, so they are checked now: damaged hotness counts as absent.
         parse_frequencies(frequencies, hotness, self.config)
         self.bundle_bytes += len(data) + len(frequencies)
         return hotness

@@ -1,6 +1,6 @@
-"""What a conversion has finished: a small state file beside the files, so that a later run can go on.
+"""The progress of a conversion: a small state file beside the bundle's files, for a later run to resume from.
 
-An entry is a claim only. Before a finished file is trusted its size and sha256 are computed again.
+An entry is only a claim. Before a finished file is trusted, its size and sha256 are checked again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Claim:
-    """`nbytes` bytes with this sha256 are durable."""
+    """The claim that a file's first `nbytes` bytes are durable and have this sha256."""
 
     nbytes: int
     sha256: str
@@ -35,14 +35,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class ResidentClaim(Claim):
-    """The first `tensors` tensors of the unfinished resident file are durable."""
+    """The claim that the first `tensors` tensors of the unfinished resident file are durable."""
 
     tensors: int
 
 
 @dataclass(frozen=True)
 class SourceStamp:
-    """A source file as it was when it was read: size, and time of its last change in ns since 1970."""
+    """The state of a source file when it was read: size, and time of its last change in ns since 1970."""
 
     nbytes: int
     modified_ns: int
@@ -50,9 +50,10 @@ class SourceStamp:
 
 @dataclass
 class ResumeState:
-    """Claims of an unfinished conversion. `origin` identifies source, options and format.
+    """The claims of an unfinished conversion.
 
-    sources: the source files by name, which must not change until the conversion is finished.
+    origin: identifies source, options and format. sources: stamps of the source files by name; these files
+    must not change until the conversion is finished.
     """
 
     folder: Path
@@ -72,11 +73,11 @@ class ResumeState:
         write_durably(self.folder / STATE_FILE, canonical_json(content))
 
     def remove(self) -> None:
-        """Deletes the state; the manifest has taken its place."""
+        """Deletes the state file; the manifest has taken its place."""
         (self.folder / STATE_FILE).unlink(missing_ok=True)
 
     def finished(self, name: str, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
-        """Digest of the file `name` if it is finished and intact."""
+        """Digest of the file `name` if it is finished and intact, else None."""
         claim = self.files.get(name)
         path = self.folder / name
         if claim is None or not path.is_file() or path.stat().st_size != claim.nbytes:
@@ -84,7 +85,7 @@ class ResumeState:
         return _checked(path, claim, layout, crc32c)
 
     def resident_prefix(self, layout: FileLayout, crc32c: Crc32c) -> FileDigest | None:
-        """Digest of the finished tensors of the unfinished resident file; without them, drops the claim."""
+        """Digest of the unfinished resident file's claimed tensors; None, without the claim, if damaged."""
         if self.resident is None:
             return None
         digest = _checked(temporary_path(self.folder / RESIDENT), self.resident, layout, crc32c)
@@ -100,10 +101,11 @@ def load_state(
     fingerprint: str | None,
     sources: Mapping[str, SourceStamp],
 ) -> ResumeState:
-    """The state that `folder` holds, or an empty one; then a manifest is no longer true and is removed.
+    """The state in `folder`, or an empty one.
 
-    Raises UsageError if it belongs to another source, or other options or another format, or if a file of
-    `sources` has changed since.
+    A state or manifest that can't be parsed is given up, and the manifest is removed. Raises UsageError if
+    the state belongs to another source, to other options or to another format, or if a file of `sources` has
+    changed since.
     """
     origin = _origin(config, quant, fingerprint)
     try:
@@ -137,7 +139,7 @@ def _origin(config: ModelConfig, quant: QuantConfig, fingerprint: str | None) ->
 
 
 def _from_manifest(folder: Path, manifest: Manifest, sources: Mapping[str, SourceStamp]) -> ResumeState:
-    """A conversion that was interrupted between its manifest and its last name: nothing is read any more."""
+    """The state of a conversion that was interrupted after its manifest: all files are finished."""
     origin = _origin(manifest.config, manifest.quant, manifest.provenance.fingerprint)
     claims = {name: Claim(entry.nbytes, entry.sha256) for name, entry in manifest.files.items()}
     return ResumeState(folder, origin, sources, claims)

@@ -1,7 +1,7 @@
-"""What is added to a finished bundle and can be taken away again: a JSON file, and one of tensors beside it.
+"""Sidecars: a JSON file and a file of tensors, added to a finished bundle and removable again.
 
-Nothing in `bundle.json` knows them. The JSON file names the weights they were made for, and carries its own
-sha256 and the checksums of the other one; it is written last and deleted first.
+Nothing in `bundle.json` refers to them. The JSON file names the weights that the sidecar was made for, and
+contains its own sha256 and the checksums of the tensors' file. It is written last and deleted first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Point = TypeVar("Point")
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Two files of one kind. key: of the JSON file's content.
+    """One kind of sidecar.
 
-    command: which makes them, of a {model}. unaffected: what runs without them.
+    key: of the content in the JSON file. manifest, tensors: names of the two files. command: makes them for a
+    {model}. unaffected: the modes that run without them.
     """
 
     key: str
@@ -46,13 +47,13 @@ class Sidecar:
     unaffected: str
 
     def remedy(self, folder: Path) -> str:
-        """What to do about a damaged pair in the bundle `folder`."""
+        """Advice, as part of an error message, for a damaged sidecar in the bundle `folder`."""
         command = self.command.format(model=shlex.quote(str(folder)))
         return f"`{command}` makes both files anew, and {self.unaffected} runs without them"
 
 
 def weights_digest(manifest: Manifest) -> str:
-    """What names the weights that a bundle's additions depend on, by their files' hashes."""
+    """A hash that identifies the weights that sidecars depend on, made of their files' hashes."""
     layers = range(manifest.config.num_layers)
     names = [RESIDENT, *(neuron_file_name(layer) for layer in layers)]
     names += [gate_file_name(layer) for layer in layers if manifest.config.zeros_gates]
@@ -73,7 +74,7 @@ def read_sidecar(sidecar: Sidecar, folder: Path) -> bytes | None:
 
 
 def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
-    """What the JSON file says. Raises BundleError if it isn't what its sha256 was taken of."""
+    """The content of the JSON file. Raises BundleError if it doesn't match its own sha256."""
     document = Section(parse_json(data, sidecar.manifest), sidecar.manifest)
     content = document.get(sidecar.key)
     if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
@@ -83,7 +84,7 @@ def parse_sidecar(sidecar: Sidecar, data: bytes) -> Section:
 
 
 def per_layer(section: Section, name: str, config: ModelConfig, low: float, high: float) -> tuple[float, ...]:
-    """A list of one finite number from `low` to `high` for each layer. Raises BundleError."""
+    """A list with one finite number from `low` to `high` for each layer. Raises BundleError."""
     values = section.numbers(name, config.num_layers, low, high)
     if len(values) != config.num_layers:
         raise BundleError(f"{section.where}.{name} has {len(values)} values for {config.num_layers} layers")
@@ -91,7 +92,7 @@ def per_layer(section: Section, name: str, config: ModelConfig, low: float, high
 
 
 def parse_points(section: Section, target: str, parse: Callable[[Section], Point]) -> tuple[Point, ...]:
-    """The operating points of a file, one or more, whose attribute `target` ascends in its range.
+    """The operating points of a file: one or more, with ascending values of `target` within its range.
 
     Raises BundleError.
     """
@@ -106,7 +107,7 @@ def parse_points(section: Section, target: str, parse: Callable[[Section], Point
 
 
 def point_at(points: Sequence[Point], target: str, value: float, option: str) -> Point:
-    """The point with the `target` that `option` asks for. Raises UnsupportedModelError if there is none."""
+    """The point whose `target` is `value`. Raises UnsupportedModelError, with `option`, if there is none."""
     for point in points:
         if getattr(point, target) == value:
             return point
@@ -116,14 +117,14 @@ def point_at(points: Sequence[Point], target: str, value: float, option: str) ->
 
 
 def listed_targets(points: Sequence[Any], target: str) -> str:
-    """The `target` of every point, for people."""
+    """The `target` of every point, as text for messages."""
     return ", ".join(f"{getattr(point, target):g}" for point in points)
 
 
 def check_sidecar(
     sidecar: Sidecar, manifest: Manifest, model: str, layout: FileLayout, crcs: Sequence[int]
 ) -> None:
-    """Raises BundleError for files of other weights, and for another number of checksums than needed."""
+    """Raises BundleError if the sidecar is for other weights or has the wrong number of checksums."""
     if model != weights_digest(manifest):
         raise BundleError(f"{sidecar.manifest} was made for other weights than these")
     expected = layout.crc_count(layout.nbytes or 0)
@@ -132,7 +133,7 @@ def check_sidecar(
 
 
 def check_tensors(sidecar: Sidecar, folder: Path, layout: FileLayout) -> int:
-    """Bytes of the file of tensors. Raises BundleError if its size or its header isn't what `layout` has."""
+    """Size in bytes of the file of tensors. Raises BundleError if size or header differ from `layout`."""
     path = contained(folder, sidecar.tensors)
     nbytes = path.stat().st_size
     if nbytes != layout.nbytes or read_range(path, 0, len(layout.header)) != layout.header:

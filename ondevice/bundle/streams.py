@@ -1,8 +1,8 @@
-"""`streams.json` and `streams.safetensors`: adapters that guess the tokens after the next one.
+"""`streams.json` and `streams.safetensors`: adapters that draft the tokens after the next one.
 
-The streams of "Speculative Streaming" (arXiv 2402.11131): rows beside a token's own, whose last layers have
-low-rank adapters. Added to a finished bundle, as `sidecar.py` has it; `weights/README.md` is the
-specification.
+They are the streams of "Speculative Streaming" (arXiv 2402.11131): extra rows beside a token's own, with
+low-rank adapters in the last layers. A sidecar (`sidecar.py`) of a finished bundle; `weights/README.md` is
+the specification.
 
 Legend: D hidden size, V vocabulary.
 """
@@ -45,12 +45,16 @@ MultiStreamMode = Literal["lossless", "shared"]
 class MultiStreams:
     """The stream adapters of one model.
 
-    model: `weights_digest` of the weights they belong to. mode: whether they also apply to the text's own
-    tokens (`shared`), which makes another model, or not (`lossless`). bits: of the matrices. streams: how
-    many a token has. first_layer: the first layer that has adapters; all later ones do. pruning_rank: 0
-    where there is no pruning adapter. trained_tokens, measured_tokens: how much text. acceptance: of each
-    stream, the share of the measured tokens that it guessed right where all streams before it had. crcs:
-    CRC32C of each MiB of the tensors' file.
+    model: `weights_digest` of the weights that they belong to.
+    mode: `shared` if they also apply to the text's own tokens, which makes another model; else `lossless`.
+    bits: width of the matrices' codes.
+    streams: number of streams of a token.
+    first_layer: the first layer with adapters; all later layers have them too.
+    pruning_rank: 0 if there is no pruning adapter.
+    trained_tokens, measured_tokens: lengths of the texts.
+    acceptance: acceptance rate of each stream: the share of measured tokens that it drafts right where all
+        streams before it do.
+    crcs: CRC32C of each MiB of the file with the tensors.
     """
 
     model: str
@@ -84,27 +88,27 @@ class MultiStreams:
         return matrices
 
     def adapter_parameters(self, config: ModelConfig) -> int:
-        """Logical parameters of the adapters of all stream layers."""
+        """Number of logical parameters of the adapters in all stream layers."""
         matrices = self.matrices(config).items()
         return sum(rows * cols for name, (rows, cols) in matrices if not name.startswith(f"{PRUNING}."))
 
     def embedding_parameters(self, config: ModelConfig) -> int:
-        """Logical parameters of the stream embeddings and the pruning adapter."""
+        """Number of logical parameters of the stream embeddings and the pruning adapter."""
         return (self.streams + 2 * self.pruning_rank) * config.hidden_size
 
 
 def medusa_parameters(config: ModelConfig, heads: int) -> int:
-    """What Medusa's heads (arXiv 2401.10774) would add: each has a (D, D) block and a (V, D) output."""
+    """Number of parameters of Medusa's heads (arXiv 2401.10774): a (D, D) block and a (V, D) output each."""
     return heads * config.hidden_size * (config.hidden_size + config.vocab_size)
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """The prefix of the names of a layer's tensors."""
     return f"layers.{layer}"
 
 
 def _low_rank(name: str, cols: int, rank: int, rows: int) -> dict[str, tuple[int, int]]:
-    """From `cols` values to `rows`, through `rank`."""
+    """Shapes of the two matrices that map `cols` values to `rows` through `rank`, by name."""
     return {f"{name}.down": (rank, cols), f"{name}.up": (rows, rank)}
 
 
@@ -128,9 +132,9 @@ def streams_text(streams: MultiStreams) -> bytes:
 
 
 def says_lossless(data: bytes) -> bool:
-    """Whether a `streams.json`, be it damaged, says that the model can do without its streams.
+    """Whether a `streams.json`, even a damaged one, has mode `lossless`: the model doesn't need its streams.
 
-    Damage hardly makes this of the other mode; whoever means to could delete the file as well.
+    Damage hardly turns the other mode into this one, and tampering could delete the file as well.
     """
     return _LOSSLESS.search(data) is not None
 
@@ -141,7 +145,7 @@ def check_streams(streams: MultiStreams, config: ModelConfig) -> None:
 
 
 def parse_streams(data: bytes, manifest: Manifest) -> MultiStreams:
-    """Raises BundleError for what is damaged, out of range, or was trained for other weights."""
+    """`streams.json` parsed. Raises BundleError if damaged, out of range, or made for other weights."""
     streams = _parse(parse_sidecar(STREAMS_SIDECAR, data), manifest.config)
     layout = streams_layout(manifest.config, streams)
     check_sidecar(STREAMS_SIDECAR, manifest, streams.model, layout, streams.crcs)

@@ -1,4 +1,4 @@
-"""JSON from an untrusted file: size, nesting, keys, types and ranges checked; only BundleError comes out."""
+"""Parses JSON from untrusted files. Checks size, nesting, keys, types and ranges; raises only BundleError."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ondevice.errors import BundleError
 MAX_JSON_BYTES = 1 << 20
 MAX_NESTING = 16
 MAX_SHOWN = 4
-"""Numbers of a list that a message spells out."""
+"""Most numbers of a list that a message shows."""
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 
 
 def parse_json(data: bytes, where: str) -> Any:
-    """The value that `data` (UTF-8) spells. Raises BundleError, naming `where`, for all it can't accept."""
+    """The JSON value in `data` (UTF-8). Raises BundleError, naming `where`, if it isn't acceptable."""
     if len(data) > MAX_JSON_BYTES:
         raise BundleError(f"{where} has {len(data)} bytes; the limit is {MAX_JSON_BYTES}")
     depth = 0
@@ -38,12 +38,12 @@ def parse_json(data: bytes, where: str) -> Any:
 
 
 def canonical_json(value: object) -> bytes:
-    """The one spelling that is hashed: sorted keys, no spaces, ASCII, shortest floats."""
+    """The canonical text, which is hashed: sorted keys, no spaces, ASCII, shortest floats."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `object_pairs_hook`: an object of distinct keys. Raises ValueError where the last one would win."""
+    """An `object_pairs_hook`. Raises ValueError for a repeated key, of which `json` would keep the last."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -62,7 +62,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class Section:
-    """One JSON object, read field by field; `close` refuses the keys that nobody asked for."""
+    """One JSON object, read field by field. `close` refuses keys that weren't read."""
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -73,7 +73,7 @@ class Section:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The keys, as they come in the file."""
+        """The keys, in the file's order."""
         return tuple(self._values)
 
     def get(self, key: str) -> Any:
@@ -130,7 +130,7 @@ class Section:
         return tuple(self._text(value, key, most) for value in self._list(key, count))
 
     def equal(self, key: str, expected: object) -> None:
-        """Requires exactly the JSON value `expected`. Of an object, the error names what is wrong in it."""
+        """Requires exactly the JSON value `expected`. For an object, the error names the wrong field."""
         value = self.get(key)
         if canonical_json(value) == canonical_json(expected):
             return

@@ -1,9 +1,9 @@
-"""`thresholds.json` and `thresholds.safetensors`: how large a gate must be for its neuron to count.
+"""`thresholds.json` and `thresholds.safetensors`: gate thresholds, above which a neuron counts for a token.
 
-Added to a finished bundle by `ondevice train thresholds`, as `sidecar.py` has it; `weights/README.md` is the
-specification. A neuron counts for a token where |act(gate)| * importance exceeds its layer's threshold: CATS
-(arXiv 2404.08763) cuts at a percentile of |act(gate)|; the importance of a neuron, how much a unit
-of it adds to the output, makes that a threshold per channel, as in CHESS (arXiv 2409.01366).
+A sidecar (`sidecar.py`), added to a finished bundle by `ondevice train thresholds`. `weights/README.md` is
+the specification. A neuron counts for a token if |act(gate)| * importance exceeds its layer's threshold. CATS
+(arXiv 2404.08763) cuts at a percentile of |act(gate)|. A neuron's importance, the size of the output per unit
+of |act(gate)|, turns that into a threshold per channel, as in CHESS (arXiv 2409.01366).
 
 Legend: F neurons of a layer.
 """
@@ -41,12 +41,13 @@ THRESHOLDS_SIDECAR = Sidecar(
 
 @dataclass(frozen=True)
 class ThresholdPoint:
-    """What one sparsity target takes and costs, measured on text that wasn't calibrated on.
+    """Settings for one sparsity target, and their effect on text that wasn't used for calibration.
 
-    sparsity: share of a layer's neurons that shall not count for a token. thresholds: of each layer, which
-    |act(gate)| * importance must exceed. skipped: the share of neurons that don't count, of each layer.
-    perplexity and agreement, the share of tokens whose likeliest successor is that of the dense model, are
-    None as long as nobody has measured them.
+    sparsity: requested share of a layer's neurons that don't count for a token.
+    thresholds: one per layer, which |act(gate)| * importance must exceed.
+    skipped: measured share of neurons that don't count, per layer.
+    perplexity: None until measured.
+    agreement: share of tokens whose likeliest successor is that of the dense model; None until measured.
     """
 
     sparsity: float
@@ -60,8 +61,9 @@ class ThresholdPoint:
 class Thresholds:
     """The calibrated thresholds of one model.
 
-    model: `weights_digest` of the weights they belong to. calibrated_tokens, measured_tokens: how much text.
-    perplexity: of the dense model on the text measured. crcs: CRC32C of each MiB of the tensors' file.
+    model: `weights_digest` of the weights that they belong to. calibrated_tokens, measured_tokens: lengths of
+    the texts. perplexity: of the dense model on the measured text. crcs: CRC32C of each MiB of the file with
+    the tensors.
     """
 
     model: str
@@ -73,7 +75,7 @@ class Thresholds:
     crcs: tuple[int, ...]
 
     def point(self, sparsity: float) -> ThresholdPoint:
-        """The operating point of a sparsity target. Raises UnsupportedModelError for one never measured."""
+        """The operating point of a sparsity target. Raises UnsupportedModelError if there is none."""
         return point_at(self.points, "sparsity", sparsity, "--threshold-sparsity")
 
 
@@ -84,7 +86,7 @@ def threshold_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def importance_name(layer: int) -> str:
-    """The tensor that holds the importance of a layer's neurons."""
+    """Name of the tensor with the importance of a layer's neurons."""
     return f"layers.{layer}.importance"
 
 
@@ -99,7 +101,7 @@ def thresholds_text(thresholds: Thresholds) -> bytes:
 
 
 def parse_thresholds(data: bytes, manifest: Manifest) -> Thresholds:
-    """Raises BundleError for what is damaged, out of range, or was calibrated for other weights."""
+    """`thresholds.json` parsed. Raises BundleError if damaged, out of range, or made for other weights."""
     thresholds = _parse(parse_sidecar(THRESHOLDS_SIDECAR, data), manifest.config)
     layout = thresholds_layout(manifest.config)
     check_sidecar(THRESHOLDS_SIDECAR, manifest, thresholds.model, layout, thresholds.crcs)
@@ -124,7 +126,7 @@ def _parse(section: Section, config: ModelConfig) -> Thresholds:
 def _parse_point(section: Section, config: ModelConfig) -> ThresholdPoint:
     point = ThresholdPoint(
         sparsity=section.number("sparsity", 0.0, 1.0),
-        # Below zero everything would count; float32 holds up to 3e38.
+        # Below zero every neuron would count; float32 holds up to 3e38.
         thresholds=per_layer(section, "thresholds", config, 0.0, 1e38),
         skipped=per_layer(section, "skipped", config, 0.0, 1.0),
         perplexity=section.optional_number("perplexity", 0.0, 1e30),

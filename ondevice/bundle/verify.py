@@ -1,4 +1,4 @@
-"""Reads every byte of a bundle and compares it with every size, hash, checksum and zero the format has."""
+"""Reads every byte of a bundle and checks all sizes, hashes, checksums and zero padding of the format."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _REMEDY = "the bundle is damaged, convert the model again"
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found sound: file names and bytes, and the number of CRC32C units compared.
+    """The result of `verify`: names and sizes of the sound files, and the number of CRC32C units compared.
 
-    unused: files of an addition to the bundle that nothing refers to, and that nothing can check.
+    unused: sidecars' tensor files without their JSON file, which can't be checked.
     """
 
     files: tuple[tuple[str, int], ...]
@@ -48,17 +48,17 @@ class Report:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the files."""
+        """Bytes of all these files."""
         return sum(nbytes for _, nbytes in self.files)
 
 
 def verify(
     bundle_path: str | Path, crc32c: Crc32c, on_progress: Callable[[int, int], None] | None = None
 ) -> Report:
-    """Checks the whole bundle, what was added to it last. `on_progress` gets (bytes read, bytes in all).
+    """Checks the whole bundle, sidecars last. on_progress: called with (bytes read, bytes in all).
 
-    Raises what `Bundle.open` raises, and BundleError naming file, offset and record at the first damage, with
-    what makes that file anew.
+    Raises what `Bundle.open` raises, and BundleError at the first damage. It names file, offset and record,
+    and the command that makes that file anew.
     """
     bundle = Bundle.open(bundle_path)
     files = dict(bundle.manifest.files)
@@ -66,7 +66,7 @@ def verify(
     total = sum(entry.nbytes for entry in files.values())
     done = checksums = 0
     layers = range(bundle.config.num_layers if bundle.config.zeros_gates else 0)
-    # A layer's gate rows lie in two files; digests taken on the way spare comparing them in a second reading.
+    # A layer's gate rows are in two files; digests taken on the way save a second reading to compare them.
     pairs = [(gate_file_name(layer), neuron_file_name(layer)) for layer in layers]
     gate_rows = {name: hashlib.sha256() for pair in pairs for name in pair}
     for name, entry in files.items():
@@ -91,7 +91,7 @@ def verify(
 
 
 def _unused(bundle: Bundle) -> tuple[str, ...]:
-    """Tensors without the JSON file that would describe them."""
+    """Names of sidecars' tensor files without the JSON file that describes them."""
     folder = bundle.path
     return tuple(
         sidecar.tensors
@@ -101,7 +101,7 @@ def _unused(bundle: Bundle) -> tuple[str, ...]:
 
 
 def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
-    """The bundle, without one of its additions if that one's file of tensors doesn't match its checksums."""
+    """The bundle, without `sidecar` if the sidecar's tensors don't match their checksums."""
     added = bundle.added.get(sidecar.tensors)
     if added is None:
         return bundle
@@ -113,9 +113,9 @@ def without_damage(bundle: Bundle, sidecar: Sidecar, crc32c: Crc32c) -> Bundle:
 
 
 def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) -> None:
-    """Raises BundleError at the first CRC unit, all of one size, that isn't the one promised."""
+    """Raises BundleError at the first CRC unit that doesn't match. All units have one size."""
     (unit,) = file.crc_units
-    # A mapping of its own: from a large array the allocator learns to keep as much for good.
+    # A mapping of its own: freeing a large array makes the allocator keep as much memory for good.
     buffer = np.frombuffer(mmap.mmap(-1, unit), np.uint8)
     try:
         with file.path.open("rb", buffering=0) as stream:
@@ -130,7 +130,7 @@ def _require_checksums(file: CheckedFile, layout: FileLayout, crc32c: Crc32c) ->
 
 @contextmanager
 def _remedy(bundle: Bundle, name: str) -> Iterator[None]:
-    """Adds to what is wrong with a file what makes it anew."""
+    """Adds to a BundleError about the file `name` the remedy that makes the file anew."""
     try:
         yield
     except BundleError as error:
@@ -153,9 +153,9 @@ def _verify_file(
     crc32c: Crc32c,
     gate_rows: hashlib._Hash | None,
 ) -> Iterator[int]:
-    """Yields the bytes read so far, with the records' gate rows, without padding, in `gate_rows`.
+    """Yields the number of bytes read so far. Adds the records' gate rows, without padding, to `gate_rows`.
 
-    Raises BundleError at the end if anything was wrong.
+    Raises BundleError at the end if anything is wrong.
     """
     digest = FileDigest(layout, crc32c)
     stain: int | None = None
@@ -184,7 +184,7 @@ def _verify_file(
 
 
 def _different_gates(bundle: Bundle, layer: int) -> BundleError:
-    """Reads both copies of a layer's gate rows again, to name the first record where they aren't the same."""
+    """An error that names the first record whose gate rows differ; reads both copies again to find it."""
     gates, neurons = bundle.gate_file(layer), bundle.neuron_file(layer)
     strides = bundle.gate_layout.stride, bundle.neuron_layout.stride
     used, step = bundle.gate_layout.row_bytes[0], max(1, CHUNK_BYTES // bundle.neuron_layout.stride)
@@ -206,7 +206,7 @@ def _different_gates(bundle: Bundle, layer: int) -> BundleError:
 
 
 def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
-    """The bytes before the CRC units, then runs of whole unit cycles. The next array overwrites the last."""
+    """Yields the bytes before the CRC units, then runs of whole unit cycles; each overwrites the last."""
     cycle = sum(layout.crc_units)
     step = max(CHUNK_BYTES // cycle, 1) * cycle
     buffer = np.empty(min(max(step, layout.crc_start), file.nbytes), np.uint8)
@@ -225,7 +225,7 @@ def _chunks(file: CheckedFile, layout: FileLayout) -> Iterator[np.ndarray]:
 
 
 def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> int | None:
-    """File offset of a padding byte that isn't zero in `records` (n, stride), which begin at `offset`."""
+    """File offset of a nonzero padding byte in records (n, stride), which begin at `offset`; or None."""
     for start, stop in record.padding:
         stains = np.argwhere(records[:, start:stop])
         if stains.size:
@@ -235,7 +235,10 @@ def _padding_stain(records: np.ndarray, record: RecordLayout, offset: int) -> in
 
 
 def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | None:
-    """File offset of a float16 in `chunk` that isn't finite; it begins at `offset`, at a record's start."""
+    """File offset of a float16 that isn't finite in `chunk`, or None. offset: of the chunk.
+
+    In a record file the chunk begins with a record.
+    """
     period = layout.halves_period
     if period and offset < layout.crc_start:
         return None
@@ -252,7 +255,7 @@ def _broken_half(chunk: np.ndarray, layout: FileLayout, offset: int) -> int | No
 
 
 def _unit(index: int, layout: FileLayout) -> str:
-    """CRC unit `index` in words, with its byte offset."""
+    """A description of CRC unit `index` for messages, with its byte offset."""
     cycle, part = divmod(index, len(layout.crc_units))
     offset = layout.crc_start + cycle * sum(layout.crc_units) + sum(layout.crc_units[:part])
     place = f"the block at byte {offset}"

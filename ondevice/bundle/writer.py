@@ -1,7 +1,7 @@
-"""Writes a bundle: streaming, resumable, byte for byte reproducible.
+"""Writes a bundle: streaming, resumable, reproducible byte for byte.
 
-Each file gets its name only when it is complete and on the disk, `bundle.json` last of all; so a folder
-without a manifest is unfinished and one with it is whole.
+Each file gets its name only when it is complete and on the disk, `bundle.json` last of all. So a folder with
+a manifest is complete, and one without is unfinished.
 """
 
 from __future__ import annotations
@@ -51,11 +51,19 @@ from ondevice.errors import BundleError
 
 
 class BundleWriter:
-    """Fills `folder` (made if absent) with a bundle; one that an interrupted writer left is continued.
+    """Fills `folder` (made if absent) with a bundle, or continues one that an interrupted writer left.
 
-    `fingerprint` names the source and the options that decide the bytes, `sources` the files they are read
-    from; a folder begun with others is refused. Whatever the caller hands over in the wrong shape is a
-    ValueError, what the disk refuses an OndeviceError. Not thread-safe.
+    Methods raise ValueError for arguments of the wrong shape, OndeviceError if the disk refuses. Not
+    thread-safe.
+
+    Args:
+        folder: the bundle's folder.
+        config, quant: the model and its quantisation.
+        crc32c: computes CRCs.
+        fingerprint: names the source and the options that decide the bytes.
+        sources: stamps of the files that the bytes are read from. A folder begun with another fingerprint or
+            other sources is refused.
+        checkpoint_bytes: most bytes, about, that are repeated after an interrupted `write_resident`.
     """
 
     def __init__(
@@ -69,10 +77,7 @@ class BundleWriter:
         sources: Mapping[str, SourceStamp] | None = None,
         checkpoint_bytes: int = 64 << 20,
     ) -> None:
-        """Raises UsageError if `folder` was begun with another model, other options or other sources.
-
-        An interrupted `write_resident` repeats at most about `checkpoint_bytes`.
-        """
+        """Raises UsageError if `folder` was begun with another model, other options or other sources."""
         self.folder = folder
         self._config = config
         self._quant = quant
@@ -86,7 +91,7 @@ class BundleWriter:
             self._prefix = self._resident_prefix()
 
     def finished(self, name: str) -> bool:
-        """Whether the file `name` is complete. A file an earlier run wrote is read and checked, once."""
+        """Whether the file `name` is complete. A file from an earlier run is read and checked, once."""
         if name not in self._finished:
             digest = self._state.finished(name, self._layout(name), self._crc32c)
             if digest is not None:
@@ -94,7 +99,7 @@ class BundleWriter:
         return name in self._finished
 
     def write_records(self, name: str, records: Iterable[np.ndarray]) -> None:
-        """Writes the record file `name` from uint8 arrays (n, stride); does nothing if that is done."""
+        """Writes the record file `name` from uint8 arrays (n, stride); does nothing if it is finished."""
         if self.finished(name):
             return
         record = self._layout(name).record
@@ -109,15 +114,15 @@ class BundleWriter:
             self._record(name, sink.digest)
 
     def resident_finished(self) -> int:
-        """How many tensors of `resident_tensors()`, counted from its first, need not be written again."""
+        """Number of leading tensors of `resident_tensors()` that need not be written again."""
         if self.finished(RESIDENT):
             return len(resident_tensors(self._config, self._quant))
         return 0 if self._state.resident is None else self._state.resident.tensors
 
     def write_resident(self, tensors: Iterable[tuple[str, Iterable[np.ndarray]]]) -> None:
-        """Writes the resident tensors in the order of `resident_tensors()`, after the finished ones.
+        """Writes the unfinished resident tensors, in the order of `resident_tensors()`.
 
-        Each is a name and arrays of its dtype whose elements, in C order, make up the tensor.
+        tensors: names, each with arrays of the tensor's dtype whose elements, in C order, make up the tensor.
         """
         if self.finished(RESIDENT):
             return
@@ -150,9 +155,9 @@ class BundleWriter:
         self._finished[name] = digest
 
     def adopt(self, name: str, source: Path, entry: FileEntry) -> None:
-        """Takes over the file `name` of another bundle, linked if that can be: `source`, as `entry` says.
+        """Takes over the file `name` from another bundle's `source`, as a link if possible.
 
-        Raises BundleError if it isn't so.
+        Raises BundleError if the file doesn't match `entry`.
         """
         with _disk_errors(self.folder / name):
             link_or_copy(source, self.folder / name)
@@ -163,9 +168,9 @@ class BundleWriter:
     def finish(
         self, tokenizer: TokenizerInfo, generation: Mapping[str, float], provenance: Provenance
     ) -> Manifest:
-        """Writes the checksum table and then the manifest, after which the folder is a bundle.
+        """Writes the checksum table and then the manifest, which completes the bundle.
 
-        Raises ValueError if a file is missing, BundleError if a value isn't one a manifest may hold.
+        Raises ValueError if a file is missing, BundleError if a manifest may not hold a value.
         """
         names = bundle_files(self._config, tokenizer)[:-1]
         missing = [name for name in names if not self.finished(name)]
@@ -218,7 +223,7 @@ class BundleWriter:
 
 
 class _FileSink:
-    """A file being written under its temporary name, continued after the bytes that `digest` has seen."""
+    """A file being written under its temporary name, from the end of the bytes in `digest` on."""
 
     def __init__(self, path: Path, layout: FileLayout, digest: FileDigest) -> None:
         self.path = path
@@ -236,12 +241,12 @@ class _FileSink:
         self._file.close()
 
     def begin(self) -> None:
-        """Writes the header of a file that isn't continued."""
+        """Writes the header, unless the file is continued."""
         if not self.digest.nbytes:
             self.write(np.frombuffer(self._layout.header, np.uint8))
 
     def write(self, data: np.ndarray) -> None:
-        """Appends uint8 (n,)."""
+        """Appends bytes, (n,) uint8."""
         rest = data.data
         with _disk_errors(self.path):
             while rest:
@@ -249,12 +254,12 @@ class _FileSink:
         self.digest.update(data)
 
     def sync(self) -> None:
-        """Makes what was written durable."""
+        """Makes the bytes written so far durable."""
         with _disk_errors(self.path):
             os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Gives the file its name. Raises ValueError if it hasn't the size its layout asks for."""
+        """Gives the file its final name. Raises ValueError if its size differs from its layout's."""
         if self.digest.nbytes != self._layout.nbytes:
             raise ValueError(f"{self.path.name} got {self.digest.nbytes} bytes of {self._layout.nbytes}")
         self.sync()

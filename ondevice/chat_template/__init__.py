@@ -1,8 +1,8 @@
-"""Chat messages to the text, and the token ids, that a model was tuned on.
+"""Converts chat messages to the prompt text and token ids that a model was tuned on.
 
-A bundle's template is Jinja source from whoever made the model. It runs in `sandbox`, with the conventions of
-Hugging Face `transformers` (its variables, `raise_exception`, `tojson`, loop controls, trimmed blocks) and
-without a clock, so that the same messages always give the same text.
+A bundle's template is Jinja source from the model's maker, and isn't trusted. It runs in `sandbox`, with the
+conventions of Hugging Face `transformers` (its variables, `raise_exception`, `tojson`, loop controls, trimmed
+blocks) but without a clock, so that the same messages always give the same text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_UNITS = 4_000_000
 _UNITS_PER_MESSAGE = 1000
 _UNITS_PER_CHAR = 64
 _LONG_CHARS = 1 << 16
-"""Of a message: encoded by itself first, to see whether a context could hold it."""
+"""Characters above which a message is encoded by itself first, to see whether a context could hold it."""
 _REMEDY = "put another chat_template.jinja into the checkpoint's folder and convert it again"
 
 DEFAULT_TEMPLATE = """\
@@ -38,7 +38,7 @@ Assistant:
 """
 """A plain transcript, for models without a template of their own."""
 
-# What Python raises for operations that a template got wrong.
+# Exceptions that Python raises for a template's faulty operations.
 _FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -52,18 +52,18 @@ _FAILURES = (
     ValueError,
 )
 _ROLE = re.compile(r"[a-z][a-z0-9_-]{0,63}", re.ASCII)
-# Noncharacters: no text has a use for them. The private area is for a text that holds all of them anyway.
+# Noncharacters, which texts don't use. The private area is for texts that contain all of them anyway.
 _MARKERS = [*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xE000, 0xF900))]
 
 Message = Mapping[str, str]
-"""`role` (a lower-case word such as system, user or assistant) and `content`."""
+"""A message: its `role` (a lower-case word such as system, user or assistant) and its `content`."""
 
 
 class ChatTemplate:
-    """A compiled template. `stop` holds strings that end a reply besides the model's end-of-text tokens."""
+    """A compiled template. stop: strings that end a reply, in addition to the model's end-of-text tokens."""
 
     def __init__(self, source: str | None, *, bos_token: str = "", eos_token: str = "") -> None:
-        """source: Jinja text, or None for the plain transcript. Raises BundleError if it can't be used."""
+        """source: Jinja text, or None for the plain transcript. Raises BundleError if it doesn't compile."""
         self.is_default = source is None
         self.stop = ("\nUser:",) if source is None else ()
         source = DEFAULT_TEMPLATE if source is None else source
@@ -78,7 +78,7 @@ class ChatTemplate:
 
     @staticmethod
     def load(source: bytes | None, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template in a bundle's file (None: it has none), with the tokenizer's names for the ends."""
+        """A bundle's template, with the tokenizer's names for bos and eos. source: None if it has no file."""
         try:
             text = None if source is None else source.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -104,14 +104,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """The prompt's token ids. Special tokens come from the template alone, never from a message.
+        """The prompt's token ids. Special tokens come only from the template, never from a message.
 
-        Where a message spells out a special token's name, the name is encoded as the plain text it is.
-        most: how many ids there is a use for; where there are more, some of them come. Raises as `render`.
+        A special token's name in a message is encoded as plain text. Raises as `render` does.
+
+        most: number of ids that the caller can use. If there are more, only some of them may be returned, but
+            more than `most`.
         """
         checked = _all_checked(messages)
         for message in checked:
-            # Before copies are made of what is longer than any context.
+            # Checked first, so that no copies are made of a message longer than any context.
             if most is not None and len(message["content"]) > _LONG_CHARS:
                 ids = tokenizer.encode(message["content"], add_bos=False, most=most)
                 if len(ids) > most:
@@ -127,7 +129,7 @@ class ChatTemplate:
         found = list(pattern.finditer(text))
         if marker not in text:
             ids = tokenizer.encode(text, add_bos=False, special=True, most=most)
-            # Unless the tokenizer recognised something else than the names the template wrote.
+            # Valid unless the tokenizer recognised other special tokens than those that the template wrote.
             written = sum(token in names.values() for token in ids)
             if written == len(found) or (most is not None and len(ids) > most):
                 return ids
@@ -201,7 +203,7 @@ def _absent_character(messages: list[dict[str, str]]) -> str:
 
 
 def _mark(content: str, pattern: re.Pattern[str], names: Mapping[str, int], marker: str) -> str:
-    """`content` with `marker` inside every special token's name, and inside the start of one at its end."""
+    """`content` with `marker` inside every special token's name, and inside a partial name at its end."""
     content = pattern.sub(lambda match: match[0][0] + marker + match[0][1:], content)
     body = content.rstrip()
     starts = {

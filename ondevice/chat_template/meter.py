@@ -1,7 +1,7 @@
-"""What one rendering of a chat template may make, and how long it may take.
+"""Limits the work and the time of one rendering of a chat template.
 
-The unit is one character or element made, or one loop iteration or call. Since all that a rendering makes is
-charged, the limit bounds its memory as well as its time.
+The unit of work is one character or element made, or one loop iteration or call. Everything that a rendering
+makes is charged, so the limit bounds its memory as well as its time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import jinja2
 
 _MAX_ELEMENTS = 1 << 20
 _DATA = (str, bool, int, float, type(None), jinja2.Undefined)
-"""What a template may print, alone or in containers: anything else could print without bounds."""
+"""Types that a template may print, alone or in containers; other values could print without bounds."""
 
 
 class TemplateLimit(jinja2.TemplateError):
-    """A template asked for more than the meter allows, or for something templates may not do."""
+    """A template exceeded the meter's limits, or used an operation that isn't allowed."""
 
 
 class MessagesRefused(jinja2.TemplateError):
@@ -26,7 +26,7 @@ class MessagesRefused(jinja2.TemplateError):
 
 
 class Meter:
-    """Units of work left, seconds left, and the unfolded size of containers made so far."""
+    """Counts the units of work and the seconds left, and the unfolded sizes of containers made so far."""
 
     def __init__(self, units: int, seconds: float) -> None:
         self._units = self._left = units
@@ -35,7 +35,7 @@ class Meter:
         self._sizes: dict[int, tuple[object, int]] = {}
 
     def charge(self, units: int, what: str = "work") -> None:
-        """Raises TemplateLimit, naming `what`, when the units or the time are used up."""
+        """Charges `units`. Raises TemplateLimit, naming `what`, if the units or the time are used up."""
         self._left -= max(0, units)
         if self._left < 0:
             raise TemplateLimit(f"it makes too much {what}: the limit is {self._units} characters or steps")
@@ -43,10 +43,10 @@ class Meter:
             raise TemplateLimit(f"it runs for more than {self._seconds:g} seconds")
 
     def elements(self, value: object) -> int:
-        """Elements of a container with what they contain, shared parts counted each time they occur.
+        """Number of elements in a container, nested ones included; shared parts count each time they occur.
 
-        Remembered by identity, so a container of containers costs only its own length. Bounded, because
-        comparing or printing a value takes as long as this number.
+        Sizes are cached by identity, so a container of containers costs only its own length. The number is
+        bounded, as the time to compare or print a value is proportional to it.
         """
         if not isinstance(value, list | tuple | dict):
             return 1
@@ -54,7 +54,7 @@ class Meter:
         if known is not None:
             return known[1]
         inner = [*value, *value.values()] if isinstance(value, dict) else value
-        # 16 for the container itself, which stays remembered until the end.
+        # 16 for the container itself, which stays cached until the end.
         self.charge(16 + len(inner), "list elements")
         size = 1 + sum(map(self.elements, inner))
         if size > _MAX_ELEMENTS:
@@ -63,7 +63,7 @@ class Meter:
         return size
 
     def text(self, value: object) -> str:
-        """`value` as printed. Only data prints; what has no length that is known beforehand doesn't."""
+        """`value` as printed. Raises TemplateLimit unless it is data, whose printed length can be bounded."""
         if isinstance(value, list | tuple | dict):
             self._charge_printed(value)
             return str(value)
@@ -81,7 +81,7 @@ class Meter:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """`tojson` as templates for language models know it: plain JSON, nothing escaped for HTML."""
+        """The filter `tojson`, with the semantics of `transformers`: plain JSON, nothing escaped for HTML."""
         if indent is not None and not 0 <= indent <= 16:
             raise TemplateLimit(f"it indents JSON by {indent}; the limit is 16")
 
@@ -96,9 +96,9 @@ class Meter:
     def _charge_printed(
         self, value: object, printed: Callable[[object], str] = repr, between: int = 4, indent: int = 0
     ) -> None:
-        """Charge what printing a container makes, before it is made.
+        """Charge the text that printing `value` makes, before it is made.
 
-        printed: how a leaf is; between: characters around each value; indent: more of them, per level.
+        printed: prints a leaf. between: characters around each value. indent: characters more per level.
         """
         self.elements(value)
         pending = [(value, 0)]

@@ -1,10 +1,10 @@
 """Jinja2's immutable sandbox with a meter: a template can compute, but not escape, hang or exhaust memory.
 
-The sandbox guards attributes. Beside that, a template is checked against a list of allowed constructs,
-filters and methods, and every operation that can make text or containers, or repeat, is charged to a meter
-before it happens.
+The sandbox guards attributes. In addition, a template is checked against a list of allowed constructs,
+filters and methods. Every operation that can make text or containers, or repeat, is charged to a meter before
+it happens.
 
-Imported when a template is compiled, because it imports jinja2.
+This module is imported only when a template is compiled, because it imports jinja2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ondevice.chat_template.meter import MessagesRefused, Meter, TemplateLimit
 _MAX_NODES = 12_000
 _MAX_INTEGER_BITS = 4096
 _MAX_MACRO_DEPTH = 50
-# A space keeps these filters apart from what templates write; reached through `map`, they do no harm.
+# The space makes these filter names impossible to write in a template; through `map` they do no harm.
 _TICK, _WEIGH, _CONCAT, _SLICE, _CONTAINER = "tick ", "weigh ", "concat ", "slice ", "container "
 
 _NODES = """Template Output TemplateData Const Name NSRef Getattr Getitem Slice Filter Test Compare Operand
@@ -55,7 +55,7 @@ _CONSTANT_TIME_FILTERS = ("count", "d", "default", "first", "last", "length")
 
 
 class _Guard(NodeTransformer):
-    """Refuses constructs that aren't on the list, and puts the meter into those that make something."""
+    """Refuses constructs that aren't on the list, and meters those that make text or containers."""
 
     _seen = 0
 
@@ -139,7 +139,7 @@ class _Guard(NodeTransformer):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what a model is trained on; for rendering it is only its content."""
+    """`{% generation %}` marks the text that a model is trained on; rendering keeps only its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -159,7 +159,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            # Given the context, jinja2 can't print constants ahead of time, past the meter.
+            # With `pass_context`, jinja2 can't print constants at compile time, past the meter.
             finalize=pass_context(lambda context, value: self.meter.text(value)),
             extensions=[LoopControls, GenerationTag],
         )
@@ -201,7 +201,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES.items())
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """jinja2 would let `str.format` through, guarded against escapes but not against widths."""
+        """Refuses `str.format`, which jinja2 guards against escapes but not against huge widths."""
         if super().wrap_str_format(value) is not None:
             raise SecurityError("str.format isn't allowed in a chat template")
         return None
@@ -229,7 +229,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         self = __self
         self.meter.charge(1, "calls")
-        # What jinja2 passes for itself; str methods wouldn't know it.
+        # Without the arguments that jinja2 passes for itself, which str methods don't accept.
         own = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")}
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(owner, str) and name == "replace":
@@ -250,7 +250,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             self._depth -= 1
 
     def _charged(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` with the sizes of its arguments charged before, and of its result after."""
+        """`function`, charged for the sizes of its arguments before and of its result after each call."""
 
         @wraps(function)
         def charged(*args: Any, **kwargs: Any) -> Any:
@@ -271,7 +271,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _weigh(self, value: Any) -> Any:
-        """`value`, charged for being looked through once."""
+        """`value`, charged for being scanned once."""
         length = len(value) if isinstance(value, str | range) else self.meter.elements(value)
         self.meter.charge(1 + length // 16)
         return value

@@ -1,1 +1,1 @@
-"""How bytes arrive: checked, parallel reads from flash past the page cache, on demand or ahead of use."""
+"""Checked, parallel reads from flash past the page cache, on demand or ahead of use."""

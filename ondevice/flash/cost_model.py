@@ -1,8 +1,8 @@
-"""What reads cost on the device that a model lies on: measured once, kept with its date, asked ever after.
+"""Cost model of random reads on the device that holds a model: measured once, then stored with its date.
 
-A read of s bytes among `threads` others takes the device a + c * s seconds: a for the read, c for a byte. So
-reading through a gap between two records costs less than a second read up to a / c bytes, and the rate at
-the size of a record says how many threads are worth having and how much can be read ahead in a given time.
+With `threads` reads under way at once, a read of s bytes takes the device a + c * s seconds: a per read, c
+per byte. So reading through a gap of up to a / c bytes between two records costs less than a second read.
+The rate at a record's size tells how many threads pay off and how much can be read ahead in a given time.
 """
 
 from __future__ import annotations
@@ -30,38 +30,42 @@ log = logging.getLogger(__name__)
 THREADS = (16, 32, 48)
 LEAST_READ_BYTES, MAX_RUN_BYTES = 4 << 10, 64 << 10
 BATCH_BYTES, SLICES = 3 << 20, 5
-"""Read at a time, and so often for every size and number of threads: some 200 MB, less than half a second."""
+"""Bytes per batch, and batches per size and number of threads: some 200 MB in all, in under half a second."""
 WORTH = 1.1
-"""More threads are taken where they read so many times as fast."""
+"""Speed-up above which more threads are used."""
 KEPT, KEPT_DISTURBED = timedelta(days=30), timedelta(hours=1)
+"""Time for which a cost model is trusted, normally and after a disturbed measurement."""
 TOLERANCE = 0.33
-"""A rate further than so from the line, relatively, says that something else used the device meanwhile."""
+"""Relative distance of a rate from the fitted line above which the measurement counts as disturbed."""
 GAP_BYTES = range(4 << 10, 48 << 10)
-"""A gap is read through at least and at most, whatever a disturbed measurement says."""
+"""Smallest and largest result of `gap_bytes`, whatever a disturbed measurement suggests."""
 VERSION = 2
 MAX_STORE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Random reads on one device. measured: the time, ISO 8601 in UTC. rates: bytes per second, all known."""
+    """The cost of random reads on one device.
+
+    measured: when, as ISO 8601 in UTC. rates: every `bytes_per_second` is known.
+    """
 
     measured: str
     rates: tuple[ReadRate, ...]
 
     def threads(self, nbytes: int) -> int:
-        """The fewest threads that read nbytes at a time about as fast as any number does."""
+        """The fewest threads that read `nbytes` at a time about as fast (`WORTH`) as the best number does."""
         rates = {threads: self.bytes_per_second(nbytes, threads) for threads in self._threads}
         return min(threads for threads, rate in rates.items() if rate * WORTH >= max(rates.values()))
 
     def bytes_per_second(self, nbytes: int, threads: int) -> float:
-        """The rate of reads of nbytes, from the line through those that were measured."""
+        """Bytes per second of reads of `nbytes`, from the line fitted to the measured rates."""
         read, byte = self._line(threads)
         return nbytes / (read + byte * nbytes)
 
     @property
     def kept(self) -> timedelta:
-        """How long this is believed: not for long where some rate is far from what the others say."""
+        """Time for which this model is trusted: short if a rate lies far from the fitted line."""
         disturbed = any(
             rate.bytes_per_second
             and abs(self.bytes_per_second(rate.read_bytes, rate.threads) / rate.bytes_per_second - 1)
@@ -71,7 +75,7 @@ class CostModel:
         return KEPT_DISTURBED if disturbed else KEPT
 
     def gap_bytes(self, threads: int) -> int:
-        """Bytes between two records up to which reading through costs less than a second read."""
+        """Largest gap between two records, in bytes, that costs less to read through than a second read."""
         read, byte = self._line(threads)
         gap = int(min(read / byte, GAP_BYTES.stop))
         return max(GAP_BYTES.start, min(gap, GAP_BYTES.stop))
@@ -81,7 +85,7 @@ class CostModel:
         return sorted({rate.threads for rate in self.rates})
 
     def _line(self, threads: int) -> tuple[float, float]:
-        """Seconds per read and seconds per byte, both above zero: least squares of the relative errors."""
+        """Seconds per read and seconds per byte, both above zero, by least squares of the relative errors."""
         near = min(self._threads, key=lambda count: abs(count - threads))
         points = [
             (rate.read_bytes, rate.bytes_per_second)
@@ -93,7 +97,7 @@ class CostModel:
         terms = np.stack([rates / sizes, rates], axis=1)
         (read, byte), *_ = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)
         if read <= 0 or byte <= 0:
-            # Noise, or one point: all of the time is bytes', or all of it is reads'.
+            # Noise, or a single point: the time is attributed to bytes alone, or to reads alone.
             return (1e-9, float(np.median(1 / rates))) if read <= 0 else (float(read), 1e-15)
         return float(read), float(byte)
 
@@ -106,23 +110,23 @@ UNMEASURED = CostModel(
         for size, rate in ((4 << 10, 0.35e9), (8 << 10, 0.55e9), (16 << 10, 0.85e9), (32 << 10, 1.05e9))
     ),
 )
-"""Costs of a typical device: for files too small to measure, and where measuring fails."""
+"""Costs of a typical device, used when files are too small to measure or measuring fails."""
 _warned: set[str] = set()
-"""Devices that this process has warned of."""
+"""Devices about which this process has logged a warning."""
 
 
 def device_costs(files: Sequence[CheckedFile], store: Path | None = None) -> CostModel:
-    """The cost model of the device that `files` lie on: the stored one, or measured now, in half a second.
+    """The cost model of the device that holds `files`: the stored one, or one measured now, in half a second.
 
-    files: of records of one size. store: a JSON file with the costs of all devices, by default in the user's
-    cache folder; what can't be read there is measured again, what can't be written is forgotten. A device
-    that can't be measured has the costs of `UNMEASURED`, and is warned of once.
+    files: their records have one size. store: a JSON file with the costs of all devices, by default in the
+    user's cache folder. If it can't be read, the device is measured again; if it can't be written, the
+    measurement isn't kept. A device that can't be measured gets `UNMEASURED`, with one warning.
     """
     store = store or _default_store()
     try:
         device = _device(Path(files[0].path))
     except OSError as error:
-        # A file that is gone; whoever reads it will say so.
+        # The file is gone; its reader reports that.
         log.info("no cost model: %s", error)
         return UNMEASURED
     known = _read_store(store)
@@ -157,7 +161,7 @@ def _default_store() -> Path:
 
 
 def _device(path: Path) -> str:
-    """The mount point of the file system that path is on."""
+    """The mount point of the file system that holds `path`."""
     path = path.resolve()
     device = path.stat().st_dev
     while path != path.parent and path.parent.stat().st_dev == device:
@@ -166,7 +170,7 @@ def _device(path: Path) -> str:
 
 
 def _age(costs: CostModel) -> timedelta:
-    """Since it was measured; one from the future is as good as never."""
+    """Time since the measurement. A date in the future counts as expired."""
     age = datetime.now(UTC) - datetime.fromisoformat(costs.measured)
     return age if age >= timedelta(0) else KEPT
 
@@ -186,7 +190,7 @@ def _read_store(store: Path) -> dict[str, CostModel]:
 
 
 def _parse(entry: dict[str, Any]) -> CostModel:
-    """Raises ValueError, KeyError or TypeError for what `_write_store` wouldn't write."""
+    """A device's entry. Raises ValueError, KeyError or TypeError if `_write_store` can't have written it."""
     rates = tuple(
         ReadRate(int(rate["read_bytes"]), int(rate["threads"]), float(rate["bytes_per_second"]))
         for rate in entry["rates"]

@@ -1,7 +1,7 @@
-"""Dense streaming: extents read ahead of the compute that uses them, in a fixed order, into a ring of slots.
+"""Dense streaming: extents are read in a fixed order into a ring of slots, ahead of the compute on them.
 
-Every token uses every weight that isn't resident, in the same order, so what comes next is always known: the
-reader threads run ahead through the schedule as far as slots are free, and compute hides behind the reads.
+Every token uses every weight that isn't resident, in the same order, so the next extent is always known. The
+reader threads run ahead through the schedule as far as slots are free, so compute overlaps the reads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ondevice.kernels import _native
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` bytes from `offset` of file number `file` of a reader.
+    """A range of `nbytes` bytes from `offset` on, in file number `file` of a reader.
 
-    One that begins and ends with records costs no extra read; other bounds are widened to checked units.
+    Bounds that aren't those of records are widened to checked units, which costs extra bytes.
     """
 
     file: int
@@ -31,24 +31,26 @@ class Extent:
 
 @dataclass(frozen=True)
 class ReadAheadStats(FlashStats):
-    """One stream's share of the reader's work, and `wait_seconds`: the consumer's wait in `next()`."""
+    """One stream's share of the reader's work. wait_seconds: time that the consumer waited in `next()`."""
 
     wait_seconds: float
 
 
 class ExtentStream:
-    """Hands out the extents of a schedule in order; with `cyclic` it begins again after the last.
+    """Hands out the extents of a schedule in order.
 
-    reader: whose threads read ahead and compare checksums.
-    slot_bytes: size of each slot, rounded up to whole pages; it holds the largest extent's whole checked
-        units, to page boundaries.
-    slots: at least 2. All but one can be held by the consumer at a time.
-    memory: all slots' (slots * slot_bytes in whole pages,), from a page boundary on, if they aren't to have
-        memory of their own: reads land in it.
+    One consumer at a time; any thread may call `close()`. Raises ValueError if slots are too few or too
+    small or if `memory` doesn't fit them, IndexError for an extent outside its file.
 
-    One consumer at a time; `close()` may come from any thread.
-    Raises ValueError for slots that are too few or too small and for memory that doesn't fit them, IndexError
-    for an extent outside its file.
+    Args:
+        reader: its threads read ahead and compare checksums.
+        extents: the schedule.
+        slot_bytes: size of each slot, rounded up to whole pages. A slot must hold the largest extent's whole
+            checked units, to page boundaries.
+        slots: number of slots, at least 2. The consumer can hold all but one at a time.
+        cyclic: whether the schedule begins again after its last extent.
+        memory: the slots, (slots * slot_bytes in whole pages,) bytes from a page boundary on. If None, they
+            get memory of their own.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class ExtentStream:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all slots."""
+        """Bytes of all slots."""
         return self._native.nbytes
 
     @property
@@ -75,11 +77,11 @@ class ExtentStream:
         return ReadAheadStats(*totals, wait_seconds)
 
     def next(self) -> NDArray[np.uint8]:
-        """The next extent's bytes, a read-only view of its slot, valid until its `release()` or a `rewind()`.
+        """The next extent's bytes: a read-only view of its slot, valid until its `release()` or a `rewind()`.
 
-        Waits, without the GIL, until they have arrived. Raises FlashReadError for an extent that couldn't be
-        read: it is passed over, needs no release, and the following `next()` goes on after it. Raises
-        IndexError past the end of a schedule that isn't cyclic, ValueError if all slots but one are held.
+        Waits without the GIL until the bytes have arrived. Raises FlashReadError for an extent that couldn't
+        be read: it needs no release, and the following `next()` goes on after it. Raises IndexError past the
+        end of a schedule that isn't cyclic, ValueError if all slots but one are held.
         """
         return self._native.next()
 
@@ -88,21 +90,21 @@ class ExtentStream:
         self._native.release()
 
     def rewind(self) -> None:
-        """Starts the schedule again and gives back whatever is held.
+        """Starts the schedule again and releases all slots that the consumer holds.
 
-        Costs nothing where a cyclic schedule stands at its start: what was read ahead stays.
+        Free of cost if a cyclic schedule is at its start: extents already read ahead stay.
         """
         self._native.rewind()
 
     def reschedule(self, extents: Sequence[Extent]) -> None:
-        """Goes on with another schedule, from its start, in the same slots; what is held is given back.
+        """Switches to another schedule, from its start, in the same slots; releases all slots held.
 
-        Raises like the constructor, and then leaves everything as it was.
+        Raises as the constructor does, and then changes nothing.
         """
         self._native.reschedule(_tuples(extents))
 
     def close(self) -> None:
-        """Stops reading ahead; waits for the pieces in flight (1 MiB each), not for the schedule."""
+        """Stops reading ahead; waits for the pieces in flight (1 MiB each), not for the whole schedule."""
         self._native.close()
 
     def __enter__(self) -> ExtentStream:

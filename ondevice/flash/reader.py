@@ -1,4 +1,4 @@
-"""Reads on demand from a set of files: ranges and records, in parallel, every byte checked by CRC-32C."""
+"""On-demand reads of ranges and records from a set of files, in parallel, every byte checked by CRC-32C."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ DEFAULT_THREADS = 8
 
 @dataclass(frozen=True)
 class FlashStats:
-    """What a reader has done so far.
+    """Totals of a reader so far.
 
-    bytes_read: bytes asked from the device: whole pages, or for records whole blocks of the device.
+    bytes_read: bytes requested from the device: whole pages, or for records whole blocks of the device.
     read_seconds: wall time during which at least one read was in flight.
     cpu_seconds: processor time of the threads that read and compared checksums.
-    reads: how many there were, each one system call where nothing comes short.
+    reads: number of reads; each is one system call unless it comes short.
     """
 
     bytes_read: int
@@ -45,23 +45,25 @@ class FlashStats:
 class FlashReader:
     """A pool of reader threads over the files of a bundle; `ExtentStream` reads ahead through the same pool.
 
-    Of whatever is read, the CRC-32Cs are compared, and float16 values (scales, biases, unquantised weights)
-    are looked at: one that isn't finite is damage, whoever computed the checksums.
+    Every read is checked: its CRC-32Cs are compared, and its float16 values (scales, biases, unquantised
+    weights) must be finite. A value that isn't finite counts as damage even if the checksum matches.
 
-    io: `direct` reads past the page cache; `buffered` reads through it and drops the pages afterwards; `auto`
-    is direct, or buffered for all files where one of them is on a file system that refuses.
-
-    threads: reads under way at once, by as many threads; with `ring`, by one thread through io_uring, where
-    the system has it and reads are direct. That takes less than half of the processor's time for small reads
-    (4.2 against 10.5 microseconds for 8 KiB, 32 at once, as fio measures it, at the same rate).
-
-    Any thread may call it, several at once. A range is widened to the units that carry a checksum and to
-    whole pages or blocks, so `bytes_read` exceeds what was asked for. Bytes before a file's `crc_start` can't
-    be read.
+    Several threads may call it at once. A range is widened to the units that carry a checksum and to whole
+    pages or blocks, so `bytes_read` exceeds the bytes requested. Bytes before a file's `crc_start` can't be
+    read.
 
     Raises BackendUnavailableError if `io="direct"` is refused, FlashReadError if a file can't be opened or
-    hasn't the size it should, OndeviceError if the process has no descriptor left for it, ValueError for
-    impossible arguments.
+    has the wrong size, OndeviceError if the process has no descriptor left for it, ValueError for impossible
+    arguments.
+
+    Args:
+        files: the files, which methods name by their index here.
+        io: `direct` reads past the page cache. `buffered` reads through it and drops the pages afterwards.
+            `auto` is direct, or buffered for all files if one of their file systems refuses direct reads.
+        threads: reads under way at once.
+        ring: one thread keeps them all under way through io_uring, if the system has it and reads are direct;
+            otherwise each has a thread. With io_uring, small reads take less than half the processor time
+            (4.2 against 10.5 microseconds for 8 KiB, 32 at once, as fio measures it, at the same rate).
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class FlashReader:
 
     @property
     def io(self) -> Literal["direct", "buffered"]:
-        """How files are read, once `auto` has been settled."""
+        """The way in which files are read, with `auto` resolved."""
         return "direct" if self.native.direct else "buffered"
 
     @property
@@ -105,18 +107,20 @@ class FlashReader:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory held for reads that end in the caller's array; it grows to one buffer for every read
-        under way or just ended."""
+        """Bytes of the staging buffers, from which reads are copied into the caller's array.
+
+        They grow to one buffer for every read under way or just ended.
+        """
         return self.native.staging_bytes
 
     def trim(self) -> None:
-        """Gives that memory back, after loading: what is read later takes what it needs, which is less."""
+        """Frees the staging buffers, after loading. Later reads allocate what they need, which is less."""
         self.native.trim()
 
     def read(self, file_index: int, offset: int, nbytes: int, out: Bytes | None = None) -> Bytes:
-        """Bytes `offset` to `offset + nbytes` of a file: (nbytes,) uint8, `out` itself if that is given.
+        """Bytes `offset` to `offset + nbytes` of a file: (nbytes,) uint8, which is `out` if that is given.
 
-        Without `out` the bytes land in new memory without a copy (whole pages, more than `nbytes`).
+        Without `out` the bytes are read into new memory without a copy (whole pages, more than `nbytes`).
         Raises FlashReadError; IndexError for a range outside the file's checked bytes.
         """
         if nbytes == 0:
@@ -131,18 +135,19 @@ class FlashReader:
     def read_records(
         self, file_index: int, record_ids: Sequence[int] | NDArray[np.int64], out: Bytes
     ) -> None:
-        """Record `record_ids[i]` to row i of `out`, (n, stride) uint8; a record is one run of all units.
+        """Reads record `record_ids[i]` into row i of `out`, (n, stride) uint8.
 
-        Ids that follow each other in the list and on flash become one read, so sorted ids read fastest.
+        A record is one run of all units that carry a checksum. Ids that are neighbours in the list and on
+        flash become one read, so sorted ids read fastest.
         Raises FlashReadError; IndexError for an id outside the file.
         """
         ids = np.ascontiguousarray(record_ids, dtype=np.int64)
         self.native.read_records(file_index, ids, out)
 
     def close(self) -> None:
-        """Joins the threads once their reads in flight are done, and gives the files back. Idempotent.
+        """Joins the threads once their reads in flight are done, and closes the files. Idempotent.
 
-        Streams over this reader end too.
+        Also ends the streams over this reader.
         """
         self.native.close()
 

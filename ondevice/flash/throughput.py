@@ -1,7 +1,7 @@
-"""How fast files can be read in random places, by the size of a read: through the readers of the runtime.
+"""Measures random reads of files by the size of a read, through the readers of the runtime.
 
-Whatever a checksum covers is read and compared whole, as everything is, so a read of a given size is as many
-whole units as its pages hold.
+The units that carry a checksum are always read and compared whole, so a read of a given size is as many whole
+units as its pages hold.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from ondevice.bundle.reader import CheckedFile
 
 READ_BYTES = tuple(PAGE_BYTES << doubling for doubling in range(9))
-"""4 KiB to 1 MiB."""
+"""Default sizes of a read: 4 KiB to 1 MiB."""
 MEASURED_SECONDS = 0.15
 SLICES = 5
 LEAST_RUNS = 16
 PLACES = 1024
-"""Different reads of a size, after which they begin again."""
+"""Distinct reads of one size; after these, the sequence repeats."""
 
 
 @dataclass(frozen=True)
 class ReadRate:
-    """What reads of `read_bytes` gave on `threads` threads.
+    """The rate of reads of `read_bytes` on `threads` threads.
 
-    bytes_per_second: None where no checked unit of the files is that small, or no file that large.
+    bytes_per_second: None if no checked unit of the files is that small, or no file that large.
     """
 
     read_bytes: int
@@ -47,7 +47,7 @@ class ReadRate:
 
 @dataclass(frozen=True)
 class Throughput:
-    """io: how the files were read. file_bytes: of all of them together."""
+    """Rates of random reads. io: how the files were read. file_bytes: size of all files together."""
 
     io: Literal["direct", "buffered"]
     file_bytes: int
@@ -62,8 +62,8 @@ def measure_throughput(
 ) -> Throughput:
     """Rates of random reads of files, by number of threads and then by size of a read (whole pages).
 
-    Past the page cache, but through it on file systems that refuse. seconds: of every rate. Memory: twice as
-    many buffers of the largest size as the most threads. Raises FlashReadError.
+    Reads bypass the page cache, except on file systems that refuse that. seconds: time spent per rate. Takes
+    the memory of twice as many buffers of the largest size as the most threads. Raises FlashReadError.
     """
     rates = []
     for count in threads:
@@ -79,11 +79,18 @@ def measure_throughput(
 def measure_records(
     files: Sequence[CheckedFile], threads: Sequence[int], runs: Sequence[int], batch: int, slices: int
 ) -> tuple[ReadRate, ...]:
-    """Rates of random runs of whole records, read as passes read them: a batch of `batch` records at a time.
+    """Rates of random runs of whole records, read as forward passes read them.
 
-    files: of records of one size. By number of threads and then by records in a run, but for those that no
-    file has enough of; read_bytes is what such a read took on average, in whole blocks. All are measured in
-    turns, `slices` times, and the best counts, as other programs use a device too. Raises FlashReadError.
+    Rates come by number of threads and then by records in a run. `read_bytes` of a rate is the mean size of
+    its reads, in whole blocks. Runs that no file has enough of are left out. All combinations are measured in
+    turns, and the best of each counts, as other programs use the device too. Raises FlashReadError.
+
+    Args:
+        files: their records have one size.
+        threads: numbers of threads to measure.
+        runs: numbers of records in a run to measure.
+        batch: records read at a time.
+        slices: times that each combination is measured.
     """
     rng, timed = np.random.default_rng(batch), defaultdict[tuple[int, int], list[tuple[float, float]]](list)
     with ExitStack() as stack:
@@ -104,7 +111,7 @@ def measure_records(
 def _batch_rate(
     files: Sequence[CheckedFile], reads: _native.RecordBatch, rng: np.random.Generator, run: int, slots: Bytes
 ) -> tuple[float, float] | None:
-    """Mean bytes of a read, bytes per second; None where the file has too few runs with as long gaps."""
+    """Mean bytes of a read, and bytes per second. None if the file has too few runs with gaps as long."""
     index = int(rng.integers(len(files)))
     batch, record = slots.shape
     places = (files[index].nbytes - files[index].crc_start) // record // (2 * run)
@@ -124,9 +131,9 @@ def _batch_rate(
 
 
 def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
-    """Runs of whole checked units, each within `nbytes` of whole pages and as long as fits, at random.
+    """Runs of whole checked units at random places, each as long as `nbytes` of whole pages can hold.
 
-    Empty where none fits anywhere.
+    Empty if no unit fits anywhere.
     """
     rng = np.random.default_rng(nbytes)
     large = [index for index, file in enumerate(files) if file.nbytes - file.crc_start >= nbytes]
@@ -145,7 +152,7 @@ def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
 
 
 def _rate(reader: FlashReader, extents: Sequence[Extent], nbytes: int, slots: int, seconds: float) -> float:
-    """Bytes per second, of whole pages, once every thread is busy: the median of a few slices of the time."""
+    """Bytes per second in whole pages, once every thread is busy: the median of a few slices of the time."""
     pages = [_page_bytes(extent) for extent in extents]
     with ExtentStream(reader, extents, nbytes, slots, cyclic=True) as stream:
         for _ in range(slots):
@@ -164,6 +171,6 @@ def _rate(reader: FlashReader, extents: Sequence[Extent], nbytes: int, slots: in
 
 
 def _page_bytes(extent: Extent) -> int:
-    """What is read for it."""
+    """Bytes of the pages that are read for `extent`."""
     first = extent.offset // PAGE_BYTES
     return (-(-(extent.offset + extent.nbytes) // PAGE_BYTES) - first) * PAGE_BYTES

@@ -1,1 +1,1 @@
-"""The forward pass, written once over the backend ops, and the state it carries."""
+"""The forward pass, written once over the backend ops, and its state."""

@@ -1,4 +1,4 @@
-"""One layer's attention block: normed and fused projection, attention, output on top of the residual.
+"""One layer's attention block: norm and fused qkv projection, attention, output projection, residual.
 
 Grouped-query attention (arXiv 2305.13245) with optional query and key norms and a sliding window.
 """
@@ -15,10 +15,10 @@ from ondevice.model.weights import LayerWeights, MultiStreamLayer
 
 
 class Rows(NamedTuple):
-    """Where a batch's R rows are stored and seen: behind `position` tokens in kv, which has room for them.
+    """Positions of a batch's R rows: behind `position` tokens in kv, which has room for them.
 
-    tree: how they follow each other; None: each follows the one before. cos, sin: (R, Dh / 2), the rotary
-    tables of their positions. Adapters are added to the rows from `adapted` on.
+    tree: how the rows follow each other; None: each follows the one before. cos, sin: (R, Dh / 2), the rotary
+    tables of the rows' positions. adapted: first row to which adapters are added.
     """
 
     kv: KVCache
@@ -38,7 +38,7 @@ def attention(
     rows: Rows,
     adapters: MultiStreamLayer | None = None,
 ) -> Array:
-    """x: (R, D), may be overwritten. Returns x + attention, (R, D). Writes keys and values of the rows."""
+    """x + attention(norm(x)), (R, D), for x (R, D); may overwrite x. Stores the rows' keys and values."""
     kv, position, tree, cos, sin, adapted = rows
     eps, heads = config.rms_norm_eps, None
     if config.qk_norm:

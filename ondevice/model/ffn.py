@@ -1,6 +1,6 @@
 """One layer's feed-forward block: norm, gated feed-forward (arXiv 2002.05202), residual.
 
-Where neurons are and which of them are multiplied is decided by the backend and `sparsity`.
+The backend and `sparsity` decide where neurons are and which of them are multiplied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def feed_forward(
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """x: (R, D). Returns x + down(activation(gate(norm x)) * up(norm x)), (R, D); may overwrite x.
+    """x + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D); may overwrite x.
 
     x: the rows of `batch`. adapters: added to the rows from `adapted` on.
     """
@@ -34,5 +34,5 @@ def feed_forward(
 
 
 def prefetch(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
-    """Let the backend prefetch for a later layer: x (R, D), the residual stream now, is near its input."""
+    """Let the backend prefetch for a later layer, whose input will be near x (R, D), the residual now."""
     backend.prefetch(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)

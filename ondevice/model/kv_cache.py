@@ -1,7 +1,7 @@
 """The key/value cache: the tokens that passes have seen, and the blocks that hold their keys and values.
 
-It grows by blocks of 64 tokens, from an allocator that may refuse (the memory plan's). It knows nothing of
-attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays with room for as many.
+It grows by blocks of 64 tokens. Their allocator (the memory plan's) may refuse. The cache knows nothing of
+attention: ops read and write the blocks by `KVLayout`, or a backend's own arrays of the same capacity.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def allocate_block(nbytes: int) -> Bytes:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -> int:
-    """The number of leading elements that a and b share, `most` at most.
+    """Number of leading elements that a and b share, at most `most`.
 
-    It compares slices, which is far faster than comparing elements one by one.
+    Compares slices, which is far faster than comparing elements one by one.
     """
     least, most = 0, min(len(a), len(b), len(a) if most is None else most)
     # Nearly always one is a prefix of the other.
@@ -44,15 +44,16 @@ def common_prefix(a: Sequence[int], b: Sequence[int], most: int | None = None) -
 
 
 def _forget(block: Block) -> None:
-    """Nothing to do: a block from the heap is freed with its last reference."""
+    """Nothing to do: a block on the heap is freed with its last reference."""
 
 
 class KVCache:
     """Keys and values of `tokens`, at logical positions 0 .. length - 1.
 
-    `allocate(nbytes)` returns a block that the backend's ops can write (uint8 for numpy backends) or raises
-    (`BudgetError` where a plan is in charge); `release(block)` frees one. Where a backend has `arrays` of its
-    own, ops write to those, and blocks only count their memory.
+    allocate: takes a number of bytes; returns a block that the backend's ops can write to (uint8 for numpy
+        backends) or raises (`BudgetError` under a memory plan).
+    release: frees a block.
+    arrays: a backend's own. Ops then write to these, and blocks only account for their memory.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values are stored."""
+        """Number of tokens whose keys and values are stored."""
         return len(self.tokens)
 
     @property
     def room(self) -> int:
-        """Tokens that fit the blocks held."""
+        """Number of tokens that fit into the blocks held."""
         return len(self.blocks) * BLOCK_TOKENS
 
     @property
@@ -109,16 +110,16 @@ class KVCache:
         self.tokens.extend(tokens)
 
     def truncate(self, n_tokens: int) -> None:
-        """Keep the first n_tokens positions, and release the blocks behind them."""
+        """Keep the first n_tokens positions, and release the blocks after them."""
         if not 0 <= n_tokens <= self.length:
             raise ValueError(f"can't truncate a cache of {self.length} tokens to {n_tokens}")
         del self.tokens[n_tokens:]
         self._shrink(self.layout.blocks(n_tokens))
 
     def keep(self, start: int, path: Sequence[int], move: Callable[[int, int], None]) -> None:
-        """Keep only the nodes of `path` of the tree that is stored from position `start` on.
+        """Keep only the nodes of `path` from the tree that is stored from position `start` on.
 
-        path: ascending nodes. move(source, target) copies the keys and values of one position to another.
+        path: ascending nodes. move(source, target): copies the keys and values of one position to another.
         """
         for target, node in enumerate(path, start):
             if start + node != target:
@@ -148,6 +149,6 @@ class KVCache:
         self.places = None
         while len(self.blocks) > n_blocks:
             self._release(self.blocks.pop())
-        # Last: arrays that can't be cut for want of memory still have room for every block.
+        # Last: arrays that can't shrink for want of memory still have room for every block.
         if self.arrays is not None:
             self.arrays.resize(n_blocks)

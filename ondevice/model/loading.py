@@ -1,7 +1,7 @@
 """Loads weights from a bundle on flash into a backend, in bounded pieces.
 
 All reads go through the flash reader, which checks every byte that it returns; no whole matrix is ever held
-here. A `Part` declares both its reads and how it is loaded, so that reading ahead follows the same order.
+here. A `Part` declares its reads and its loading together, so that reading ahead follows the loading order.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ CHUNK_BYTES = 4 << 20
 """Most bytes of codes (or records) in a RowChunk, unless a single row is longer."""
 
 Rows = Callable[[int, int], RowChunk]
-"""(row0, count) -> those rows of one matrix."""
+"""Reader of one matrix: takes (row0, count), returns those rows."""
 
 
 def bundle_files(bundle: Bundle, sparsity: Sparsity = "dense", streams: bool = False) -> list[CheckedFile]:
     """The files to open a FlashReader with, in the order of the indices that sources use.
 
-    What selects neurons comes after them: files of gate rows for `exact`, the predictors for `predicted`, the
-    thresholds for `threshold`. The streams' adapters come last; BundleError if the bundle has none.
+    The files that select neurons come after those of weights: gate rows for `exact`, predictors for
+    `predicted`, thresholds for `threshold`. With `streams`, the adapters' file comes last. Raises BundleError
+    if the bundle lacks one of them.
     """
     layers = range(bundle.config.num_layers)
     files = [bundle.file(RESIDENT), bundle.embedding_file, *(bundle.neuron_file(layer) for layer in layers)]
@@ -68,12 +69,17 @@ def load_weights(
 ) -> ModelWeights:
     """Load a whole model into `backend` from `reader`, opened over `bundle_files(bundle, sparsity)`.
 
-    sparsity: what selects the neurons that are multiplied: nothing (`dense`), their gates (`exact`), the
-    predictors (`predicted`) or gate thresholds (`threshold`). point: the operating point of the last two.
+    Raises FlashReadError if bytes don't match their checksum, BundleError if they can't be weights, Cancelled
+    if `cancelled()` holds between two pieces, and the backend's error if memory runs out.
 
-    Raises FlashReadError when bytes don't match their checksum, BundleError when what they hold can't be
-    weights, Cancelled when `cancelled()` holds between two pieces, and what the backend raises when memory
-    runs out.
+    Args:
+        bundle: the model's bundle.
+        reader: opened over the bundle's files.
+        backend: loads and holds the weights.
+        cancelled: asked between two pieces.
+        sparsity: how the neurons to multiply are selected: all are (`dense`), by their gates (`exact`), by
+            predictors (`predicted`) or by gate thresholds (`threshold`).
+        point: the operating point of `predicted` or `threshold`.
     """
     config = bundle.config
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
@@ -108,7 +114,7 @@ def load_weights(
 
 
 def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
-    """The parts of LayerWeights that are in the resident file, in the file's order."""
+    """The parts of one layer's LayerWeights that are in the resident file, in the file's order."""
     config, prefix = bundle.config, f"layers.{layer}"
 
     def vector(name: str) -> VectorPart:
@@ -182,7 +188,7 @@ def _gate_part(
     """One layer's gate projection: the first row of each record of `file`."""
     config = bundle.config
     rows = partial(_record_rows, reader, file, layout, digest=digest)
-    # Whole records are read, and a neuron's record has two more rows.
+    # Whole records are read; a neuron's record has two more rows.
     return MatrixPart(
         "gate",
         config.intermediate_size,
@@ -194,7 +200,7 @@ def _gate_part(
 
 
 class Part(Protocol):
-    """Something to load: its reads, and the loading that consumes their results in the same order."""
+    """A weight to load: its reads, and the loading that consumes their results in the same order."""
 
     @property
     def field(self) -> str: ...
@@ -205,7 +211,7 @@ class Part(Protocol):
 
 
 def part_tasks(parts: Iterable[Part], cancelled: IsCancelled) -> Iterator[Callable[[], Any]]:
-    """The reads of `parts`, in order. Raises Cancelled where `cancelled()` holds between two of them."""
+    """The reads of `parts`, in order. Raises Cancelled if `cancelled()` holds between two of them."""
     for part in parts:
         for task in part.tasks():
             if cancelled():
@@ -238,7 +244,7 @@ class MatrixPart:
     rows: Rows
     bias: Callable[[], Float32] | None = None
     read_bytes: int = 0
-    """Bytes read per row, where they are more than its codes."""
+    """Bytes read per row, if more than its codes."""
 
     @property
     def starts(self) -> range:
@@ -273,7 +279,7 @@ class _CutoffPart:
 
 @dataclass(frozen=True)
 class _SelectorParts:
-    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff."""
+    """The parts of one layer's `Selector`: matrices in the order of multiplication, and a cutoff or None."""
 
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
@@ -285,7 +291,7 @@ class _SelectorParts:
         return self.matrices if self.cutoff is None else (*self.matrices, self.cutoff)
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Selector | None:
-        """None where every neuron is multiplied."""
+        """The loaded selector; None if every neuron is multiplied."""
         if not self.matrices:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
@@ -348,7 +354,7 @@ class EmbeddingRecords:
         return records
 
     def rows(self, row0: int, count: int) -> RowChunk:
-        """Rows of an output head that is tied to the embedding: views of the records."""
+        """Rows row0 .. row0 + count for an output head tied to the embedding: views of the records."""
         return _record_rows(self._reader, self.file, self.layout, row0, count)
 
 
@@ -360,7 +366,10 @@ def _record_rows(
     count: int,
     digest: GateDigest | None = None,
 ) -> RowChunk:
-    """The first row of each record as a matrix: views of the records. digest: of the layer, for gates."""
+    """Rows of the matrix made of each record's first row: views of the records.
+
+    digest: checks gate rows against their layer's sha256.
+    """
     records = _read_span(reader, file, layout, row0, count)
     if digest is not None:
         digest.take(row0, records)
@@ -368,7 +377,7 @@ def _record_rows(
 
 
 def record_chunk(records: Bytes, offset: int, row: RowLayout, row0: int) -> RowChunk:
-    """The row at `offset` bytes of each record (n, stride), as rows row0 .. row0 + n: views of records."""
+    """The row `offset` bytes into each record (n, stride), as rows row0 .. row0 + n: views of `records`."""
     scales_at = offset + row.codes_bytes
     biases_at, end = scales_at + row.scales_bytes, offset + row.nbytes
     scales, biases = records[:, scales_at:biases_at], records[:, biases_at:end]

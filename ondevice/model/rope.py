@@ -1,8 +1,9 @@
 """Rotary position embedding tables (arXiv 2104.09864), with linear and llama3 frequency scaling.
 
 Frequencies and angles are rounded to float32 as `transformers` rounds them. Cosine and sine come from IEEE
-additions and multiplications alone, so the tables have the same bits for every split of a prompt, and on
-every machine whose `pow` rounds a frequency to the same float32; library cosines differ between both.
+additions and multiplications alone. So the tables have the same bits for every split of a prompt, and on
+every machine whose `pow` rounds a frequency to the same float32. Library cosines differ between splits and
+between machines.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _SIN_TERMS = tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(9))
 _COS_TERMS = tuple((-1.0) ** n / math.factorial(2 * n) for n in range(9))
 
 AHEAD = 64
-"""Positions of a pass up to which it uses cached tables, computed for twice as many positions at once."""
+"""Most positions of a pass for which cached tables are used; twice as many are computed at once."""
 
 
 class Rope:
-    """The tables of one model.
+    """The rotary tables of one model.
 
-    `inverse_frequencies`: (Dh / 2,) float32, radians per position.
+    inverse_frequencies: (Dh / 2,) float32, radians per position.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -48,7 +49,7 @@ class Rope:
         return self._cos[start : start + count], self._sin[start : start + count]
 
     def tables(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
-        """The same for logical positions (T,), the first of which is the least."""
+        """Cosine and sine, each (T, Dh / 2), for logical positions (T,), of which the first is the least."""
         first, last = int(positions[0]), int(positions.max())
         if last - first >= AHEAD:
             return self._computed(positions)
@@ -56,9 +57,9 @@ class Rope:
         return self._cos[rows], self._sin[rows]
 
     def _row_of(self, first: int, last: int) -> int:
-        """Where position `first` is in tables that have all positions up to `last`."""
+        """The row of position `first` in the cached tables, which then include all positions up to `last`."""
         if not self._known.start <= first <= last < self._known.stop:
-            # Decoding passes ask for a few positions each, in ascending order.
+            # Decoding passes use a few positions each, in ascending order.
             self._known = range(first, first + 2 * AHEAD)
             self._cos, self._sin = self._computed(np.arange(first, first + 2 * AHEAD))
         return first - self._known.start

@@ -1,6 +1,6 @@
 """Loads the adapters in a bundle's `streams.safetensors` into a backend.
 
-It knows which tensors an adapter has; `loading.py` reads them in bounded pieces.
+This module knows which tensors an adapter has; `loading.py` reads them in bounded pieces.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ def load_streams(
     file_index: int,
     cancelled: IsCancelled = never_cancelled,
 ) -> MultiStreamWeights:
-    """Load the bundle's streams into `backend`; `file_index` is that of their file in `reader`.
+    """Load the bundle's streams into `backend`.
 
-    Raises BundleError if the bundle has none or what they hold can't be weights, FlashReadError when bytes
-    don't match their checksum, Cancelled when `cancelled()` holds between two pieces, and what the backend
-    raises when memory runs out.
+    file_index: of the streams' file in `reader`. cancelled: asked between two pieces.
+
+    Raises BundleError if the bundle has no streams or their bytes can't be weights, FlashReadError if bytes
+    don't match their checksum, Cancelled if `cancelled()` holds, and the backend's error if memory runs out.
     """
     config, streams = bundle.config, bundle.streams
     if streams is None:
@@ -62,7 +63,7 @@ def load_streams(
 
 @dataclass(frozen=True)
 class _EmbeddingsPart:
-    """Rows of `width` values, read in one piece and loaded one by one."""
+    """Stream embeddings: rows of `width` values, read in one piece and loaded one by one."""
 
     read: Callable[[], Float32]
     width: int

@@ -1,4 +1,4 @@
-"""A file of tensors, read ahead in the order of use; each CRC block is read once."""
+"""Files of tensors, read ahead in the order of use; each CRC block is read once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 
 READ_AHEAD = 4
-"""Pieces that are being read, or are waiting, while the backend packs one."""
+"""Pieces that are being read or are ready, while the backend packs one."""
 KEPT_BLOCKS = 16
-"""CRC blocks kept: those in which the pieces being read end and the next ones begin."""
+"""CRC blocks kept in memory: those in which pieces under way end and the next ones begin."""
 
 
 class ReadAhead:
@@ -33,7 +33,7 @@ class ReadAhead:
         self._pending: deque[Future[Any]] = deque()
 
     def next(self) -> Any:
-        """The next task's result. Raises what the task raised."""
+        """The next task's result. Raises the task's error."""
         while len(self._pending) <= READ_AHEAD and (task := next(self._tasks, None)) is not None:
             try:
                 self._pending.append(self._pool.submit(task))
@@ -51,9 +51,9 @@ class ReadAhead:
 
 
 class TensorFile:
-    """Tensors of one file. CRC blocks that two reads share are kept. Any thread may call it.
+    """The tensors of one file. CRC blocks that two reads share are kept. Any thread may call it.
 
-    index: of `file` in the flash reader. bits: of its matrices.
+    index: of `file` in the flash reader. bits: width of its matrices' codes.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TensorFile:
         return RowChunk(row0, codes, scales.view(np.float16), biases.view(np.float16))
 
     def read(self, offset: int, nbytes: int) -> Bytes:
-        """(nbytes,) bytes of the file from `offset`."""
+        """The file's bytes from `offset` on, (nbytes,)."""
         out = memory.empty((nbytes,), np.uint8)
         at, end = offset, offset + nbytes
         while at < end:
@@ -122,7 +122,7 @@ class TensorFile:
 
 
 class _Block:
-    """A CRC block that is kept. Its lock is held while it is being read."""
+    """A CRC block kept in memory. Its lock is held while it is being read."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

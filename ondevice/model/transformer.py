@@ -4,7 +4,8 @@
     for each layer:  x += attention(norm(x));  x += feed_forward(norm(x))
     logits = head(norm(x))
 
-It knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D model width, V vocabulary.
+This module knows nothing of prompts, sampling, budgets or files. Legend: T tokens, D model width,
+V vocabulary, R rows of a batch, S streams of a token.
 """
 
 from __future__ import annotations
@@ -33,42 +34,42 @@ WantedLogits = Literal["none", "last"]
 
 
 class Cancelled(Exception):  # noqa: N818 - an outcome the decode loop handles, never an error a user sees
-    """A pass was cancelled between two layers; the cache is as before it."""
+    """A pass was cancelled between two layers; the cache is as it was before the pass."""
 
 
 @dataclass(frozen=True)
 class PrunedDraft:
-    """The tokens of a pass that enter the stream layers."""
+    """The tokens of a pass that enter the stream layers, after pruning."""
 
     tokens: Sequence[int]
-    """Their rows in the batch, ascending."""
+    """Rows of these tokens in the batch, ascending."""
     streams: Sequence[int] = ()
-    """Those that get streams, as indices into `tokens`."""
+    """Indices into `tokens` of those that get streams."""
 
 
 Prune = Callable[[Array], PrunedDraft]
-"""Given what enters the stream layers, (T, D)."""
+"""Chooses the tokens, given the hidden states (T, D) that enter the stream layers."""
 
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The results of a forward pass over T tokens, n of which went through all layers; S streams each."""
+    """The results of a forward pass over T tokens, of which n went through all layers; S streams each."""
 
     tokens: Sequence[int]
     """(n,) rows of the batch that weren't pruned."""
     hidden: Array
-    """(n, D) for `Transformer.logits`."""
+    """(n, D) hidden states for `Transformer.logits`."""
     branches: Array | None = None
     """(n * S, D) initial states of every token's streams; with `last_only`, of the last token's alone."""
     streams: Mapping[int, Array] = field(default_factory=dict)
-    """Index into `tokens` -> (S, D) final states of its streams, for `Transformer.logits`."""
+    """(S, D) final states of a token's streams for `Transformer.logits`, by index into `tokens`."""
 
 
 class Transformer:
-    """A loaded model: its shapes, a backend, the weights that the backend loaded, and streams if it has them.
+    """A loaded model: its shapes, a backend, the weights that the backend loaded, and its streams, if any.
 
-    To run with other weights, as training does, make another one from `weights` with parts replaced. A model
-    runs on the thread that made it, as passes use caches that belong to that thread.
+    To run with other weights, as training does, make another Transformer from `weights` with parts replaced.
+    A model runs on the thread that made it, as passes use caches that belong to that thread.
     """
 
     def __init__(
@@ -95,10 +96,10 @@ class Transformer:
     ) -> Float32 | None:
         """Run T tokens at positions kv.length, kv.length + 1, ... and leave their keys and values in kv.
 
-        Returns float32 logits (1, V) of the last token, or None where none are wanted.
-        Raises Cancelled when `cancelled()` holds between two layers, WrongThreadError, UsageError for an id
-        outside the vocabulary, BundleError for logits that aren't finite, and what a read or the cache's
-        allocator raises. Whatever it raises, kv is as before.
+        Returns float32 logits (1, V) of the last token, or None if `logits` is `none`.
+        Raises Cancelled if `cancelled()` holds between two layers, WrongThreadError, UsageError for an id
+        outside the vocabulary, BundleError if logits aren't finite, and the errors of reads and of the
+        cache's allocator. Then kv is as before.
         """
         with ExitStack() as undo:
             undo.callback(kv.truncate, kv.length)
@@ -114,16 +115,16 @@ class Transformer:
         rows: int,
         cancelled: IsCancelled | None = None,
     ) -> Iterator[Float32]:
-        """Like `run`, but yields the logits of every token, (at most rows, V) at a time.
+        """Like `run`, but yields the logits of every token in pieces, (at most rows, V).
 
-        The layers have run, and kv holds the tokens, when the first piece comes.
+        By the first piece, all layers have run and kv holds the tokens.
         """
         hidden = self.run(batch, kv, cancelled).hidden
         for start in range(0, len(batch.tokens), rows):
             yield self.checked_logits(hidden[start : start + rows])
 
     def embedding(self, tokens: Sequence[int]) -> Array:
-        """What enters the first layer, (T, D). Raises UsageError for an id outside the vocabulary."""
+        """The input of the first layer, (T, D). Raises UsageError for an id outside the vocabulary."""
         return self.backend.embedding(self.weights.embedding, self._checked(tokens))
 
     def hidden_states(
@@ -134,7 +135,7 @@ class Transformer:
         x: Array | None = None,
         tree: TokenTree | None = None,
     ) -> Array:
-        """`run` over the tokens of a text or a tree: what leaves the last layer, (T, D), for `logits`."""
+        """The last layer's output for a text or a tree, (T, D) hidden states for `logits`. See `run`."""
         return self.run(ForwardBatch(tokens, tree), kv, cancelled, x=x).hidden
 
     def run(
@@ -146,21 +147,21 @@ class Transformer:
         x: Array | None = None,
         prune: Prune | None = None,
     ) -> ForwardOutput:
-        """One forward pass: T tokens behind those in kv, which then holds all of them.
+        """One forward pass over T tokens that follow those in kv; it adds them to kv.
 
-        Where they are a tree, `KVCache.keep` decides afterwards which path stays in kv. With streams
-        ("Speculative Streaming", arXiv 2402.11131, section 3.2), kv holds the tokens that weren't pruned.
-        Over `mlx` the result is differentiable by x, by the weights, and through the keys and values that
-        earlier passes left in kv. Raises as `forward` does; kv then is as before.
+        If they are a tree, `KVCache.keep` decides afterwards which path stays in kv. If streams prune tokens
+        ("Speculative Streaming", arXiv 2402.11131, section 3.2), only the others are added. Over `mlx` the
+        result is differentiable by x, by the weights, and through the keys and values that earlier passes
+        left in kv. Raises as `forward` does; kv is then as before.
 
         Args:
             batch: the tokens; it has no rows of streams yet.
             kv: the cache, which the pass extends.
             cancelled: asked between two layers.
-            x: (T, D) enters the first layer in place of `embedding(tokens)`, and may be overwritten.
-                UsageError for another shape.
-            prune: asked before the stream layers of a model that has some: which tokens go on (the text's
-                all do) and which of them get streams.
+            x: (T, D) input of the first layer instead of `embedding(tokens)`; may be overwritten. UsageError
+                for another shape.
+            prune: called before the stream layers, if the model has any. It chooses the tokens that go on
+                (the text's all do) and those of them that get streams.
         """
         length = kv.length
         found: ForwardOutput | None = None
@@ -172,10 +173,10 @@ class Transformer:
         return found
 
     def stream_states(self, branches: Array, kv: KVCache, cancelled: IsCancelled | None = None) -> Array:
-        """Run the last token's streams: from initial states `branches` (S, D) to final ones, (S, D).
+        """Run the last token's streams from their initial states `branches`, (S, D), to final ones, (S, D).
 
         Only the stream layers run, with the neurons that are in memory. kv keeps its tokens, and may reserve
-        room. Raises Cancelled, and what the cache's allocator raises.
+        room. Raises Cancelled, and the cache's allocator's errors.
         """
         check_thread(self._thread)
         assert self.streams is not None
@@ -190,19 +191,22 @@ class Transformer:
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
-        """The pruning adapter's estimate of logits, (n, V), from what enters the stream layers, (n, D)."""
+        """The pruning adapter's estimate of logits, (n, V), from the stream layers' input, (n, D)."""
         assert self.streams is not None
         assert self.streams.pruning is not None
         low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
         return self.logits(self.backend.add_low_rank(copy, entering, low.down, low.up, 0))
 
     def logits(self, hidden: Array) -> Array:
-        """hidden: (n, D) from `hidden_states`. Returns (n, V), the backend's own array, unchecked."""
+        """Logits (n, V), unchecked and as the backend's array, for `hidden` (n, D) from `hidden_states`."""
         norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
         return self.backend.linear(hidden, self.weights.head, norm)
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
-        """After a pass over draft tokens: the text has the tokens in `rows` of `batch`, ascending."""
+        """Tell the backend which draft tokens of the last pass join the text.
+
+        rows: rows of `batch` whose tokens are part of the text, ascending.
+        """
         self.backend.accept(batch, rows)
 
     def _layers(
@@ -213,7 +217,7 @@ class Transformer:
         x: Array | None,
         prune: Prune | None,
     ) -> ForwardOutput:
-        """Run all layers over T tokens. Extends kv by those that weren't pruned."""
+        """Run all layers over T tokens. Adds those that weren't pruned to kv."""
         check_thread(self._thread)
         config, ids, tree, branches = self.config, self._checked(batch.tokens), batch.tree, None
         kv.reserve(kv.length + len(ids))
@@ -248,7 +252,7 @@ class Transformer:
         return ForwardOutput(chosen.tokens, x[:kept], branches, ended)
 
     def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows) -> Array:
-        """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) of the last row."""
+        """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) for the last row alone."""
         backend, config, weights = self.backend, self.config, self.weights.layers[layer]
         adapters = None
         if self.streams is not None and rows.adapted < x.shape[0]:
@@ -263,7 +267,7 @@ class Transformer:
         return feed_forward(backend, config, weights, x, batch, adapters, rows.adapted)
 
     def _rows(self, kv: KVCache, batch: ForwardBatch) -> Rows:
-        """Positions of a batch's rows, which follow the tokens in kv."""
+        """The positions of a batch's rows, which follow the tokens in kv."""
         position, tree, tokens = kv.length, batch.tree, len(batch.tokens)
         if tree is not None and tree.is_chain:
             tree = None
@@ -283,7 +287,7 @@ class Transformer:
     def _prune(
         self, x: Array, kv: KVCache, chosen: PrunedDraft, batch: ForwardBatch
     ) -> tuple[Array, ForwardBatch]:
-        """x (T, D) without the tokens that were pruned, and with streams; keys and values moved to match."""
+        """x (T, D) without pruned tokens and with streams, and its batch. Moves keys and values to match."""
         assert self.streams is not None
         count, position, kept = self.streams.count, kv.length, len(chosen.tokens)
         parents = list(range(-1, x.shape[0] - 1)) if batch.tree is None else batch.tree.parents.tolist()
@@ -302,14 +306,14 @@ class Transformer:
         return x, batch.pruned(chosen.tokens, TokenTree(parents), len(parents) - kept)
 
     def checked_logits(self, hidden: Array) -> Float32:
-        """hidden: (n, D) from `hidden_states`. Returns (n, V). Raises BundleError if they aren't finite."""
+        """Logits (n, V) for `hidden` (n, D), from `hidden_states`. Raises BundleError if one isn't finite."""
         logits = self.backend.to_numpy(self.logits(hidden))
         self.check_finite(logits)
         return logits
 
     def check_finite(self, logits: Float32) -> None:
-        """logits: (n, V). Raises BundleError if they aren't finite."""
-        # Zero times a value that isn't finite is NaN. Checking each value takes many times as long.
+        """Raises BundleError if a value of logits (n, V) isn't finite."""
+        # Zero times a value that isn't finite is NaN. Checking each value would take many times as long.
         if any(logits.dot(self._zeros)):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
@@ -317,7 +321,7 @@ class Transformer:
             )
 
     def _checked(self, tokens: Sequence[int]) -> np.ndarray:
-        """tokens as (T,) int32. Raises UsageError for an id out of range, which would read another record."""
+        """Tokens as (T,) int32. Raises UsageError for an id out of range, which would read another record."""
         if not len(tokens):
             raise UsageError("a forward pass needs at least one token")
         lowest, highest = min(tokens), max(tokens)

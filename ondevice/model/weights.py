@@ -1,4 +1,4 @@
-"""A model's weights as a backend loaded them: opaque to everything but that backend's ops."""
+"""A model's weights as a backend loaded them; only that backend's ops know their form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ondevice.backends.base import Embedding, FeedForward, Linear, Vector
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights, as the backend loaded them. The q and k norms exist if `qk_norm`."""
+    """One layer's weights, as the backend loaded them. q_norm, k_norm: None without `qk_norm`."""
 
     attention_norm: Vector
     qkv: Linear
@@ -33,7 +33,7 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class LowRank:
-    """An adapter, added to a product for rows of streams: up @ act(down @ x). down (R, K), up (N, R)."""
+    """An adapter: up @ act(down @ x), added to a product in rows of streams. down: (R, K); up: (N, R)."""
 
     down: Linear
     up: Linear
@@ -41,7 +41,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class MultiStreamLayer:
-    """One stream layer's adapters. Only feed_forward's has an activation between its matrices, ReLU."""
+    """One stream layer's adapters. Only `feed_forward` has an activation (ReLU) between its matrices."""
 
     qkv: LowRank
     out: LowRank
@@ -52,8 +52,8 @@ class MultiStreamLayer:
 class MultiStreamWeights:
     """Multi-stream attention (arXiv 2402.11131) in the layers from `first_layer` on.
 
-    embeddings: one (D,) for each stream. pruning: estimates logits from what enters the stream layers.
-    shared: the adapters apply to the text's own tokens too ("shared mode").
+    embeddings: one (D,) for each stream. pruning: the adapter that estimates logits from the stream layers'
+    input. shared: whether the adapters apply to the text's own tokens too ("shared mode").
     """
 
     embeddings: tuple[Vector, ...]
@@ -64,9 +64,9 @@ class MultiStreamWeights:
 
     @property
     def count(self) -> int:
-        """Streams of a token."""
+        """Number of streams of a token."""
         return len(self.embeddings)
 
     def layer(self, layer: int) -> MultiStreamLayer | None:
-        """The adapters of a model's layer, if it has any."""
+        """The adapters of layer `layer`; None if it has none."""
         return self.layers[layer - self.first_layer] if layer >= self.first_layer else None

@@ -1,1 +1,1 @@
-"""Which neurons are multiplied for a token, and where they live in DRAM."""
+"""Decides which neurons are multiplied for a token, and holds them in DRAM."""

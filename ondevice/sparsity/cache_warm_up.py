@@ -1,8 +1,8 @@
 """Cache warm-up: the likeliest neurons are read into empty slots, beside passes or while the model is idle.
 
-A cache with room fills sooner than the text would fill it. Where every neuron fits, all are there after as
-many passes as the model has layers. These reads have a lower priority than those that a pass waits for, and
-their neurons count as held only once all of a reservation has arrived.
+So a cache with room fills sooner than by the text alone. If every neuron fits, all are in memory after as
+many passes as the model has layers. These reads have a lower priority than those that a pass waits for. Their
+neurons count as held only once the whole reservation has arrived.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class CacheWarmUp:
     """Fills spare slots of `cache`, one layer per pass, in turn.
 
     Args:
-        layers: of the model, in order.
+        layers: the model's layers, in order.
         reader: over the bundle's files.
-        cache: the one to fill.
-        parts: of each record, what is read.
+        cache: the cache to fill.
+        parts: the parts of each record that are read.
         pass_bytes: most bytes read per pass, or per step while the model is idle.
     """
 
@@ -44,22 +44,22 @@ class CacheWarmUp:
 
     @property
     def under_way(self) -> bool:
-        """Whether a reservation is open: the layers' shares must then stay as they are."""
+        """Whether a reservation is open. The layers' shares must then stay as they are."""
         return self._reservation is not None
 
     def collect(self) -> bool:
-        """Commit the open reservation if all of its reads have ended. False if one failed."""
+        """Commit the open reservation if all of its reads have ended. Returns False if one failed."""
         return self._reservation is None or not self._reads.done() or self.stop()
 
     def fill(self) -> bool:
-        """While the model is idle: commit what has arrived and begin more. False if nothing is left to do."""
+        """While the model is idle: commit arrived neurons and begin more. False if nothing is left to do."""
         if not self.collect():
             return False
         self.begin()
         return self._reservation is not None
 
     def begin(self) -> None:
-        """Begin to read for the next layer that has room, unless a reservation is open."""
+        """Begin to read neurons of the next layer that has room, unless a reservation is open."""
         if self._reservation is not None or self._cache.is_full:
             return
         for _ in self._layers:

@@ -30,7 +30,7 @@ from ondevice.sparsity.record_reads import Parts, RecordReads, one_by_one
 from ondevice.stats import PassTimes
 
 WHOLE_RECORD, UP_AND_DOWN = 0, 1
-"""First part of a neuron's record that is read. Where gates select, gate rows are in memory already."""
+"""First part of a neuron's record that is read. If gates select, gate rows are in memory already."""
 BATCHES = 2
 """Batches whose reads are under way at once."""
 WARM_UP_SECONDS = 0.04
@@ -50,7 +50,7 @@ class _Batch:
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How selected neurons are kept and read. It affects how long passes take, never what they compute."""
+    """Options of keeping and reading selected neurons. They affect the time of passes, not their results."""
 
     policy: PolicyName = DEFAULT_POLICY
     """The cache's eviction policy."""
@@ -69,16 +69,16 @@ DEFAULT_FETCH = FetchOptions()
 
 
 class NeuronFetcher(NeuronSource):
-    """Feeds the layers of a model from `cache` and, for what it lacks, from flash.
+    """Provides a model's layers with neurons from `cache`, and from flash if they aren't cached.
 
     Args:
-        layers: of the model, in order; each gets this object as its `neurons`.
+        layers: the model's layers, in order; each gets this object as its `neurons`.
         reader: over the bundle's files.
-        cache: this object's own from now on; `close` closes it.
+        cache: owned by this object from now on; `close` closes it.
         part_bytes: sizes of the checked parts of a record.
         batch: most neurons in a batch.
         prefetched: most neurons of the next layer that are prefetched.
-        costs: of reads with as many threads as `reader` has.
+        costs: cost model of the device that is read.
         options: how neurons are kept and read.
     """
 
@@ -129,7 +129,7 @@ class NeuronFetcher(NeuronSource):
 
     @property
     def filled_bytes(self) -> int:
-        """Bytes of memory that are certainly in use: slots are made when needed. Safe from any thread."""
+        """Bytes of the slots that exist, as slots are made when needed. Safe from any thread."""
         return self._cache.nbytes
 
     @property
@@ -139,7 +139,7 @@ class NeuronFetcher(NeuronSource):
 
     @property
     def hits(self) -> int:
-        """Neurons that were in memory when the forward pass came to their layer, prefetched ones left out."""
+        """Neurons that were in memory when the pass came to their layer, without prefetched ones."""
         return self._cache.hits - self._prefetched_hits
 
     @property
@@ -152,7 +152,7 @@ class NeuronFetcher(NeuronSource):
         return self._prefetcher.quality
 
     def resize(self, quota: Sequence[int]) -> None:
-        """Keep to sum(quota) segments: surplus ones are freed now, missing ones are made when needed."""
+        """Keep to sum(quota) segments. Surplus ones are freed now; missing ones are made when needed."""
         self._prefetcher.drop()
         self._warm_up.stop()
         self._cache.resize(sum(quota))
@@ -179,7 +179,7 @@ class NeuronFetcher(NeuronSource):
             layer.neurons = ClosedNeurons()
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Begin to read what drafting lacked of the first layer, and manage the cache, once per pass."""
+        """Prefetch the first layer's neurons that drafting selected and lacked, and manage the cache."""
         self._prefetcher.begin_expected()
         if batch.draft_rows > self._draft_scores.shape[1]:
             shape = len(self._layers), batch.draft_rows, self._layers[0].source.num_neurons
@@ -197,14 +197,14 @@ class NeuronFetcher(NeuronSource):
             self._prefetcher.prefetch(layer, rows, scores)
 
     def begin_layer(self, layer: int, batch: ForwardBatch) -> ResidentLayer | None:
-        """Where all the layer's neurons lie, if they are in memory and nothing needs to know their scores."""
+        """The layer's neurons in memory, if all are held and nothing needs their scores; else None."""
         cache = self._cache
         if batch.resident_only or not cache.holds_all or not cache.holds_layer(layer):
             return None
         return None if self._prefetcher.awaits(layer) else ResidentLayer(*cache.places(layer), cache.count)
 
     def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
-        """Batches in ascending order; while one is multiplied, the next one's records are read."""
+        """Yields batches of ascending ids. While one is multiplied, the next one's records are read."""
         cache, num_exact_rows = self._cache, batch.num_exact_rows
         if batch.resident_only:
             if not cache.holds_layer(layer):
@@ -252,7 +252,7 @@ class NeuronFetcher(NeuronSource):
             self._managed += self._lap()
 
     def _whole(self, layer: int, ids: Int32) -> Batches:
-        """One batch with all selected neurons of a layer that is in memory: there is nothing to read."""
+        """Yields one batch with all selected neurons of a layer that is wholly in memory."""
         self._prefetcher.arrived()
         placement = self._cache.acquire(layer, ids)
         self._managed += self._lap()
@@ -269,7 +269,7 @@ class NeuronFetcher(NeuronSource):
     def _manage_cache(self, tokens: int) -> None:
         """Before a pass over `tokens` tokens: divide the slots among layers, continue cache warm-up."""
         self._prefetcher.next_pass()
-        # A long chunk needs nearly every neuron: warm-up reads beside it would be read twice.
+        # A long chunk needs nearly every neuron: neurons that warm-up reads beside it would be read twice.
         is_long = tokens > PREFETCH_TOKENS
         if is_long:
             self._warm_up.stop()
@@ -280,7 +280,7 @@ class NeuronFetcher(NeuronSource):
             self._warm_up.begin()
 
     def _observe(self, layer: int, scores: Float32, batch: ForwardBatch) -> None:
-        """Tell the cache about the text's tokens now, and keep draft tokens' scores until `accept`."""
+        """Tell the cache the scores of the text's tokens now; keep those of draft tokens until `accept`."""
         text_rows = batch.text_rows
         self._cache.observe(layer, scores[:text_rows])
         if batch.draft_rows:
@@ -337,7 +337,7 @@ class NeuronFetcher(NeuronSource):
             self._cache.evict(layer, batch.ids[batch.placement.missing])
 
     def _cut(self, ids: Int32) -> Iterator[Int32]:
-        """Pieces of at most `batch` ids. A block of 64 neurons is summed as one, so it is never split."""
+        """Yields pieces of at most `batch` ids. A block of 64 neurons is summed as one, so never split."""
         start = 0
         while start < len(ids):
             stop = min(start + self._batch, len(ids))

@@ -1,9 +1,9 @@
-"""The neuron cache: slots of record size in equal segments, which neuron is in which slot, and eviction.
+"""The neuron cache: slots of record size in equal segments, the neuron in each slot, and eviction.
 
-A policy scores neurons (`policies.py`). Layers' shares of the slots follow where the best scores of the whole
-model are, and in each layer the best keep their slots. A slot may come from any segment, so nothing ever
-moves: a neuron gets a free slot when it is read and frees it when it is evicted. The memory plan says how
-many segments there are; this is their one owner.
+A policy scores neurons (`policies.py`). A layer's share of the slots follows its share of the model's best
+scores, and in each layer the best neurons keep their slots. A slot may come from any segment, so nothing ever
+moves: a neuron gets a free slot when it is read, and frees it when it is evicted. The memory plan decides the
+number of segments; the cache owns them.
 
 Legend: L layers, F neurons of a layer, n neurons of a request.
 """
@@ -31,7 +31,7 @@ _NONE: NDArray[np.intp] = np.zeros(0, dtype=np.intp)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the neurons of a request are: the i-th one's record is at addresses[i]."""
+    """Addresses of the neurons of a request: the i-th neuron's record is at addresses[i]."""
 
     addresses: Addresses
     missing: NDArray[np.intp]
@@ -39,16 +39,16 @@ class Placement:
 
 
 class NeuronCache:
-    """L x F neurons in slots, each of which belongs to a layer's share or to a common reserve.
+    """A cache of L x F neurons. Each slot belongs to a layer's share or to a common reserve.
 
-    A neuron that is read gets a slot at once, from the reserve where its layer's share is used up. Then
-    `evict_to_share` evicts the lowest scores until the layer keeps to its share. So at most `reserve` missing
-    neurons may get slots between two calls of `evict_to_share`.
+    A neuron that is read gets a slot at once, from the reserve if its layer's share is used up. Then
+    `evict_to_share` evicts the neurons with the lowest scores until the layer keeps to its share. So at most
+    `reserve` missing neurons may get slots between two calls of `evict_to_share`.
 
     Args:
         layers: L.
         neurons: F.
-        slot_bytes: size of a slot.
+        slot_bytes: bytes of a slot.
         segment_slots: slots in a segment.
         reserve: slots that belong to no layer.
         policy: scores neurons.
@@ -79,7 +79,7 @@ class NeuronCache:
         """Address of every slot that exists."""
         self._slot_of: Int32 = np.full((layers, neurons), -1, dtype=np.int32)
         self._owner: Int32 = np.zeros(0, dtype=np.int32)
-        """layer * F + neuron, or -1, of every slot that exists."""
+        """layer * F + neuron of every slot that exists; -1 for an empty one."""
         self._free: Int32 = np.zeros(0, dtype=np.int32)
         """A stack of slots: the first `_num_free` are free."""
         self._num_free = 0
@@ -91,9 +91,9 @@ class NeuronCache:
         self._tokens = 0
         """Tokens since slots were last divided."""
         self.lookups = 0
-        """Neurons that were requested."""
+        """Number of neurons requested."""
         self.hits = 0
-        """Requested neurons that had a slot."""
+        """Number of requested neurons that had a slot."""
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class NeuronCache:
 
     @property
     def _room(self) -> int:
-        """Slots of all layers' shares together."""
+        """Number of slots in all layers' shares together."""
         return max(0, self._quota * self._segment_slots - self._reserve) if self._keep else 0
 
     def resize(self, segments: int) -> None:
@@ -127,16 +127,16 @@ class NeuronCache:
         self._draw_shares()
 
     def divide(self, tokens: int, keep: bool = False) -> None:
-        """Divide the slots among layers anew, every `DIVIDE_TOKENS`; called before each pass.
+        """Divide the slots among layers anew every `DIVIDE_TOKENS` tokens. Called before each pass.
 
-        tokens: of the pass. keep: not now, as open reservations rely on the present shares.
+        tokens: number of tokens in the pass. keep: don't divide now, as open reservations rely on the shares.
         """
         self._tokens += tokens
         if self._tokens >= DIVIDE_TOKENS and not self.holds_all and not keep:
             self._draw_shares()
 
     def observe(self, layer: int, gates: Float32) -> None:
-        """Tell the policy what the gates (T, F) of accepted tokens were."""
+        """Tell the policy the gates (T, F) of accepted tokens."""
         if not self.holds_all:
             # A few tokens at a time, to keep the policy's temporary arrays small.
             for first in range(0, len(gates), ROWS_AT_ONCE):
@@ -160,11 +160,11 @@ class NeuronCache:
         return Placement(self._address[own], missing)
 
     def places(self, layer: int) -> tuple[Int32, Addresses]:
-        """Every neuron's slot, (F,), and every slot's address, for a layer that is wholly held."""
+        """Every neuron's slot, (F,), and every slot's address. The layer must be wholly held."""
         return self._slot_of[layer], self._address
 
     def count(self, multiplied: int) -> None:
-        """Count neurons that were multiplied without `acquire`, as their layer is wholly held."""
+        """Count neurons of a wholly held layer that were multiplied without `acquire`."""
         self.lookups += multiplied
         self.hits += multiplied
 
@@ -174,7 +174,7 @@ class NeuronCache:
         return self._num_free + segments * self._segment_slots >= count
 
     def evict_to_share(self, layer: int, keep: Int32 | None = None) -> None:
-        """Evict the layer's lowest scores until it keeps to its share, but never the neurons in `keep`."""
+        """Evict the layer's neurons with the lowest scores down to its share, but none of those in `keep`."""
         over = self._counts[layer] + self._reserved[layer] - self._shares[layer]
         if over <= 0:
             return
@@ -197,7 +197,7 @@ class NeuronCache:
         return self._counts[layer] == self._neurons
 
     def held(self, layer: int, ids: Int32) -> Int32:
-        """Those of `ids` that have slots."""
+        """The ids among `ids` whose neurons have slots."""
         found: Int32 = ids[self._slot_of[layer, ids] >= 0]
         return found
 
@@ -211,7 +211,7 @@ class NeuronCache:
         return np.flatnonzero(self._slot_of[layer] < 0)
 
     def likeliest(self, layer: int, most: int) -> Int32:
-        """Ascending ids of the likeliest absent neurons: `most` at most, as far as the share has room."""
+        """Ascending ids of the likeliest absent neurons: at most `most`, within the layer's share."""
         spare = min(most, self._shares[layer] - self._counts[layer] - self._reserved[layer])
         if spare <= 0:
             return np.zeros(0, dtype=np.int32)
@@ -222,19 +222,19 @@ class NeuronCache:
         return absent.astype(np.int32)
 
     def reserve(self, layer: int, count: int) -> tuple[Int32, Addresses]:
-        """Slots for `count` absent neurons of a layer, and the slots' addresses.
+        """Reserve slots for `count` absent neurons of a layer. Returns the slots and their addresses.
 
-        The neurons stay absent until `commit`. What exceeds the layer's share must fit the reserve.
+        The neurons stay absent until `commit`. Slots beyond the layer's share come from the reserve.
         """
         slots = self._take(count)
         self._reserved[layer] += count
         return slots, self._address[slots]
 
     def commit(self, layer: int, ids: Int32, slots: Int32) -> tuple[Int32, Int32]:
-        """The neurons of a reservation that are still absent get their reserved slots.
+        """Give the neurons of a reservation that are still absent their reserved slots.
 
-        Returns their ids, and the slots of the others, which stay reserved: `release` them once nothing
-        writes to them any more.
+        Returns their ids, and the slots of the other neurons. These slots stay reserved: `release` them once
+        nothing writes to them any more.
         """
         absent = self._slot_of[layer, ids] < 0
         new, held = ids[absent], slots[absent]
@@ -263,7 +263,7 @@ class NeuronCache:
         self.resize(0)
 
     def _draw_shares(self) -> None:
-        """Set the layers' shares by where the best scores of the whole model are.
+        """Set each layer's share of slots to its share of the model's best scores.
 
         Shares from calibrated miss-rate curves give the same hit rate, in small caches 0.3 points less
         (tests/benchmarks/explain/cache_hit_rates.py).
@@ -277,7 +277,7 @@ class NeuronCache:
         scores = np.concatenate([self._policy.scores(layer) for layer in range(layers)])
         rest = scores.size - self._room
         best = np.argpartition(scores, min(rest, scores.size - 1))[rest:]
-        # Neurons that were never seen to fire say nothing about their layer: divide their slots evenly.
+        # Neurons that haven't been seen to fire tell nothing about their layer: divide their slots evenly.
         seen = best[scores[best] > scores.min()]
         even = (self._room - len(seen)) // layers
         shares = np.bincount(seen // neurons, minlength=layers) + even

@@ -1,8 +1,8 @@
 """Cache policies: which neurons stay in memory, as functions of the gates of past tokens.
 
-A policy sees the gates of every accepted token (or a predictor's scores, or by how much gates exceed their
-thresholds) and gives each neuron a score. The cache keeps the highest scores of a layer, and divides slots
-among layers by where the highest scores of the model are. NaN counts as fired.
+A policy sees the gates of every accepted token, and gives each neuron a score. (Predictors' scores, or the
+excess over thresholds, can take the place of gates.) The cache keeps a layer's neurons with the highest
+scores, and gives each layer slots by its share of the model's highest scores. NaN counts as fired.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """
@@ -29,18 +29,18 @@ SLOW_DECAY = 0.99
 FAST_DECAY = 0.8
 """Decay per token of how near a neuron's gate came to firing."""
 GATE_WEIGHT = 0.3
-"""Weight of the second in the score."""
+"""Weight of that nearness in the `gate` policy's score."""
 
 
 class Policy(Protocol):
     """Scores for one model's neurons, layer by layer."""
 
     def observe(self, layer: int, gates: Float32) -> None:
-        """gates: (T, F) gate products before the activation, of tokens that follow those seen so far."""
+        """Learn from gates (T, F), products before the activation, of the tokens after those seen so far."""
         ...
 
     def scores(self, layer: int) -> Float32:
-        """(F,) the higher, the likelier to fire again. -inf: evicted first."""
+        """(F,) scores: the higher, the likelier to fire again. Neurons with -inf are evicted first."""
         ...
 
     def fit(self, slots: int) -> None:
@@ -74,8 +74,8 @@ class Window(Recency):
     """Keeps the neurons that the last k tokens used: the rule of "LLM in a flash" (arXiv 2312.11514, 3.1).
 
     k is the largest window that fits, or 1, so it shrinks under memory pressure. The cost of flash doesn't
-    matter: a smaller window saves no read and may cause some. Neurons outside the window keep their slots
-    until the room is needed, where the paper drops them at once; they are evicted first, in no order.
+    matter, as a smaller window saves no read and may cause some. The paper drops neurons outside the window
+    at once. Here they keep their slots until these are needed, and are evicted first, in no order.
     """
 
     def __init__(self, layers: int, neurons: int) -> None:
@@ -95,7 +95,7 @@ class Window(Recency):
 
 
 class Frequency:
-    """A decayed count of how often a neuron fired, which starts at `frequencies` (L, F) if they are known."""
+    """A decayed count of how often a neuron fired. It starts at `frequencies` (L, F), if known."""
 
     def __init__(self, layers: int, neurons: int, decay: float, frequencies: Float32 | None = None) -> None:
         self._fired = _known(layers, neurons, frequencies)
@@ -113,7 +113,7 @@ class Frequency:
 
 
 class GateScore:
-    """How often a neuron fired over many tokens, plus how near its gate has recently come to firing.
+    """A score of how often a neuron fired over many tokens, plus how near its gate recently came to firing.
 
     A gate just below zero is likelier to fire next than one far below. Gates are measured in units of their
     layer's root mean square, so a score means the same in every layer and model. The slow count starts at
@@ -167,7 +167,7 @@ def selected(scores: Float32) -> Int32:
 
 
 def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
-    """(L, F), the caller's to change."""
+    """(L, F) frequencies as a new array, zeros if unknown. Raises ValueError for another shape."""
     if frequencies is None:
         return np.zeros((layers, neurons), dtype=np.float32)
     if frequencies.shape != (layers, neurons):
@@ -176,7 +176,7 @@ def _known(layers: int, neurons: int, frequencies: Float32 | None) -> Float32:
 
 
 def _decayed_mean(mean: Float32, decay: float, values: np.ndarray) -> None:
-    """mean (F,) after `values` (T, F) have come in, in place."""
+    """Update the decayed mean (F,) in place with `values` (T, F)."""
     tokens = len(values)
     if tokens == 1:
         mean *= np.float32(decay)

@@ -44,42 +44,42 @@ class PrefetchQuality:
     used: int = 0
     """Prefetched neurons that were then selected."""
     wasted_bytes: int = 0
-    """Bytes of the prefetched neurons that weren't."""
+    """Bytes of the prefetched neurons that weren't selected."""
     hidden_seconds: float = 0.0
     """Reading time that passes didn't wait for, at the rate of the reads that they did wait for."""
     spent_seconds: float = 0.0
-    """Time to choose neurons and to wait for prefetches, and wasted reads at the same rate, as if each had
-    delayed a read that a pass waited for."""
+    """Time to choose neurons, to wait for prefetches, and to read wasted neurons. The last is counted at the
+    rate of `hidden_seconds`, as if each wasted read had delayed a read that a pass waited for."""
 
 
 @dataclass
 class _Prefetch:
-    """One layer's reservation and its reads. Once halted, the first `read` of its neurons come."""
+    """One layer's reservation and its reads. read: once halted, the number of first neurons that arrive."""
 
     reservation: Reservation
     reads: ReservedReads
     read: int | None = None
 
     def halt(self) -> int:
-        """Begin no more reads. Returns how many neurons are in memory or on their way."""
+        """Begin no more reads. Returns the number of neurons read or being read."""
         if self.read is None:
             self.read = self.reads.halt()
         return self.read
 
 
 class Prefetcher:
-    """Prefetches for one model: at most `most` neurons of a layer, and at most two layers at once.
+    """Prefetches a model's neurons, for at most two layers at once.
 
     A prefetch begins in `prefetch`, starts no more reads once the layer's own turn has come (`commit`), and
     has ended when `arrived` returns.
 
     Args:
-        layers: of the model, in order.
+        layers: the model's layers, in order.
         reader: over the bundle's files.
-        cache: slots are reserved in it.
-        parts: of each record, what is read.
+        cache: the cache in which slots are reserved.
+        parts: the parts of each record that are read.
         gap_bytes: records with at most this many bytes between them are one read.
-        most: neurons of a layer.
+        most: most neurons of a layer.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Prefetcher:
         self._most = most
         self._idle = [ReservedReads(reader, cache, parts, gap_bytes) for _ in range(2)]
         self._prefetches: list[_Prefetch] = []
-        """For the layer whose turn comes next, and for the one after it."""
+        """Prefetches for the layer whose turn comes next, and for the one after it."""
         self._arriving: _Prefetch | None = None
-        """Committed: its reservation has the neurons that count as held, and the slots still reserved."""
+        """The committed prefetch. Its reservation has the neurons that count as held, and spare slots."""
         self._expected: dict[int, Float32] = {}
-        """By layer, the highest scores (F,) that drafting computed since the layer was last prefetched."""
+        """Highest scores (F,) that drafting computed since the layer was last prefetched, by layer."""
         self._passes = 0
         self._on = True
         self._judged = PrefetchQuality()
@@ -145,19 +145,19 @@ class Prefetcher:
         return bool(self._prefetches) and self._prefetches[0].reservation.layer == layer
 
     def expect(self, layer: int, scores: Float32) -> None:
-        """Drafting selected what has scores (T, F) above zero: the next pass will likely need it."""
+        """Note the scores (T, F) of drafting: the next pass likely needs the neurons above zero."""
         highest, before = scores.max(axis=0), self._expected.get(layer)
         self._expected[layer] = highest if before is None else np.maximum(highest, before)
 
     def begin_expected(self) -> None:
-        """Before a pass: prefetch what drafting selected of the first layer."""
+        """Before a pass: prefetch the first layer's neurons that drafting selected."""
         if 0 in self._expected:
             self.prefetch(0, 1, lambda: np.full((1, self._layers[0].source.num_neurons), -np.inf, np.float32))
 
     def commit(self, layer: int) -> Int32:
-        """At the layer's turn: the neurons being prefetched, which count as held from now on.
+        """At the layer's turn: commit the prefetched neurons and return their ids.
 
-        `arrived` must return True before one of them is multiplied.
+        They count as held from now on. `arrived` must return True before one of them is multiplied.
         """
         if not self.awaits(layer):
             return np.zeros(0, dtype=np.int32)
@@ -170,7 +170,7 @@ class Prefetcher:
         return ids
 
     def arrived(self) -> bool:
-        """Wait for what was committed. False if a read failed: all of it is then absent again."""
+        """Wait for the committed neurons. False if a read failed: all of them are then absent again."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return True
@@ -200,7 +200,7 @@ class Prefetcher:
         self._chosen_seconds = 0.0
 
     def next_pass(self) -> None:
-        """Before a pass: now and then, compare what prefetch cost with what it hid."""
+        """Before a pass: every so often, compare prefetch's cost with the reading time that it hid."""
         self._passes += 1
         if self._passes < (TRIAL_PASSES if self._on else BACK_OFF_PASSES):
             return
@@ -216,7 +216,7 @@ class Prefetcher:
         self._judged = self.quality
 
     def drop(self) -> None:
-        """Cancel the prefetches under way and discard what they have read."""
+        """Cancel the prefetches under way and discard the neurons read."""
         while self._prefetches:
             self._release(self._prefetches.pop())
 
@@ -227,7 +227,7 @@ class Prefetcher:
             reads.close()
 
     def _likeliest(self, layer: int, scores: Float32) -> Int32:
-        """Ascending ids of the absent neurons with the highest scores above zero, `most` of them at most."""
+        """Ascending ids of the absent neurons with the highest scores above zero, at most `most`."""
         ids = self._cache.absent(layer)
         ids = ids[fires(scores[ids])]
         if len(ids) > self._most:

@@ -1,4 +1,4 @@
-"""Reads of one batch of neurons into its slots: of whole records, or of each of their rows by itself."""
+"""Reads of one batch of neurons into its slots: whole records, or each of their parts by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ondevice.sparsity.neuron_cache import Addresses
 
 @dataclass(frozen=True)
 class Parts:
-    """`count` checked parts of every record, from `first` on, which a slot holds from byte `offset` on."""
+    """A run of `count` checked parts of every record, from part `first` on, at byte `offset` of a slot."""
 
     first: int
     count: int
@@ -23,7 +23,7 @@ class Parts:
 
 
 def one_by_one(parts: Parts, part_bytes: Sequence[int]) -> list[Parts]:
-    """Each of `parts` by itself, in the same places of a slot; part_bytes: of every part of a record."""
+    """Each of `parts` by itself, at the same place in a slot. part_bytes: size of every part of a record."""
     indices = range(parts.first, parts.first + parts.count)
     return [Parts(part, 1, parts.offset + sum(part_bytes[parts.first : part])) for part in indices]
 
@@ -31,7 +31,7 @@ def one_by_one(parts: Parts, part_bytes: Sequence[int]) -> list[Parts]:
 class RecordReads:
     """The reads of one batch of records at a time, for a pass that waits for them.
 
-    Each of `groups` is a read of its own. Records with at most `gap_bytes` between them are one read.
+    groups: each is read by itself. gap_bytes: records with at most this many bytes between them are one read.
     """
 
     def __init__(self, reader: FlashReader, groups: Sequence[Parts], gap_bytes: int) -> None:
@@ -53,7 +53,7 @@ class RecordReads:
                         batch.finish()
 
     def finish(self) -> None:
-        """Wait until all has arrived. Whatever it raises, no slot is written to any more.
+        """Wait until all records have arrived. After it, even if it raises, no slot is written to any more.
 
         Raises FlashReadError, and ValueError if the reader was closed.
         """

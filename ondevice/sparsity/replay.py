@@ -1,6 +1,6 @@
 """Hit rates of a cache of any size and policy, from recorded gates that are run through the runtime's cache.
 
-Nothing is read or multiplied. It knows neither the model nor where its gates came from.
+Nothing is read or multiplied. This module knows neither the model nor the origin of its gates.
 
 Legend: L layers, T tokens, F neurons of a layer.
 """
@@ -22,13 +22,13 @@ SLOT_BYTES = 64
 
 
 def hit_rate(gates: Float32, policy: PolicyName, slots: int, warm_up: int, equal: bool = False) -> float:
-    """Share of what fires in gates (L, T, F) that a cache holds, from 0 to 1. 1 where nothing fires.
+    """Share of firing neurons that a cache holds, from 0 to 1. It is 1 if none fires.
 
     Args:
-        gates: of T tokens.
-        policy: the cache's.
-        slots: of the cache, for all layers together.
-        warm_up: the first token that is counted.
+        gates: (L, T, F) recorded gates.
+        policy: the cache's policy.
+        slots: slots of the cache, for all layers together.
+        warm_up: index of the first token that is counted.
         equal: give every layer the same number of slots, where the runtime divides them by score.
     """
     hits = lookups = 0
@@ -66,7 +66,7 @@ class Optimum:
         self._groups = [_Schedule(gates, group, warm_up) for group in _groups(len(gates), equal)]
 
     def hit_rate(self, slots: int) -> float:
-        """Share of what fires that a cache of `slots` neurons in all holds, from 0 to 1."""
+        """Share of firing neurons that a cache of `slots` slots holds, from 0 to 1. It is 1 if none fires."""
         hits = lookups = 0
         for group in self._groups:
             hits += group.hits(slots * group.layers // self._layers)
@@ -83,7 +83,7 @@ class _Schedule:
         tokens, neurons = gates.shape[1:]
         end = tokens - warm_up
         self._steps = end * self.layers
-        # Hits before `warm_up` don't count, so the cache then holds what fires first afterwards.
+        # Hits before `warm_up` don't count, so the cache then holds the neurons that fire first afterwards.
         self._at_first = np.zeros(self._steps, dtype=np.int64)
         self._follow: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = [_NONE] * self._steps
         for index, layer in enumerate(group):
@@ -101,7 +101,7 @@ class _Schedule:
 
     def hits(self, slots: int) -> int:
         held = self._at_first.copy()
-        """By step, how many of the neurons in the cache fire next in it."""
+        """(steps,) number of neurons in the cache that fire next in each step."""
         farthest = [-int(step) for step in np.flatnonzero(held)]
         heapq.heapify(farthest)
         count = _shrink(held, farthest, int(held.sum()), slots)
@@ -122,7 +122,7 @@ _NONE = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int) -> int:
-    """Evict what fires last until `slots` neurons are held; returns how many there are.
+    """Evict the neurons that fire last until `slots` are held; returns the number held.
 
     farthest: a heap of negated steps; some may hold no neurons any more.
     """
@@ -137,5 +137,5 @@ def _shrink(held: NDArray[np.int64], farthest: list[int], count: int, slots: int
 
 
 def _groups(layers: int, equal: bool) -> list[list[int]]:
-    """Layers whose neurons share slots."""
+    """Groups of layers that share slots."""
     return [[layer] for layer in range(layers)] if equal else [list(range(layers))]

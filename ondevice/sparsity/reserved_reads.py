@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reservation:
-    """Neurons of one layer, ascending, and the slots that they get once they have been read."""
+    """Neurons of one layer, ascending, and the slots reserved for them, which they get once read."""
 
     layer: int
     ids: Int32
@@ -27,8 +27,8 @@ class Reservation:
 class ReservedReads:
     """The reads of one reservation at a time, at a lower priority than those that a pass waits for.
 
-    parts: of each record, what is read. gap_bytes: records with at most this many bytes between them are one
-    read.
+    parts: the parts of each record that are read. gap_bytes: records with at most this many bytes between
+    them are one read.
     """
 
     def __init__(self, reader: FlashReader, cache: NeuronCache, parts: Parts, gap_bytes: int) -> None:
@@ -54,11 +54,11 @@ class ReservedReads:
         return Reservation(layer, ids, slots)
 
     def done(self) -> bool:
-        """Whether `ends` would wait for nothing."""
+        """Whether all reads have ended, so that `ends` doesn't wait."""
         return self._reads.done()
 
     def halt(self) -> int:
-        """Begin no more reads. Returns how many neurons, from the first on, are read or being read."""
+        """Begin no more reads. Returns the number of neurons, from the first on, read or being read."""
         return self._reads.halt()
 
     def ends(self) -> bool:
@@ -66,7 +66,7 @@ class ReservedReads:
         try:
             self._reads.finish()
         except FlashReadError as error:
-            # No pass needs these yet. One that does reads them again and raises.
+            # No pass needs these neurons yet. A pass that does reads them again, and raises.
             log.info("reading ahead failed: %s", error)
             return False
         return True

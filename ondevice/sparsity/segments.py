@@ -2,12 +2,12 @@
 
 Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed for the
 kernels; a layer's segments are a prefix of its neurons. Neurons that aren't resident are streamed from flash
-in stored order on every pass, read ahead of use. The memory plan decides how many segments there are; this is
-their one owner.
+in stored order on every pass, read ahead of use. The memory plan decides the number of segments; the pool
+owns them.
 
 Passes fill the segments with neurons that they stream anyway, as fast as a thread of the pool gets memory
-from the operating system. That starts with the second pass: fresh pages can cost more time than flash (a
-virtual machine's host may give 0.7 GB/s), and the first token should wait for one pass and no longer.
+from the operating system. That starts with the second pass, as the first token should wait for one pass and
+no longer: fresh pages can cost more time than flash (a virtual machine's host may give 0.7 GB/s).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SEGMENTS_AHEAD = 4
 
 
 class SegmentPool(NeuronSource):
-    """Allocates segments to layers, and streams the neurons that have none.
+    """Allocates segments to layers, and streams the neurons without one.
 
     Args:
-        layers: of the model, in order; each gets this object as its `neurons`.
+        layers: the model's layers, in order; each gets this object as its `neurons`.
         reader: over the bundle's files.
         segment_bytes: size of a segment.
         stream_neurons: neurons in a streamed piece.
@@ -70,10 +70,10 @@ class SegmentPool(NeuronSource):
         self._stream: ExtentStream | None = None
         self._memory = layers[0].stream_memory
         self._held: deque[Any] = deque()
-        """The computations on each piece that hasn't been released to the stream yet."""
+        """The computations on each piece that is yet to be released to the stream."""
         self._position = 0
         self._pieces: list[list[tuple[int, int, Extent]]] = []
-        """Per layer, the pieces of the stream's schedule. Empty when residency has changed since then."""
+        """The pieces of the stream's schedule, by layer. Empty if residency has changed since then."""
         self._starts: list[int] = []
         self._complete = False
         """Whether every neuron is resident, as the last pass found. Stays true until the next `resize`."""
@@ -87,7 +87,7 @@ class SegmentPool(NeuronSource):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the segments that exist, filled or waiting to be."""
+        """Bytes of the segments that exist, filled or still empty."""
         return self.filled_bytes + len(self._empty) * self._segment_bytes
 
     @property
@@ -97,16 +97,16 @@ class SegmentPool(NeuronSource):
 
     @property
     def times(self) -> PassTimes:
-        """Waiting alone: segments are filled while passes compute."""
+        """Waiting time alone, as segments are filled while passes compute."""
         return PassTimes(waited=self._waited)
 
     @property
     def prefetching(self) -> PrefetchQuality:
-        """Every neuron is multiplied, so none is prefetched in vain."""
+        """All zeros: dense mode streams every neuron, and prefetches none."""
         return PrefetchQuality()
 
     def fill(self) -> bool:
-        """Passes fill the segments."""
+        """Nothing to do while idle: passes fill the segments. Returns False."""
         return False
 
     def resize(self, quota: Sequence[int]) -> None:
@@ -132,16 +132,16 @@ class SegmentPool(NeuronSource):
             self._allocator = None
         for layer in self._layers:
             layer.segments.clear()
-            # Breaks the cycle of pool and layer, so that memory needn't wait for the garbage collector.
+            # Breaks the cycle of pool and layer, so that memory is freed without the garbage collector.
             layer.neurons = ClosedNeurons()
 
     @property
     def _missing(self) -> int:
-        """Segments within the quota that don't hold neurons yet."""
+        """Number of segments within the quota that don't hold neurons yet."""
         return sum(self._quota) - sum(len(layer.segments) for layer in self._layers)
 
     def _allocate(self, missing: int) -> None:
-        """Request empty segments for `missing` ones, SEGMENTS_AHEAD at most at a time."""
+        """Request memory for `missing` segments, for at most SEGMENTS_AHEAD at a time."""
         while len(self._empty) < min(SEGMENTS_AHEAD, missing):
             if self._allocator is None:
                 self._allocator = ThreadPoolExecutor(1, "ondevice-segments")
@@ -156,7 +156,7 @@ class SegmentPool(NeuronSource):
     def _drop_empty(self) -> None:
         future = self._empty.pop()
         if not future.cancel():
-            # Its memory is freed with it; an error in getting it no longer matters.
+            # The segment's memory is freed with it; an error of its allocation no longer matters.
             future.exception()
 
     def _stop_stream(self) -> None:
@@ -234,7 +234,7 @@ class SegmentPool(NeuronSource):
             return None
         future = self._empty.popleft()
         if future.exception() is not None:
-            # The system has no memory to spare now: this pass goes on from flash.
+            # The system has no memory to spare now: this pass continues from flash.
             log.warning("no memory for a feed-forward segment: %s", future.exception())
             return None
         self._allocate(self._missing - 1)
@@ -243,7 +243,7 @@ class SegmentPool(NeuronSource):
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Drop newly resident neurons from the schedule, and request memory for missing segments.
 
-        Where nothing is left to stream, the buffers are freed.
+        If nothing is left to stream, frees the buffers.
         """
         if self._complete:
             return
@@ -289,7 +289,7 @@ class SegmentPool(NeuronSource):
 
 
 def _packed(layer: FeedForwardLayer, filling: Segment, segment: int, first: int, records: Bytes) -> bool:
-    """Pack a piece into a segment. False if that needs memory only now, and the system refuses it."""
+    """Pack a piece into a segment. False if packing allocates memory and the system refuses it."""
     try:
         layer.pack(filling, segment, first, records)
     except MemoryError as error:

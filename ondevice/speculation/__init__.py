@@ -1,1 +1,1 @@
-"""Draft tokens, verified together: the text of plain decoding, in fewer passes."""
+"""Speculative decoding: draft tokens are verified together, so the same text takes fewer passes."""

@@ -1,7 +1,7 @@
-"""Whether to draft at all: recent tokens per second with drafts against those of plain decoding.
+"""Back-off: decides by measured speed whether to draft at all, with drafts against plain decoding.
 
-A model of what a draft brings is wrong somewhere; what it brought is not. Drafts that lose end within a few
-tokens, and are tried again after a back-off that doubles while trials keep losing.
+A prediction of a draft's gain is sometimes wrong; its measured tokens per second aren't. Drafts that lose end
+within a few tokens. They are tried again after a back-off, which doubles while trials keep losing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ MIN_BACK_OFF = 48
 MAX_BACK_OFF = 1536
 """Passes without a draft after trials have kept losing. Without doubling, losing drafts cost 2 % more."""
 FIRST_PLAIN = 4
-"""Plain passes before the first trial. With one, 100 passes after a cold one are a tenth slower."""
+"""Plain passes before the first trial. With just one, 100 passes are a tenth slower if it was a cold one."""
 PLAIN_EVERY = 64
-"""Interval between plain passes while drafts win, in passes: the time of a plain pass stays known.
+"""Interval between plain passes while drafts win, in passes. So the time of a plain pass stays known.
 
-Without them, text is a quarter slower after nodes have become dear.
+Without these, text is a quarter slower once nodes become expensive.
 """
 SLACK = 0.5
-"""Tokens per draft that one draft may be behind; n drafts, this over the root of n.
+"""Tolerated loss after one draft, relative to plain decoding's speed; after n drafts, this over sqrt(n).
 
-Without it, drafts that win are given up by chance: 7 % slower in the mean, up to 29 %.
+Without it, drafts that win are given up by chance: text is 7 % slower in the mean, up to 29 %.
 """
 
 
@@ -41,36 +41,36 @@ class Rate:
         self._seconds = self._decay * self._seconds + seconds
 
     def rescale(self, factor: float) -> None:
-        """All passes take `factor` times as long."""
+        """Change the history as if all its passes had taken `factor` times as long."""
         self._seconds *= factor
 
     @property
     def value(self) -> float:
-        """0 before any pass."""
+        """Tokens per second; 0 before any pass."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
 
 class BackOff:
-    """Backing off, on trial, or neither: asked before every pass, and told how it went."""
+    """The state of drafting: backing off, on trial, or neither. Asked before, and told after, every pass."""
 
     def __init__(self) -> None:
         self._plain = Rate(decay=0.9)
-        # Small losses show in the slow one, large ones soon in the fast one. Without the fast one, 200 passes
-        # whose drafts are all wrong after right ones take 1.29 times plain decoding's time, in place of 1.12.
+        # The slow rate shows small losses; the fast rate shows large ones soon. Without the fast one, 200
+        # passes of wrong drafts after right ones take 1.29 times plain decoding's time instead of 1.12.
         self._slow = Rate(decay=0.97)
         self._fast = Rate(decay=0.7)
         self._drafts = 0
-        """Drafts since the last back-off."""
+        """Number of drafts since the last back-off."""
         self._in_a_row = 0
-        """Drafts since the last plain pass."""
+        """Number of drafts since the last plain pass."""
         self._left = FIRST_PLAIN
         """Passes left to back off."""
         self._next = MIN_BACK_OFF
         """Length of the next back-off."""
         self.lost = 1.0
-        """Tokens per second of drafts before the last back-off, over plain decoding's."""
+        """Speed of drafts before the last back-off, relative to plain decoding's."""
         self.is_on_trial = True
-        """Whether the next draft is the first, or the first after a back-off, and should be small."""
+        """Whether the next draft is the first ever or after a back-off. It should then be small."""
 
     @property
     def is_active(self) -> bool:
@@ -83,22 +83,22 @@ class BackOff:
         return not self.is_active and self._in_a_row < PLAIN_EVERY
 
     def record_plain(self, seconds: float) -> None:
-        """A pass without a draft gave one token in `seconds`."""
+        """Record a pass without a draft, which gave one token in `seconds`."""
         self._plain.record(1, seconds)
         self._left = max(0, self._left - 1)
         self._in_a_row = 0
 
     def record_untimed(self) -> None:
-        """A pass without a draft wasn't timed."""
+        """Record a pass without a draft that wasn't timed."""
         self._left = max(0, self._left - 1)
 
     def rescale(self, factor: float) -> None:
-        """All passes are taken to take `factor` times as long as they did."""
+        """Change the history as if all its passes had taken `factor` times as long."""
         for rate in (self._plain, self._slow, self._fast):
             rate.rescale(factor)
 
     def record_draft(self, tokens: int, seconds: float) -> None:
-        """A pass with a draft gave `tokens` in `seconds`, drafting included."""
+        """Record a pass with a draft, which gave `tokens` tokens in `seconds`, drafting included."""
         self._in_a_row += 1
         self._drafts += 1
         self._slow.record(tokens, seconds)

@@ -1,4 +1,4 @@
-"""The interface of a drafter, and the running estimate of how often its draft tokens are accepted."""
+"""The interface of a drafter, and the running estimate of an acceptance rate."""
 
 from __future__ import annotations
 
@@ -19,37 +19,40 @@ PRIOR_TOKENS = 4
 
 
 class Drafter(ABC):
-    """Proposes draft tokens behind a text, which it is told of as the text grows.
+    """Proposes draft tokens that may follow a text, of which it is told as the text grows.
 
-    Only `propose` is required; a drafter ignores what it has no use for. It decides how many tokens a
+    Only `propose` is required; the other methods do nothing by default. A drafter affects how many tokens a
     forward pass gives, never which.
     """
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:  # noqa: B027
         """Begin with `text`, token ids: a continuation of the last text, or another one.
 
-        sampling: how the next tokens will be drawn. Its noise is keyed by position, so it is known ahead.
+        sampling: settings with which the next tokens are drawn. Noise is keyed by position, so it is known
+            ahead.
         """
 
     def observe(self, token: int, logits: Float32 | None) -> None:  # noqa: B027
-        """`token` follows the text: judge what would have been proposed, learn, and add it to the text.
+        """Add the newly drawn `token` to the text; judge one's own proposal for its place, and learn.
 
-        logits: (V,) from which it was drawn. None for a token that was drawn while drafting was throttled,
-        which is added to the text only.
+        logits: (V,) from which the token was drawn. None for a token that was drawn while drafting was
+            throttled; it is only added to the text.
         """
 
     def end_pass(self, output: ForwardOutput, node: int) -> None:  # noqa: B027
-        """A forward pass is over, and `node` of `output` is the newest token in the target's cache.
+        """Take the output of a finished forward pass.
 
-        The token drawn behind it has been observed already.
+        node: index in `output` of the newest token in the target's cache. The token drawn after it has been
+            observed already.
         """
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:  # noqa: B027
-        """Compute what the next draft grows from. The time counts as drafting's.
+        """Do the computations that the next draft needs. Their time counts as drafting's.
 
-        kv: the target's keys and values, which hold the text except its last token. max_nodes: nodes of the
-        draft, its root included. cancelled: checked in every layer of a drafter's forward pass, here and in
-        `propose`, which then raise Cancelled.
+        kv: the target's keys and values, which hold the text except its last token.
+        max_nodes: most nodes of the draft, its root included.
+        cancelled: checked in every layer of a drafter's forward pass, here and in `propose`. Both raise
+            Cancelled if it returns True.
         """
 
     @abstractmethod
@@ -60,23 +63,23 @@ class Drafter(ABC):
         """
 
     def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        """Called between the lower layers and the stream layers of the pass over `draft`. None: no pruning.
+        """The callback that prunes `draft` before the stream layers of its pass. None: no pruning.
 
         row_share: time that another row adds to a pass, as a share of a plain pass.
         """
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Release what it holds. Idempotent."""
+        """Release the drafter's resources. Idempotent."""
 
 
 class AcceptanceRate:
-    """How often draft tokens of one kind are right: a decayed mean."""
+    """Acceptance rate of one kind of draft token: a decayed mean."""
 
     def __init__(self, prior: float) -> None:
         self.value = prior
         self._weight = 1 / PRIOR_TOKENS
-        """Weight of the next judgement. The first few weigh alike."""
+        """Weight of the next judgement. The first few have equal weight in the mean."""
 
     def observe(self, right: bool) -> None:
         self._weight = max(1 - ACCEPTANCE_DECAY, self._weight / (1 + self._weight))

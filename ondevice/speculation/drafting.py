@@ -1,4 +1,4 @@
-"""A drafter and a policy at work on one text after another."""
+"""Runs a drafter under a policy, for one text after another."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class PassOutcome(NamedTuple):
     """A forward pass whose tokens have been drawn."""
 
     draft: Draft
-    """What was verified: the proposed draft without the nodes that were pruned."""
+    """The pruned draft, which was verified: the proposed one without the nodes that were pruned."""
     path: Sequence[int]
-    """The nodes of `draft` that the text takes, root first. A token was drawn behind each."""
+    """The nodes of `draft` that the text takes, root first. A token was drawn after each."""
     output: ForwardOutput
     seconds: float | None
-    """From the proposal to the last draw. None for a prompt's pass, which says nothing of decoding."""
+    """Time from the proposal to the last draw. None for a prompt's pass, which isn't decoding."""
     ended: bool
-    """Whether the text is over: what was drafted behind the path was never judged."""
+    """Whether the text is over. The draft tokens after the path were then never judged."""
 
 
 class Drafting:
-    """Drafts for one model's texts, one at a time. What was learned of one text helps the next.
+    """Drafts for one model's texts, one at a time. What it learns from one text helps the next.
 
     The decode loop calls `begin` for each text. For each pass it calls `propose`, then `drew` for each token
-    drawn, then `observe`; the prompt's pass has no `propose`. The states are nothing to the loop:
+    drawn, then `observe`; the prompt's pass has no `propose`. The loop doesn't depend on these states:
 
         +------------------- listening -------------------+
         |           drafts lose to plain passes           |  looking hasn't paid
@@ -62,41 +62,43 @@ class Drafting:
         +-------------------------------------------------+
 
     drafting: `TreePolicy` sizes the drafts. backing off: passes are plain (`BackOff`). In both, the drafter
-    hears of every token and every pass is timed.
-    throttled: the pass is plain and untimed. The drafter is told what it missed before it is next asked. That
-    takes far less time at once than between passes.
-    disabled: passes are plain, and one in TIMED_EVERY is timed. The drafter begins anew with the whole text.
+    is told of every token, and every pass is timed.
+    throttled: the pass is plain and untimed. The drafter is told of the missed tokens before it is next
+    asked. All at once, that takes far less time than between passes.
+    disabled: passes are plain, and one in TIMED_EVERY is timed. Afterwards the drafter begins anew with the
+    whole text.
     """
 
     def __init__(self, drafter: Drafter, max_nodes: int, min_pass_seconds: float = 0.0) -> None:
-        """drafter: becomes this object's own, which closes it. max_nodes: of a draft, its root included.
+        """drafter: owned by this object from now on, which closes it.
 
-        min_pass_seconds: time of a plain pass below which drafting is disabled.
+        max_nodes: most nodes of a draft, its root included. min_pass_seconds: time of a plain pass below
+        which drafting is disabled.
         """
         self._drafter = drafter
         self._policy = TreePolicy(max_nodes)
         self._min_pass_seconds = min_pass_seconds
         self._state: State = "disabled" if min_pass_seconds > 0 else "listening"
         self._failure = ""
-        """Why drafting is disabled for good."""
+        """Why drafting is disabled for good; empty if it isn't."""
         self._text: list[int] = []
         self._sampling = SamplingConfig()
         self._told = 0
-        """Tokens of the text that the drafter knows; 0: it has yet to begin."""
+        """Number of the text's tokens that the drafter knows; 0: it has yet to begin."""
         self._missed_output: tuple[ForwardOutput, int] | None = None
-        """The newest pass that the drafter hasn't heard of, and its last accepted node."""
+        """The newest output that the drafter hasn't been given, and its last accepted node."""
         self._untimed = 0
         """Passes until the next timed one while disabled."""
         self._preparing_seconds = self._growing_seconds = self._learning_seconds = 0.0
-        """The pass's time in the drafter: before, while and after its draft grows."""
+        """The drafter's time in this pass: before, while and after its draft grows."""
         self._nodes = 1
-        """Nodes of the newest draft, pruned ones included."""
+        """Number of nodes of the newest draft, pruned ones included."""
         self._count = _DraftCount()
         self.prune: Prune | None = None
         """Called between the lower layers and the stream layers of the proposed pass. None: no pruning."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
-        """A text of at least one token id is about to be continued. The list grows with the text."""
+        """Begin to continue a text. text: at least one token id; the caller's list grows with the text."""
         self._text = text
         self._sampling = sampling
         self._told = 0
@@ -119,9 +121,9 @@ class Drafting:
         Args:
             root: the text's last token, which hasn't been through the model.
             kv: the target's keys and values. They hold the text except `root`.
-            max_nodes: nodes that the context has room for.
-            max_tokens: tokens that may still be drawn.
-            cancelled: whether to give up. Raises Cancelled then.
+            max_nodes: number of nodes for which the context has room.
+            max_tokens: number of tokens that may still be drawn.
+            cancelled: if it returns True, `propose` raises Cancelled.
         """
         if self._state == "disabled":
             return plain(root)
@@ -136,7 +138,7 @@ class Drafting:
             self._begin_drafter()
         started = time.perf_counter()
         self._catch_up()
-        # A draft takes no block of keys and values that the root alone wouldn't.
+        # A draft takes no more blocks of keys and values than the root alone.
         nodes = min(self._policy.begin(), max_nodes, max(1, kv.room - kv.length))
         draft = plain(root)
         if nodes > 1 and max_tokens > 1:
@@ -152,10 +154,10 @@ class Drafting:
         return draft
 
     def drew(self, token: int, logits: Float32) -> None:
-        """`token` was drawn from logits (V,) and is about to follow the text.
+        """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
 
-        It isn't part of the outcome: a pass may draw as many rows of logits as it has nodes, and each is as
-        large as the vocabulary.
+        Logits aren't part of `PassOutcome`, as a pass may have a row of them for each node, and each row is
+        as large as the vocabulary.
         """
         if self._state == "listening":
             started = time.perf_counter()
@@ -164,7 +166,7 @@ class Drafting:
             self._learning_seconds += time.perf_counter() - started
 
     def observe(self, outcome: PassOutcome) -> None:
-        """The pass is over."""
+        """Learn from the outcome of the finished pass."""
         if self._state == "disabled":
             if outcome.seconds is not None:
                 self._time_plain(outcome.seconds)
@@ -184,11 +186,11 @@ class Drafting:
 
     @property
     def stats(self) -> DraftStats:
-        """The text's so far, and in words whether drafts are made, and why."""
+        """Stats of the text so far, with a sentence on whether drafts are made, and why."""
         return self._count.stats(self._decision)
 
     def close(self) -> None:
-        """Release what the drafter holds. Idempotent."""
+        """Close the drafter. Idempotent."""
         self._drafter.close()
 
     def _begin_drafter(self) -> None:
@@ -197,7 +199,7 @@ class Drafting:
         self._missed_output = None
 
     def _catch_up(self) -> None:
-        """Tell the drafter what it missed while throttled."""
+        """Tell the drafter of the tokens and the output that it missed while throttled."""
         for token in self._text[self._told :]:
             self._drafter.observe(token, None)
         self._told = len(self._text)
@@ -206,7 +208,7 @@ class Drafting:
             self._missed_output = None
 
     def _grown(self, root: int, nodes: int, depth: int, started: float) -> Draft:
-        """The draft of a drafter that is prepared. started: when its preparation began."""
+        """Grow a draft with the prepared drafter. started: time at which its preparation began."""
         asked = 0
 
         def propose(path: Sequence[int]) -> Proposals:
@@ -223,7 +225,7 @@ class Drafting:
         return draft
 
     def _time_plain(self, seconds: float) -> None:
-        """A pass while disabled took so long. The first is timed, and one in TIMED_EVERY after it."""
+        """Record the time of a pass while disabled: of the first, and then of one in TIMED_EVERY."""
         if self._untimed:
             self._untimed -= 1
             return
@@ -250,7 +252,7 @@ class Drafting:
 
     @property
     def _decision(self) -> str:
-        """As in `DraftStats`."""
+        """The `decision` of `DraftStats`."""
         if self._failure:
             return f"no drafts: {self._failure}"
         if self._state == "disabled":
@@ -262,23 +264,23 @@ class Drafting:
 
 
 class _DraftCount:
-    """Sums over a text's passes. `DraftStats` says what they are."""
+    """Sums over a text's passes, as described in `DraftStats`."""
 
     def __init__(self) -> None:
         self._drafts = self._draft_tokens = 0
         self._preparing_seconds = self._growing_seconds = 0.0
         self._drafted: list[int] = []
         self._accepted: list[int] = []
-        """Both by depth, from 1 on, and equally long."""
+        """Draft tokens judged and accepted, by depth from 1 on; both lists are equally long."""
 
     def add(self, outcome: PassOutcome, nodes: int, preparing_seconds: float, growing_seconds: float) -> None:
-        """Count a pass. nodes: of the draft before it was pruned."""
+        """Count a pass. nodes: number of nodes in the draft before it was pruned."""
         self._drafts += nodes > 1
         self._draft_tokens += nodes - 1
         self._preparing_seconds += preparing_seconds
         self._growing_seconds += growing_seconds
         accepted = len(outcome.path) - 1
-        # Behind the path a draft token was judged, and wrong, unless the text ended there.
+        # A draft token after the path was judged wrong, if there was one and the text didn't end there.
         judged = accepted + (not outcome.ended and outcome.path[-1] in outcome.draft.parents[1:])
         more = [0] * (judged - len(self._drafted))
         self._drafted += more

@@ -1,13 +1,14 @@
-"""The time of a forward pass by the nodes of its draft, from recent passes: a line."""
+"""The time of a forward pass as a linear function of its draft's nodes, fitted to recent passes."""
 
 from __future__ import annotations
 
 DECAY = 0.97
 """Decay of the line's history with every pass. With 0.9, times that vary by a fifth cost 1 % in the mean."""
 OUTLIER = 1.5
-"""Limit of a pass's seconds, in expected seconds: beyond it, another process had the machine.
+"""Largest measured time of a pass that counts, as a multiple of the expected one. Beyond it, another process
+probably had the machine.
 
-Without it, text is 29 % slower where one pass in fifty takes thirty times as long.
+Without it, text is 29 % slower if one pass in fifty takes thirty times as long.
 """
 IN_A_ROW = 4
 """Number of consecutive passes beyond OUTLIER, all slower or all faster, that change the whole line.
@@ -19,7 +20,7 @@ Without such changes, text is 16 % slower after a budget has changed; with 2, ou
 class PassTime:
     """Decayed least squares of seconds on draft tokens: `plain_seconds + node_seconds * (nodes - 1)`.
 
-    While all passes have the same size the slope can't be seen, and stays what it was. It begins at 0.
+    While all passes have the same size, the slope can't be measured and stays as it is. It begins at 0.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class PassTime:
         return self.plain_seconds + self.node_seconds * (nodes - 1)
 
     def record(self, nodes: int, seconds: float) -> float:
-        """A pass over `nodes`, its root included, took `seconds`. Returns the seconds that count."""
+        """Record a pass over `nodes` nodes, root included, in `seconds`. Returns the seconds that count."""
         self._rescale(nodes, seconds)
         expected = self.seconds(nodes)
         if expected > 0:
@@ -51,11 +52,11 @@ class PassTime:
         mean_x = self._x / self._weight
         mean_y = self._y / self._weight
         variance = self._xx / self._weight - mean_x * mean_x
-        # Below it, what is left of passes of another size is rounding.
+        # Below this variance, the remains of passes of another size are rounding errors.
         if variance > 1e-6 * (1 + mean_x * mean_x):
             covariance = self._xy / self._weight - mean_x * mean_y
             self.node_seconds = max(0.0, covariance / variance)
-        # Times too steep for a line would put a plain pass below zero.
+        # A line too steep would put a plain pass below zero.
         self.plain_seconds = max(mean_y - self.node_seconds * mean_x, 0.05 * mean_y)
         return seconds
 

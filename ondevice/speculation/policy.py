@@ -1,7 +1,7 @@
-"""How large a draft is: expected tokens per second, by the time of recent passes.
+"""Sizes drafts for the most expected tokens per second, by the time of recent passes.
 
-A node is added while the tokens that it is expected to give outweigh the time that it takes. The drafter is
-asked while they would outweigh the time of asking, too. `BackOff` says whether to draft at all.
+A node is added while its expected tokens outweigh the time that it takes. The drafter is asked while they
+would outweigh the time of asking, too. `BackOff` decides whether to draft at all.
 """
 
 from __future__ import annotations
@@ -10,57 +10,57 @@ from ondevice.speculation.back_off import BackOff
 from ondevice.speculation.pass_time import PassTime
 
 TRIAL_NODES = 4
-"""Maximum nodes of a draft on trial. Without it, short texts with dear nodes are a third slower."""
+"""Maximum nodes of a draft on trial. Without it, short texts with expensive nodes are a third slower."""
 STALE_PASSES = 192
 """Passes without a draft after which the next draft measures the time of a node anew.
 
-Without it, text is a quarter slower after a budget has changed.
+Without it, text is a quarter slower after a change of the budget.
 """
 THROTTLE_SHARE = 0.005
-"""Share of the time that looking for draft tokens may take while it doesn't pay.
+"""Largest share of the time spent on looking for draft tokens while that doesn't pay.
 
-Without throttling, text that is hopeless at times is a tenth slower where preparing a draft is dear.
+Without throttling, text that is unpredictable at times is a tenth slower if preparing a draft is expensive.
 """
 MAX_THROTTLED = 16
-"""Limit of the interval between passes that look for draft tokens while it doesn't pay, in passes.
+"""Longest interval between passes that look for draft tokens while that doesn't pay, in passes.
 
-Without it, such text is 3 % slower: drafts are found too late where it is hopeful again.
+Without it, such text is 3 % slower, as drafts begin too late once it is predictable again.
 """
 MAX_DRAFTING = 3.0
-"""Limit of a pass's time spent on drafting, in plain passes.
+"""Largest drafting time of a pass that counts, in plain passes.
 
 Without it, catching up with a long text every 100 passes slows the others by a fifth.
 """
 MAX_ROW_SHARE = 0.3
-"""Limit of the time that a row computes, in plain passes: a node that takes more has neurons read.
+"""Largest computing time of a row, in plain passes. A node that takes more time causes reads of neurons.
 
-Measured, a node takes up to 0.24 where nothing is read and 0.6 where neurons are (docs/benchmarks.md).
+Measured, a node takes up to 0.24 if nothing is read, and 0.6 if neurons are (docs/benchmarks.md).
 """
 EMA_WEIGHT = 0.1
-"""EMA weight of the newest pass, in the means of what looking for draft tokens takes and brings."""
+"""EMA weight of the newest pass, in the means of the time and gain of looking for draft tokens."""
 CALIBRATION_DECAY = 0.98
 """Decay of the calibration's history with every draft."""
 CALIBRATION_PRIOR = 8.0
-"""Accepted draft tokens that the calibration begins with, all of them expected."""
+"""Prior of the calibration: accepted draft tokens, and as many expected ones."""
 
 
 class TreePolicy:
-    """One model's: what its passes take is the same for all texts."""
+    """Decides the drafts of one model. It serves all texts, as the time of a pass is the same for all."""
 
     def __init__(self, max_nodes: int) -> None:
-        """max_nodes: of a draft, its root included: what there is scratch memory for."""
+        """max_nodes: most nodes of a draft for which there is scratch memory, its root included."""
         self._max_nodes = max_nodes
         self._pass_time = PassTime()
         self._back_off = BackOff()
         self._propose_seconds = 0.0
-        """Mean seconds of asking the drafter once."""
+        """Mean seconds of one question to the drafter."""
         self._drafting_mean = 0.0
         """Mean seconds of drafting in a pass."""
         self._gain = 1.0
-        """Mean expected speed of recent passes that looked for draft tokens, over plain decoding's."""
+        """Mean expected speed of recent passes that looked for draft tokens, relative to plain decoding."""
         self._accepted = CALIBRATION_PRIOR
         self._claimed = CALIBRATION_PRIOR
-        """Decayed sums of accepted draft tokens, and of the drafter's chances for them."""
+        """Decayed sums: of accepted draft tokens, and of the chances that the drafter gave draft tokens."""
         self._drafts = 0
         self._plain_in_a_row = 0
         self._throttled = 0
@@ -68,22 +68,22 @@ class TreePolicy:
         self._mean_nodes = 0.0
         """Mean nodes of recent drafts."""
         self._remeasures = False
-        """Whether the growing draft is to measure the time of a node, at whatever cost."""
+        """Whether the growing draft must measure the time of a node, even if it doesn't pay."""
         self._expected = 1.0
-        """Tokens that the growing draft is expected to give, its root's own included."""
+        """Number of tokens that the growing draft is expected to give, with the one drawn after its root."""
         self._claims = 0.0
-        """Accepted draft tokens among them, by the drafter's chances."""
+        """Number of accepted draft tokens that the drafter's chances promise for the growing draft."""
         self._drafting_seconds = 0.0
-        """Seconds that the growing draft has taken so far."""
+        """Seconds spent on the growing draft so far."""
 
     @property
     def plain_seconds(self) -> float:
-        """Recent seconds of a plain pass; 0 before any."""
+        """Expected seconds of a plain pass; 0 before any pass."""
         return self._pass_time.plain_seconds
 
     @property
     def row_share(self) -> float:
-        """Time that another row adds to a pass by computing, as a share of a plain pass."""
+        """Computing time that another row adds to a pass, as a share of a plain pass."""
         plain = self._pass_time.plain_seconds
         return min(MAX_ROW_SHARE, self._pass_time.node_seconds / plain) if plain else 0.0
 
@@ -99,7 +99,7 @@ class TreePolicy:
 
     @property
     def decision(self) -> str:
-        """Whether drafts are made, and why, for people."""
+        """A text for people that tells whether drafts are made, and why."""
         plain = self._pass_time.plain_seconds
         if not self._drafts:
             return "no drafts: no draft token was likely enough" if plain else "no drafts: no pass was timed"
@@ -126,7 +126,7 @@ class TreePolicy:
         return True
 
     def begin(self) -> int:
-        """A pass begins. Returns the maximum nodes of its draft, the root included."""
+        """Begin a pass. Returns the maximum nodes of its draft, the root included."""
         self._expected = 1.0
         self._claims = 0.0
         self._drafting_seconds = 0.0
@@ -137,11 +137,11 @@ class TreePolicy:
         return min(TRIAL_NODES, self._max_nodes) if is_small else self._max_nodes
 
     def prepared(self, seconds: float) -> None:
-        """Preparing the draft took `seconds`."""
+        """Record that preparing the draft took `seconds`."""
         self._drafting_seconds += seconds
 
     def is_worth_adding(self, nodes: int, chance: float) -> bool:
-        """Whether a draft of `nodes` should get another, which is reached with `chance`."""
+        """Whether a draft of `nodes` nodes should get another, which is reached with probability `chance`."""
         if not self._pays(nodes, chance, self._pass_time.node_seconds):
             return False
         self._expected += min(1.0, chance * self._calibration)
@@ -149,27 +149,31 @@ class TreePolicy:
         return True
 
     def is_worth_asking(self, nodes: int, chance: float) -> bool:
-        """Whether, in a draft of `nodes`, to ask what follows a node that is reached with `chance`."""
+        """Whether to ask the drafter what follows a node, reached with probability `chance`.
+
+        nodes: of the draft so far.
+        """
         if not self._pays(nodes, chance, self._pass_time.node_seconds + self._propose_seconds):
             return False
         self._drafting_seconds += self._propose_seconds
         return True
 
     def grown(self, seconds: float, asked: int) -> None:
-        """Growing the draft, once prepared, took `seconds`, with the drafter asked `asked` times."""
+        """Record that growing the prepared draft took `seconds`, with the drafter asked `asked` times."""
         if asked:
             self._propose_seconds += EMA_WEIGHT * (seconds / asked - self._propose_seconds)
 
     def record(self, nodes: int, tokens: int, seconds: float, drafting_seconds: float = 0.0) -> None:
-        """A pass over `nodes` gave `tokens` in `seconds`.
+        """Record a pass over `nodes` nodes, which gave `tokens` tokens.
 
-        seconds: with drawing the tokens, and with drafting_seconds, which are the drafter's.
+        seconds: time of the pass, including the drawing of tokens and `drafting_seconds`.
+        drafting_seconds: time of the drafter.
         """
         pass_seconds = self._pass_time.record(nodes, seconds - drafting_seconds)
         plain_seconds = self._pass_time.plain_seconds
         if self._pass_time.scale != 1.0:
             self._back_off.rescale(self._pass_time.scale)
-        # Catching up with a long text happens once, and is no part of what drafting takes.
+        # Catching up with a long text happens once, so most of its time doesn't count as drafting's.
         drafting_seconds = min(drafting_seconds, MAX_DRAFTING * plain_seconds)
         self._drafting_mean += EMA_WEIGHT * (drafting_seconds - self._drafting_mean)
         gain = self._expected * plain_seconds / (self._pass_time.seconds(nodes) + drafting_seconds)
@@ -191,7 +195,7 @@ class TreePolicy:
         return (self._accepted + 1) / (self._claimed + 1)
 
     def _pays(self, nodes: int, chance: float, more_seconds: float) -> bool:
-        """Whether a token with `chance` is worth `more_seconds` on a draft of `nodes`."""
+        """Whether a draft token with probability `chance` is worth `more_seconds` on a draft of `nodes`."""
         if self._remeasures:
             return True
         seconds = self._pass_time.seconds(nodes) + self._drafting_seconds

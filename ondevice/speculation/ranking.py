@@ -1,8 +1,8 @@
-"""From a drafter's logits to draft tokens: the tokens that the target is likely to draw.
+"""Chooses draft tokens by a drafter's logits: the tokens that the target is likely to draw.
 
-Greedy decoding takes the likeliest token, so candidates are ranked by probability. Sampling adds noise that
-is keyed by position and so known ahead. A drafter that adds the same noise proposes what the target draws as
-often as their logits agree, however random the draw (Gumbel-max coupling).
+Greedy decoding takes the likeliest token, so candidates are ranked by probability. Sampling adds noise, which
+is keyed by position and so known ahead. A drafter that adds the same noise proposes the token that the target
+draws as often as their logits agree, however random the draw (Gumbel-max coupling).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ondevice.speculation.drafter import AcceptanceRate
 MAX_CANDIDATES = 8
 """Maximum draft tokens for a place."""
 NOISY_TOKENS = 128
-"""Number of likeliest tokens that noise is computed for. It seldom lifts another token above all of them."""
+"""Number of likeliest tokens for which noise is computed. It seldom lifts another token above them all."""
 LEADS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Bounds of the bins of the first candidate's lead over the second, in units of the score."""
 FIRST_PRIORS = (0.3, 0.35, 0.45, 0.6, 0.75, 0.9)
@@ -36,7 +36,7 @@ class Ranking:
     def __init__(self, max_candidates: int = MAX_CANDIDATES) -> None:
         self._max_candidates = max_candidates
         self._sampling = SamplingConfig()
-        # By the first candidate's lead, then by rank: a likely first one leaves little to the others.
+        # By the first candidate's lead, then by rank: a likely first one leaves little chance to the others.
         self._acceptance = [
             [AcceptanceRate(prior)]
             + [AcceptanceRate((1 - prior) * 0.5**rank) for rank in range(1, max_candidates)]
@@ -44,14 +44,16 @@ class Ranking:
         ]
 
     def begin(self, sampling: SamplingConfig) -> None:
-        """The text's tokens will be drawn with `sampling` from here on."""
+        """Rank for tokens drawn with `sampling` from now on."""
         self._sampling = sampling
 
     def rank(self, logits: Float32, position: int, history: Sequence[int] = ()) -> list[tuple[int, float]]:
         """Candidates for the token at `position` of the text, likeliest first, with their chances.
 
-        logits: (V,) the drafter's for that place. history: the ids before it, which a repetition penalty
-        reads. Greedy chances are the drafter's own probabilities, sampled ones measured acceptance rates.
+        In greedy decoding, chances are the drafter's own probabilities; in sampling, they are measured
+        acceptance rates.
+
+        logits: (V,) the drafter's, for that place. history: the ids before it, for a repetition penalty.
         """
         ids, scores, level = self._scores(logits, position, history)
         if self._sampling.temperature == 0.0:
@@ -61,7 +63,7 @@ class Ranking:
         return [(token, rate.value) for token, rate in zip(ids.tolist(), rates, strict=False)]
 
     def judge(self, logits: Float32, position: int, token: int, history: Sequence[int] = ()) -> None:
-        """`token` was drawn at `position`: learn how good `rank` with the same arguments was."""
+        """Update acceptance rates: `token` was drawn at `position`. Other arguments are as in `rank`."""
         if self._sampling.temperature == 0.0:
             return
         ids, scores, _ = self._scores(logits, position, history)

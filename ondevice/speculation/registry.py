@@ -19,14 +19,14 @@ from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter
 
 Needs = Literal["nothing", "streams", "draft model"]
-"""Requirement beside the model itself: streams in its bundle, or a second model."""
+"""A drafter's requirement in addition to the model: streams in its bundle, or a second model."""
 
 
 @dataclass(frozen=True)
 class Target:
     """The model that drafts are for.
 
-    max_nodes: nodes of a draft, its root included. reads: whether passes wait for flash now.
+    max_nodes: most nodes of a draft, its root included. reads: tells whether passes wait for flash now.
     """
 
     config: ModelConfig
@@ -39,7 +39,7 @@ class Target:
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """A row of DRAFTERS. nbytes: the drafter's largest memory, given (config, context, nodes)."""
+    """An entry of DRAFTERS. nbytes: most bytes that the drafter takes, given (config, context, nodes)."""
 
     needs: Needs
     nbytes: Callable[[ModelConfig, int, int], int]
@@ -47,15 +47,15 @@ class DrafterKind:
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """The text, every stream's logits twice, every node and its streams' beginnings, and the streams."""
+    """Bytes of the text, all streams' logits twice, all nodes, their streams' initial states, and streams."""
     rows = (nodes * (1 + MAX_STREAMS) + MAX_STREAMS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
 MIN_PASS_SECONDS = 0.001
-"""Seconds of a plain pass below which `auto` is disabled: looking for draft tokens takes a tenth of that."""
+"""Seconds of a plain pass below which `auto` is disabled. Looking for draft tokens takes a tenth of that."""
 AUTOMATIC: tuple[str, ...] = ("lookup", "recycling")
-"""Names of the drafters that `auto` combines. Streams join them in a model that has some."""
+"""Names of the drafters that `auto` combines. It adds streams if the model has them."""
 
 
 DRAFTERS: dict[str, DrafterKind] = {
@@ -77,7 +77,7 @@ DRAFTERS: dict[str, DrafterKind] = {
         lambda config, context, nodes: 8 * context + 2 * 4 * config.vocab_size,
         lambda target: ResidentDrafter(target.transformer),
     ),
-    # A second model's memory is planned with its bundle in hand.
+    # A second model's memory is planned from its bundle.
     "model": DrafterKind(
         "draft model", lambda config, context, nodes: 0, lambda target: _model_drafter(target)
     ),
@@ -92,7 +92,7 @@ DRAFTERS: dict[str, DrafterKind] = {
 
 
 def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: int) -> int:
-    """Largest memory of the drafter `name` for such a model; 0 for a name that is no drafter's."""
+    """Most bytes that the drafter `name` takes for such a model; 0 for a name that is no drafter's."""
     return DRAFTERS[name].nbytes(config, max_context, max_nodes) if name in DRAFTERS else 0
 
 
@@ -102,7 +102,7 @@ def runs_streams(name: str, streams: MultiStreams | None) -> bool:
 
 
 def needs(name: str) -> Needs:
-    """Requirement of the drafter `name` beside the model itself."""
+    """The requirement of the drafter `name` in addition to the model."""
     return DRAFTERS[name].needs if name in DRAFTERS else "nothing"
 
 

@@ -1,6 +1,6 @@
 """Draft trees, grown where acceptance is likeliest.
 
-"SpecExec" (arXiv 2406.02532) grows trees the same way. Verification is exact for any tree: a draft decides
+"SpecExec" (arXiv 2406.02532) grows trees the same way. Verification is exact for any tree: a draft affects
 how many tokens a forward pass gives, never which.
 """
 
@@ -14,14 +14,14 @@ from functools import cached_property
 from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
-"""Rank of an entry in `grow`'s queue that stands for asking the drafter, not for a draft token."""
+"""Rank of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
 LOGITS_AHEAD = 4
 """Maximum nodes of a draft whose logits are computed together."""
 LIKELY_SHARE = 0.5
-"""Share of its parent's chance from which on a node is likely to be accepted behind it."""
+"""Smallest share of its parent's chance with which a node counts as likely to be accepted after it."""
 
 Proposals = Iterable[tuple[int, float]]
-"""Distinct token ids, each with the chance from 0 to 1 that it is the one that follows."""
+"""Distinct token ids, each with the chance from 0 to 1 that it comes next."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Draft:
         return {place: node for node, place in enumerate(nodes) if node}
 
     def only(self, nodes: Sequence[int]) -> Draft:
-        """The draft reduced to `nodes`, which ascend and include the parent of each."""
+        """The draft reduced to `nodes`, which are ascending and include the parent of each."""
         index = {node: place for place, node in enumerate(nodes)} | {-1: -1}
         return Draft(
             tuple(self.tokens[node] for node in nodes),
@@ -64,7 +64,7 @@ class Draft:
         return found
 
     def likely_path(self, node: int, max_nodes: int) -> list[int]:
-        """`node` and the nodes behind it that are likely to be accepted if it is."""
+        """`node` and the nodes after it that are likely to be accepted if it is."""
         path = [node]
         while len(path) < max_nodes and (child := self._likeliest.get(path[-1])) is not None:
             if self.chances[child] < LIKELY_SHARE * self.chances[path[-1]]:
@@ -73,7 +73,7 @@ class Draft:
         return path
 
     def child(self, node: int, token: int) -> int | None:
-        """The node that has `token` behind `node`, or None."""
+        """The child of `node` with `token`, or None."""
         return self._children.get((node, token))
 
 
@@ -90,18 +90,18 @@ def grow(
     max_depth: int,
     is_worth_asking: Callable[[int, float], bool] = lambda nodes, chance: True,
 ) -> Draft:
-    """Grow a draft behind `root`, likeliest nodes first.
+    """Grow a draft from `root`, likeliest nodes first.
 
     Args:
         root: the text's last token, which is decided.
-        propose: tokens that may follow `root` and the draft tokens of a path. Called for a path only once no
-            likelier draft token is left.
-        is_worth_adding: whether a draft of n nodes should get another that is reached with a given chance.
-            The first that it shouldn't get ends the draft.
-        max_nodes: nodes of the draft, its root included.
-        max_depth: draft tokens on a path.
-        is_worth_asking: whether, in a draft of n nodes, to ask what follows a node that is reached with a
-            given chance.
+        propose: returns tokens that may follow `root` and the draft tokens of a path. Called for a path only
+            once no likelier draft token is left.
+        is_worth_adding: takes the number of nodes and a chance; returns whether the draft should get another
+            node that is reached with this chance. The first refused node ends the draft.
+        max_nodes: most nodes of the draft, its root included.
+        max_depth: most draft tokens on a path.
+        is_worth_asking: takes the number of nodes and a chance; returns whether to ask what follows a node
+            that is reached with this chance.
     """
     tokens, parents, chances = [root], [-1], [1.0]
     paths: list[tuple[int, ...]] = [()]

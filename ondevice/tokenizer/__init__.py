@@ -1,8 +1,7 @@
-"""Text to token ids and back, over the libraries that defined each format.
+"""Converts text to token ids and back, with the libraries that defined each format.
 
-`sentencepiece` reads `tokenizer.model`, `tokenizers` reads `tokenizer.json`; both are imported when a
-tokenizer is loaded, not before. Tokenizer files are untrusted input: whatever goes wrong inside the
-libraries ends as BundleError.
+`sentencepiece` reads `tokenizer.model`, `tokenizers` reads `tokenizer.json`. A library is imported only when
+a tokenizer is loaded. Tokenizer files are untrusted input: an error inside a library becomes a BundleError.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ _KINDS: dict[str, type[SentencePieceTokenizer | HuggingFaceTokenizer]] = {
     "tokenizers": HuggingFaceTokenizer,
 }
 MAX_TOKENIZER_BYTES = {"sentencepiece": 16 << 20, "tokenizers": 32 << 20}
-"""Largest file of each kind, for it is read whole and takes several times its size once parsed."""
+"""Largest file of each kind, as a file is read whole and takes several times its size once parsed."""
 
 
 LIBRARY_BYTES = 2 << 20
-"""What a library touches of itself when it is first used: 1.3 MB to read the smallest file, 0.6 to encode."""
+"""Memory that a library's first use touches of itself: 1.3 MB to read the smallest file, 0.6 MB to encode."""
 
 
 def import_library(kind: str) -> None:
-    """Import what reads tokenizers of a kind, which is named after it: a process holds it from then on."""
+    """Import the library of tokenizers of a kind, which has the kind's name. It stays in the process."""
     if kind in _KINDS:
         import_module(kind)
 
 
 def loading_bytes(kind: str, parts: Iterable[bytes]) -> int:
-    """Most memory that `load_tokenizer` takes for the file that `parts` add up to, the file included.
+    """Upper bound of the bytes that `load_tokenizer` takes for a file, the file included.
 
-    By marks that what takes memory can't be without: measured are 330 to 420 bytes for an entry of a
-    vocabulary in JSON, 92 to 182 for a merge, 110 for a character of added tokens, 200 to 340 for a piece of
-    sentencepiece's, which begins with a line feed, as its text does.
+    parts: the file's bytes. The bound counts marks that every item in memory must have in the file. Measured:
+    330 to 420 bytes per entry of a JSON vocabulary, 92 to 182 per merge, 110 per character of added tokens,
+    and 200 to 340 per piece of sentencepiece (a piece begins with a line feed, as its text does).
     """
     size = keys = commas = line_feeds = 0
     for part in parts:
@@ -74,11 +73,18 @@ def load_tokenizer(
     *,
     vocab_size: int | None = None,
 ) -> Tokenizer:
-    """A tokenizer from the bytes of its file. `kind` is `sentencepiece` or `tokenizers`.
+    """A tokenizer from the bytes of its file.
 
-    vocab_size: rows of the model's embedding, which must cover every id.
     Raises BundleError for a damaged or hostile file and for ids outside the vocabulary,
     UnsupportedModelError for a tokenizer whose rules aren't implemented.
+
+    Args:
+        kind: `sentencepiece` or `tokenizers`.
+        data: the file's bytes.
+        bos_id: id that begins a text, or None.
+        eos_ids: ids that end a text.
+        add_bos: whether `encode` begins with `bos_id` by default.
+        vocab_size: rows of the model's embedding, which must cover every id.
     """
     if kind not in _KINDS:
         raise UnsupportedModelError(f"tokenizer kind {kind!r} is not one of {', '.join(_KINDS)}")

@@ -1,6 +1,6 @@
-"""The tokenizer protocol, streaming decoding, and what both implementations share.
+"""The tokenizer protocol, streaming decoding, and the base of both implementations.
 
-What a token adds to a text is defined once, as bytes, so that streaming and whole decoding can't differ.
+A token's contribution to a text is defined once, as bytes, so that streaming and whole decoding can't differ.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ondevice.errors import BundleError, OndeviceError, UsageError
 from ondevice.tokenizer.cutting import Piece, Stopwatch, pieces
 
 LeadingSpace = Literal["keep", "one", "each"]
-"""At the start of a text, sentencepiece drops the space its encoder put there: never, from the first token,
-or from every token until one leaves text behind."""
+"""Rule for the space that sentencepiece's encoder puts at the start of a text. Decoding drops it never
+(`keep`), from the first token only (`one`), or from every token until one adds text (`each`)."""
 
 SPACE_MARK = "▁"
 """Stands for a space in sentencepiece's vocabularies."""
 
 MAX_TOKEN_CHARS = 1024
-"""Of a token's name, in any vocabulary: what is generated is as long as its tokens. The longest of public
-ones have 512."""
+"""Most characters of a token's name in any vocabulary, which bounds generated text. The longest names of
+public tokenizers have 512."""
 
 MAX_SPECIAL_CHARS = 1 << 17
-"""Of the names of all special tokens: a pattern that finds them takes 100 times as many bytes. A public
-tokenizer with 6,400 of them has 80,000."""
+"""Most characters in the names of all special tokens: a pattern that finds them takes 100 times as many
+bytes. A public tokenizer with 6,400 special tokens has 80,000."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -38,25 +38,25 @@ _NO_LIMIT = 1 << 31
 
 
 class Spelling(Protocol):
-    """What each token adds to a text."""
+    """The text that each token adds, in bytes."""
 
     @property
     def leading_space(self) -> LeadingSpace:
-        """What happens to a space at the start of a decoded text."""
+        """The rule for a space at the start of a decoded text."""
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 bytes, perhaps of part of a character, that the token adds inside a text."""
+        """UTF-8 bytes that the token adds inside a text; they may be part of a character."""
 
     def begins_word(self, token: int) -> bool:
         """Whether the first of `token_bytes` is a space that `leading_space` may drop."""
 
 
 class Tokenizer(Spelling, Protocol):
-    """What the rest of the runtime needs of a tokenizer."""
+    """A tokenizer as the rest of the runtime uses it."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids the tokenizer knows; a model may have more rows, which decode to nothing."""
+        """Number of ids that the tokenizer knows. A model may have more rows, which decode to nothing."""
 
     @property
     def bos_id(self) -> int | None:
@@ -73,15 +73,18 @@ class Tokenizer(Spelling, Protocol):
     def encode(
         self, text: str, *, add_bos: bool | None = None, special: bool = False, most: int | None = None
     ) -> list[int]:
-        """Ids of `text`. Only with `special` do special tokens' names in it become those tokens.
+        """Ids of `text`.
 
-        most: how many there is a use for. Where there are more, a few more come, and the rest isn't encoded.
+        add_bos: whether `bos_id` comes first; None: as the property `add_bos` says.
+        special: whether special tokens' names in the text become those tokens.
+        most: number of ids that the caller can use. If the text has more, only a few more are returned, and
+            the rest isn't encoded.
         """
 
     def encode_parts(self, parts: Iterable[str], *, special: bool = False) -> Iterator[list[int]]:
-        """Ids of the text that `parts` add up to, a few at a time as the parts come; no `bos_id` before them.
+        """Yields the ids of the text in `parts`, a few at a time as parts arrive, without `bos_id`.
 
-        Neither memory nor, up to the next ids, time grows with the text.
+        Neither memory nor the time to the next ids grows with the text.
         """
 
     def encode_within(
@@ -92,30 +95,30 @@ class Tokenizer(Spelling, Protocol):
         special: bool = False,
         most: int | None = None,
     ) -> list[int]:
-        """`encode` of the text that `parts` add up to, of which no more is read than has to be."""
+        """`encode` of the text in `parts`, of which no more are read than needed."""
 
     def decode(self, ids: Iterable[int], *, at_start: bool = True) -> str:
-        """Text of `ids`, special tokens left out, invalid UTF-8 replaced by U+FFFD.
+        """Text of `ids`, without special tokens and with invalid UTF-8 replaced by U+FFFD.
 
-        at_start: the ids open a text; pass False for what continues one, to keep its leading space.
+        at_start: whether the ids begin a text. Pass False for ids that continue one, to keep a leading space.
         """
 
     def piece(self, token: int) -> str:
-        """The token's name in the vocabulary, special ones included; empty if there is none."""
+        """The token's name in the vocabulary, also of special tokens; empty if the token has none."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Names of special tokens, and their ids."""
+        """Ids of the special tokens, by name."""
 
     @property
     def special_pattern(self) -> re.Pattern[str]:
-        """Finds these names in a text, the longest where several begin."""
+        """A pattern that finds special tokens' names in a text; of several at one place, the longest."""
 
 
 class StreamingDetokenizer:
-    """Turns tokens into text one by one, giving out only whole characters.
+    """Turns tokens into text one by one, in whole characters.
 
-    All texts of `add` followed by that of `finish` equal `decode` of all tokens.
+    The texts from `add`, followed by that from `finish`, equal `decode` of all tokens.
     """
 
     def __init__(self, tokenizer: Spelling, *, at_start: bool = True) -> None:
@@ -124,7 +127,7 @@ class StreamingDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """The text that is certain now; empty while a character is incomplete."""
+        """The text that this token completes; empty while a character is incomplete."""
         data = self._tokenizer.token_bytes(token)
         if data and self._leading != "keep":
             if self._tokenizer.begins_word(token):
@@ -141,7 +144,7 @@ class StreamingDetokenizer:
 
 
 class Vocabulary(ABC):
-    """What both kinds share: ids at the ends of a text, limits, decoding."""
+    """Base of both kinds of tokenizer: ids at the ends of a text, limits, decoding."""
 
     leading_space: LeadingSpace
     special_tokens: Mapping[str, int]
@@ -235,10 +238,10 @@ class Vocabulary(ABC):
 
     @abstractmethod
     def _fits(self, text: str) -> bool:
-        """Whether so much text may be encoded at once."""
+        """Whether `text` is short enough to be encoded at once."""
 
     def _is_space(self, character: str) -> bool:
-        """Whether a piece of a long text may begin with this white space."""
+        """Whether a piece of a long text may begin with `character`, as white space."""
         return character.isspace()
 
     @cached_property
@@ -264,10 +267,10 @@ def valid_unicode(text: str) -> str:
 
 
 class LibraryErrors:
-    """Turns what a tokenizer library raises on a bad file into BundleError.
+    """Turns the errors that a tokenizer library raises on a bad file into BundleError.
 
-    `tokenizers` raises plain Exception, and for failed checks in Rust a PanicException, which derives from
-    BaseException and can't be imported; so they are told apart here rather than named in an `except`.
+    `tokenizers` raises plain Exception, and for failed checks in Rust a PanicException. That one derives from
+    BaseException and can't be imported, so it is recognised here by name rather than in an `except`.
     """
 
     def __init__(self, file: str) -> None:

@@ -1,8 +1,8 @@
-"""A text in pieces that are encoded one by one, so that no text takes memory or time in proportion to itself.
+"""Cuts a text into pieces that are encoded one by one: neither memory nor time per piece grows with the text.
 
-Where a text is cut depends on nothing but the text. A piece ends before white space that follows a letter,
-where no tokenizer that splits words has a token across; else before punctuation that does; else where it is
-full. Texts of up to `MAX_PIECE_CHARS` characters stay whole.
+The cuts depend only on the text. A piece ends before white space that follows a letter, if possible: no
+tokenizer that splits words has a token across that place. Else it ends before punctuation that follows a
+letter, else where it is full. Texts of up to `MAX_PIECE_CHARS` characters stay whole.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from ondevice.errors import BundleError
 
 MAX_PIECE_CHARS = 4096
-"""Encoding a piece takes 0.3 to 1.3 MB of memory and 2 to 7 ms for ordinary tokenizers; larger pieces are no
-faster (2 million characters of novels: 0.93, 1.30, 1.37 and 1.94 microseconds a character in pieces of 1,024,
-4,096, 16,384 and 1,000,000)."""
+"""Most characters of a piece. Encoding one takes 0.3 to 1.3 MB of memory and 2 to 7 ms for ordinary
+tokenizers. Larger pieces are no faster (2 million characters of novels: 0.93, 1.30, 1.37 and 1.94
+microseconds per character in pieces of 1,024, 4,096, 16,384 and 1,000,000)."""
 _APOSTROPHES = "'\u2019"
 MAX_SECONDS = 10.0
 MAX_SECONDS_PER_CHAR = 50e-6
-"""Ordinary tokenizers take a fiftieth of that; what a file may ask for takes at most 3 seconds a piece."""
+"""Time limit, beside `MAX_SECONDS` per text. Ordinary tokenizers take a fiftieth of it; the costliest file
+that is accepted takes at most 3 seconds per piece."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a text: whether it begins the text, and whether it ends it."""
+    """Part of a text. first: it begins the text; last: it ends the text."""
 
     text: str
     first: bool
@@ -42,10 +43,14 @@ def pieces(
     fits: Callable[[str], bool] = lambda text: True,
     is_space: Callable[[str], bool] = str.isspace,
 ) -> Iterator[Piece]:
-    """The text that `parts` add up to, in pieces of at most `limit` characters.
+    """Yields a text in pieces of at most `limit` characters.
 
-    unbroken: what is never cut where it occurs. fits: whether a piece may be as long as it is; one that may
-    not is cut again, at half its length. is_space: white space that a piece may begin with.
+    Args:
+        parts: the text, in any parts.
+        limit: most characters of a piece.
+        unbroken: matches of this pattern aren't cut.
+        fits: whether a piece is short enough; if not, it is cut again near half its length.
+        is_space: whether a character is white space with which a piece may begin.
     """
 
     def next_end(most: int) -> int:
@@ -57,7 +62,7 @@ def pieces(
     rest, start, first = "", 0, True
     for part in parts:
         rest, start = rest[start:] + part, 0
-        # One more, as where a piece ends depends on what follows it.
+        # One character more than the limit, as the end of a piece depends on the character after it.
         while len(rest) - start > limit:
             end = next_end(limit)
             yield Piece(rest[start:end], first, False)
@@ -72,7 +77,7 @@ def pieces(
 def _cut(
     text: str, start: int, limit: int, unbroken: re.Pattern[str] | None, is_space: Callable[[str], bool]
 ) -> int:
-    """Where the piece that begins at `start` ends: in its second half, if there is a place for it."""
+    """The end of the piece that begins at `start`: a place for a cut in its second half, if there is one."""
     least, most = start + max(1, limit // 2), start + limit
     for follows in (is_space, _is_punctuation):
         for end in range(most, least, -1):
@@ -86,7 +91,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 def _outside(text: str, start: int, end: int, unbroken: re.Pattern[str] | None) -> int:
-    """`end`, or where what may not be cut there begins."""
+    """`end`; or, if `end` lies inside a match of `unbroken`, the start of that match."""
     if unbroken is not None:
         for match in unbroken.finditer(text, start, end + MAX_PIECE_CHARS):
             if match.start() >= end:
@@ -97,7 +102,7 @@ def _outside(text: str, start: int, end: int, unbroken: re.Pattern[str] | None) 
 
 
 class Stopwatch:
-    """Times the encoding of a text, which may take so long, by its length."""
+    """Times the encoding of a text, and limits it by the text's length."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -105,7 +110,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self, chars: int) -> Iterator[None]:
-        """So many characters are being encoded. Raises BundleError, once they are, if that took too long."""
+        """Times the encoding of `chars` characters. Raises BundleError after it if the text took too long."""
         started = time.monotonic()
         yield
         self._seconds += time.monotonic() - started

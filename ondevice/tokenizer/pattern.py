@@ -1,12 +1,12 @@
-"""What a regular expression of a tokenizer's file can cost, known before a backtracking matcher compiles it.
+"""Bounds the cost of a regular expression in a tokenizer's file, before a backtracking matcher compiles it.
 
-Oniguruma, which `tokenizers` matches with, tries one way after another, so a pattern may take time that is
-quadratic, cubic or exponential in the text at every place of it. Here a pattern becomes a position automaton
-(Glushkov's construction): one position for every character class, an edge where one may follow another. A
-match that has reached a position behind which nothing more is needed is a match, and nothing before that is
-tried again. So only the positions before it count: without loops among them a bounded number of ways is tried
-at a place of the text; with one loop on a way, whose next step is always certain, a number in
-proportion to the text. Anything more is refused, whether or not a text could bring it about.
+`tokenizers` matches with Oniguruma, which tries one way after another. So at every place of a text a pattern
+may take time that is quadratic, cubic or exponential in the text. Here a pattern becomes a position automaton
+(Glushkov's construction): one position for every character class, and an edge where one may follow another.
+Once a match reaches a position after which nothing more is needed, it succeeds, and no way before that is
+tried again. So only the positions before that one count. Without loops among them, a bounded number of ways
+is tried at each place of the text. With one loop on a way, whose next step is always unambiguous, the number
+is proportional to the text. Anything more is refused, even if no text could cause it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_EDGES = 1 << 15
 
 @dataclass(frozen=True)
 class Cost:
-    """Steps at one place of a text of n characters, at most: `fixed + linear * n`."""
+    """Upper bound of the steps at one place of a text of n characters: `fixed + linear * n`."""
 
     fixed: int = 0
     linear: int = 0
@@ -33,16 +33,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class PatternCost(Cost):
-    """What a pattern costs, and whether it matches without a character of the text."""
+    """The cost of a pattern, and whether it can match the empty text."""
 
     matches_empty: bool = False
 
 
 def pattern_cost(source: str) -> PatternCost:
-    """What matching the pattern `source` (Oniguruma's Ruby syntax) costs at one place of a text, at most.
+    """Upper bound of the cost of matching `source` (Oniguruma's Ruby syntax) at one place of a text.
 
-    Raises UnsupportedModelError for one whose cost isn't known to be bounded so, and what `parse_pattern`
-    raises.
+    Raises UnsupportedModelError if no such bound is known, and as `parse_pattern` does.
     """
     node = parse_pattern(source)
     cost = _measured(node, source)
@@ -51,7 +50,10 @@ def pattern_cost(source: str) -> PatternCost:
 
 @dataclass
 class _Fragment:
-    """Part of an automaton: where a match may begin and end in it."""
+    """Part of an automaton: the positions at which a match may begin and end in it.
+
+    empty: whether it can match the empty text.
+    """
 
     empty: bool
     first: list[int]
@@ -60,7 +62,7 @@ class _Fragment:
 
 @dataclass
 class _Automaton:
-    """Positions, and how often each may follow each: twice where a repetition repeats itself."""
+    """An automaton: positions, and how many ways lead from one to the next (two in a nested repetition)."""
 
     source: str
     costs: list[Cost] = field(default_factory=list)
@@ -119,7 +121,7 @@ class _Automaton:
                 loop.empty = True
             head = max(0, node.least - 1)
         else:
-            # a{0,3} is (a(a(a)?)?)?: what is left out is left out at the end.
+            # a{0,3} is (a(a(a)?)?)?: repetitions are left out at the end.
             loop, head = _Fragment(True, [], []), node.least
             for _ in range(node.most - node.least):
                 loop = self._joined(self.build(part), loop)
@@ -130,17 +132,17 @@ class _Automaton:
 
 
 def _measured(node: Node, source: str, ahead: bool = False) -> Cost:
-    """What matching `node` costs at one place.
+    """The cost of matching `node` at one place.
 
-    ahead: it looks at the text and consumes nothing of it, so that other places look at the same again.
+    ahead: whether it is a look-around, which consumes no text, so that other places look at the same again.
     """
     automaton = _Automaton(source)
     whole = automaton.build(node)
-    # A condition may fail, wherever it stands.
+    # A condition may fail even at the end, so it completes no match.
     final = frozenset(whole.last) - automaton.conditions
     ways = _Ways(automaton, final)
     begun = ways.following(Counter(whole.first))
-    # Behind a position that completes a match, more is tried: once for every character that it consumes.
+    # After a position that completes a match, more is tried: once for every character that it consumes.
     ended = [ways.following(automaton.edges[position]) for position in final]
     going_on = Cost(
         max((cost.fixed for cost in ended), default=0), max((cost.linear for cost in ended), default=0)
@@ -156,7 +158,7 @@ def _measured(node: Node, source: str, ahead: bool = False) -> Cost:
 
 
 class _Ways:
-    """The ways that are tried from a position until each fails or completes a match."""
+    """The cost of the ways that are tried from a position until each fails or completes a match."""
 
     def __init__(self, automaton: _Automaton, final: frozenset[int]) -> None:
         self._automaton = automaton
@@ -165,7 +167,7 @@ class _Ways:
         self._known: dict[int, Cost] = {}
 
     def following(self, targets: Counter[int]) -> Cost:
-        """What is tried at positions that may come next; one that completes a match ends all."""
+        """The cost of trying `targets` next; a position that completes a match ends its way."""
         pending = [t for t in targets if t not in self._final]
         while pending:
             position = pending[-1]
@@ -181,7 +183,7 @@ class _Ways:
         return self._sum(targets)
 
     def _members(self, position: int) -> frozenset[int]:
-        """The positions of the loop that this one is in; itself, where it is in none."""
+        """The positions of the loop that contains `position`; itself alone if none does."""
         return self._loop_of.get(position, frozenset({position}))
 
     def _exits(self, position: int) -> list[int]:
@@ -221,7 +223,10 @@ class _Ways:
 
 
 def _loops(automaton: _Automaton, final: frozenset[int]) -> dict[int, frozenset[int]]:
-    """The strongly connected positions among those that complete no match (Tarjan's algorithm, iterative)."""
+    """The loop (strongly connected positions) of each position in one, among those not in `final`.
+
+    Tarjan's algorithm, iterative.
+    """
     order: dict[int, int] = {}
     low: dict[int, int] = {}
     stack: list[int] = []

@@ -1,6 +1,6 @@
-"""The syntax of a tokenizer's regular expressions: Oniguruma's, as far as tokenizers use it, to a tree.
+"""Parses a tokenizer's regular expressions to a tree: Oniguruma's syntax, as far as tokenizers use it.
 
-What a character class holds doesn't matter to what a pattern costs (`pattern.py`), so it is passed over.
+The contents of a character class don't affect the cost of a pattern (`pattern.py`), so they are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNBOUNDED = None
 
 
 def refused(source: str, reason: str) -> UnsupportedModelError:
-    """For a pattern that no ordinary tokenizer has."""
+    """The error for a pattern that no ordinary tokenizer has."""
     shown = source if len(source) <= 60 else f"{source[:60]}..."
     return UnsupportedModelError(f"the tokenizer's pattern {shown!r} isn't supported: {reason}")
 
@@ -26,7 +26,7 @@ def refused(source: str, reason: str) -> UnsupportedModelError:
 def parse_pattern(source: str) -> Node:
     """The tree of the pattern `source`, in Oniguruma's Ruby syntax.
 
-    Raises UnsupportedModelError for what is no pattern, and for syntax that no tokenizer needs: back
+    Raises UnsupportedModelError if it isn't a pattern, or for syntax that no tokenizer needs: back
     references, conditions, recursion, flags other than i and m.
     """
     if len(source) > MAX_CHARS:
@@ -36,7 +36,10 @@ def parse_pattern(source: str) -> Node:
 
 @dataclass(frozen=True)
 class Node:
-    """A part of a pattern: one character, a condition (`parts[0]`, if it looks at text), or a composition."""
+    """A part of a pattern: one character, a condition, or a composition of parts.
+
+    A condition is an anchor, or a look-around of `parts[0]`. least, most: bounds of a repetition.
+    """
 
     kind: Literal["character", "condition", "sequence", "choice", "repeat"]
     parts: tuple[Node, ...] = ()
@@ -45,7 +48,7 @@ class Node:
 
     @property
     def consumes_nothing(self) -> bool:
-        """Whether it may match without a character of the text."""
+        """Whether this part can match the empty text."""
         match self.kind:
             case "character":
                 return False
@@ -63,7 +66,7 @@ _ANCHOR = Node("condition")
 
 
 class _Parser:
-    """Recursive descent."""
+    """A recursive descent parser."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -116,10 +119,10 @@ class _Parser:
         return node
 
     def _quantifier(self) -> tuple[int, int | None] | None:
-        """How often what stands before may come; lazy and possessive forms try no more ways than greedy."""
+        """Bounds of the repetition here, or None. Lazy and possessive forms try no more ways than greedy."""
         for mark, bounds in (("?", (0, 1)), ("*", (0, _UNBOUNDED)), ("+", (1, _UNBOUNDED))):
             if self._accept(mark):
-                # `a+?` is lazy and `a++` possessive; after braces these marks repeat once more.
+                # `a+?` is lazy, `a++` possessive; after braces these marks are repetitions of their own.
                 if self._peek() in ("?", "+"):
                     self._at += 1
                 return bounds
@@ -165,14 +168,14 @@ class _Parser:
         return Node("condition", (node,)) if looks else node
 
     def _flags(self) -> None:
-        """`i:`, `m-i:` and the like. `x`, names, conditions and comments aren't for tokenizers."""
+        """Skip flags such as `i:` and `m-i:`. Refuses `x`, names, conditions and comments."""
         end = self._source.find(":", self._at)
         if end < 0 or not set(self._source[self._at : end]) <= set("im-"):
             raise self._error("this kind of group isn't supported")
         self._at = end + 1
 
     def _class(self) -> None:
-        """Pass over what follows a class's bracket, with the classes inside it."""
+        """Skip the rest of a character class after its bracket, with the classes inside it."""
         self._accept("^")
         if self._peek() == "]":
             raise self._error("a class begins with a bracket that should be escaped")
@@ -198,7 +201,7 @@ class _Parser:
         return _CHARACTER
 
     def _code(self, kind: str) -> None:
-        """Pass over the rest of `\\p{..}`, `\\x{..}`, `\\xHH` or `\\uHHHH`."""
+        """Skip the rest of `\\p{..}`, `\\x{..}`, `\\xHH` or `\\uHHHH`."""
         if self._accept("{"):
             end = self._source.find("}", self._at)
             if end < 0 or not all(c.isalnum() or c in "_^ -" for c in self._source[self._at : end]):

@@ -1,7 +1,7 @@
-"""What a `tokenizer.model` says of how it treats a text, read and vetted before its library sees it.
+"""Reads and vets the text normalisation settings of a `tokenizer.model`, before its library sees the file.
 
-The file is a protocol buffer (sentencepiece_model.proto). Only those of its fields are read here that
-decide what a text becomes before it is split; the vocabulary is the library's.
+The file is a protocol buffer (sentencepiece_model.proto). Only the fields that decide how a text is changed
+before it is split are read here; the library reads the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from ondevice.tokenizer.base import SPACE_MARK, LeadingSpace
 from ondevice.tokenizer.cutting import MAX_PIECE_CHARS
 
 MAX_GROWTH_BYTES = 64
-"""What a character may be replaced by, at most; U+FDFA becomes 33 bytes in Unicode's form KC."""
+"""Most bytes that may replace a character; U+FDFA becomes 33 bytes in Unicode's form KC."""
 _MAX_NORMALIZED_BYTES = 1 << 16
-"""What a piece may become; the library takes about 60 bytes of memory for each."""
+"""Most bytes of a normalised piece; the library takes about 60 bytes of memory for each."""
 # Field numbers of ModelProto, NormalizerSpec and TrainerSpec, and of their fields.
 _PIECE, _TRAINER, _NORMALIZER, _SELF_TEST = 1, 2, 3, 4
 _CHARSMAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5
@@ -27,30 +27,30 @@ _NO_DUMMY_PREFIX = bytes([_NORMALIZER << 3 | _BYTES, 2, _ADD_DUMMY_PREFIX << 3 |
 
 @dataclass(frozen=True)
 class SentencePieceFile:
-    """A vetted model, which puts nothing before a text by itself."""
+    """A vetted `tokenizer.model`."""
 
     data: bytes
-    """The model for the library."""
+    """The model for the library, changed so that it doesn't add `prefix` itself."""
     prefix: str
-    """To be put before a text."""
+    """Text that the encoder must put before a text."""
     leading_space: LeadingSpace
     piece_chars: int
-    """Characters that may be encoded at once."""
+    """Most characters that may be encoded at once."""
 
 
 def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
-    """Vet the bytes of a `tokenizer.model`. Raises BundleError for what is damaged or hostile.
+    """Vet the bytes of a `tokenizer.model`. Raises BundleError if they are damaged or hostile.
 
-    Every piece of a text but its first must be encoded without the space that many models put before a text.
-    So the model is told not to, and who encodes puts it there. A model that takes spaces away at both ends
-    and puts one back stays as it is: its pieces begin with a space where the text has one.
+    Many models put a space before a text, but all pieces of a text after the first must be encoded without
+    it. So the model is changed not to add the space, and the encoder adds it. A model that strips spaces at
+    both ends and adds one stays unchanged: its pieces begin with a space where the text has one.
     """
     flags = {_ADD_DUMMY_PREFIX: 1, _REMOVE_EXTRA_SPACES: 1, _ESCAPE_SPACES: 1}
     suffix, growth = 0, 1
     kept, start = [], 0
     for field, begin, at, end in _fields(data, 0, len(data)):
         if field == _SELF_TEST:
-            # Texts that the library would encode while it loads.
+            # Left out: texts that the library would encode while it loads.
             kept.append(data[start:begin])
             start = end
         elif field == _NORMALIZER:
@@ -78,10 +78,10 @@ def read_sentencepiece_file(data: bytes) -> SentencePieceFile:
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of the message in data[at:end]: number, begin, begin of the value, end."""
+    """Yields (number, start, start of the value, end) of each field of the message in data[at:end]."""
     while at < end:
         begin = at
-        # Nearly all are pieces of fewer than 128 bytes, and there are 100,000s of them.
+        # A fast path: nearly all fields are pieces of fewer than 128 bytes, 100,000s of them.
         if data[at] == (_PIECE << 3 | _BYTES) and at + 1 < end and data[at + 1] < 0x80:
             at += 2 + data[at + 1]
             if at > end:
@@ -126,7 +126,7 @@ def _damaged(at: int) -> BundleError:
 
 
 def _longest_replacement(charsmap: bytes) -> int:
-    """Bytes of the longest text that a character becomes. In the map, texts end with 0 behind a trie."""
+    """Bytes of the longest replacement of a character. In the map, 0-terminated texts follow a trie."""
     trie = int.from_bytes(charsmap[:4], "little")
     texts = charsmap[4 + trie :]
     if charsmap and (len(charsmap) < 4 or not texts.endswith(b"\0")):

@@ -21,7 +21,7 @@ _MARKUP_PIECE = re.compile(r"<[^\s<>]*[A-Za-z][^\s<>]*>|\[[^\s\[\]]*[A-Za-z][^\s
 
 
 class SentencePieceTokenizer(Vocabulary):
-    """A `tokenizer.model`: sentencepiece's protobuf, any of its algorithms.
+    """The tokenizer of a `tokenizer.model`: sentencepiece's protobuf, with any of its algorithms.
 
     Special tokens are control pieces, and user-defined pieces that look like markup (`<...>`, `[...]`).
     """
@@ -45,7 +45,7 @@ class SentencePieceTokenizer(Vocabulary):
             self._pieces: list[str] = library.id_to_piece(list(ids))
             control = {i for i in ids if library.is_control(i)}
             marks = [i for i in ids if _MARKUP_PIECE.fullmatch(self._pieces[i]) and i not in control]
-            # The library doesn't tell user-defined pieces; they are the ones that score 0 among these.
+            # The library doesn't tell which pieces are user-defined: of these, those with score 0.
             user = {i for i in marks if library.get_score(i) == 0.0 and not self._is_byte_or_unknown(i)}
             self._silent = frozenset(control | user) | self._ends
         if any(len(piece) > MAX_TOKEN_CHARS for piece in self._pieces):
@@ -61,7 +61,7 @@ class SentencePieceTokenizer(Vocabulary):
         if token == self._unknown:
             return " ⁇ ".encode()
         piece = self._pieces[token]
-        # The library takes its time over every question, and bytes have no other names.
+        # A call of the library is slow, so only names that bytes can have are asked about.
         if piece.startswith("<0x") and self._library.is_byte(token):
             return byte_of(piece)
         return piece.replace(SPACE_MARK, " ").encode()
@@ -76,7 +76,7 @@ class SentencePieceTokenizer(Vocabulary):
         return True
 
     def _is_space(self, character: str) -> bool:
-        # Where the library takes spaces away and puts one before every piece, it must be the one taken.
+        # If the library strips spaces and puts one before every piece, the stripped one must be that space.
         return character == " " if self.leading_space == "each" else character.isspace()
 
     def _encode_piece(self, piece: Piece, special: bool) -> list[int]:
@@ -89,7 +89,7 @@ class SentencePieceTokenizer(Vocabulary):
         return ids + self._encode_plain(text[start:], first)
 
     def _encode_plain(self, text: str, first: bool) -> list[int]:
-        """Ids of text without special tokens; first: it doesn't go on in the middle of what came before."""
+        """Ids of text without special tokens. first: whether it gets the prefix, as it continues no text."""
         text = valid_unicode(text)
         if not text:
             return []
@@ -99,7 +99,7 @@ class SentencePieceTokenizer(Vocabulary):
             ids: list[int] = self._library.encode(text)
         if self._silent.isdisjoint(ids):
             return ids
-        # The library turns user-defined names into their token whoever wrote them: spell those out.
+        # The library always turns user-defined names into their token, so these are spelt out as text.
         return [part for i in ids for part in (self._spell(self._pieces[i]) if i in self._silent else (i,))]
 
     def _spell(self, piece: str) -> Iterator[int]:

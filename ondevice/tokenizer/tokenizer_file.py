@@ -1,8 +1,8 @@
-"""What a `tokenizer.json` holds, vetted before the library that defined the format sees any of it.
+"""Parses and vets a `tokenizer.json` before the library that defined the format sees any of it.
 
 A tokenizer's file is a program: its normalizers and pre-tokenizers can multiply a text, its patterns can take
-for ever, its padding can ask for a terabyte. So only known components come through, as many and as costly as
-ordinary tokenizers have them; of the rest (truncation, padding, the post-processor) nothing is handed on.
+for ever, its padding can ask for a terabyte. So only known components are accepted, with limits on their
+number and cost that ordinary tokenizers meet. Truncation, padding and the post-processor aren't passed on.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK, LeadingSpace
 from ondevice.tokenizer.pattern import Cost, PatternCost, pattern_cost
 
 Component = Mapping[str, Any]
-"""A normalizer, pre-tokenizer or decoder, as the file spells it."""
+"""A normalizer, pre-tokenizer or decoder, as the file has it."""
 
 Form = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_ADDED_CHARS = 1 << 17
-"""Of all added tokens; the most that public tokenizers have is 80,000."""
+"""Most characters in all added tokens together; public tokenizers have up to 80,000."""
 MAX_COMPONENTS = 16
 MAX_GROWTH = 16
-"""Times longer than a text what replacements make of it may be."""
+"""Largest factor by which replacements may lengthen a text."""
 MAX_COST = Cost(fixed=1 << 15, linear=32)
-"""Of all patterns together. The costliest of public tokenizers have 1,081 and, adapted for engines without
-character classes, 22; most have 30 and 6."""
+"""Largest cost of all patterns together. The costliest public tokenizers have 1,081 (fixed) and, adapted for
+engines without character classes, 22 (linear); most have 30 and 6."""
 _BYTES_PER_CHAR = 4
 _FORMS: tuple[Form, ...] = ("NFC", "NFD", "NFKC", "NFKD")
 _NORMALIZERS = frozenset({*_FORMS, "Lowercase", "Strip", "StripAccents", "Replace", "Prepend"})
 _ADD_TEXT = frozenset({"ByteLevel", "Metaspace"})
-"""Pre-tokenizers that make text longer: one of each does no harm, two of them multiply."""
+"""Pre-tokenizers that lengthen text. One of each does no harm; two of a kind multiply."""
 _PRE_TOKENIZERS = _ADD_TEXT | {
     "BertPreTokenizer",
     "CharDelimiterSplit",
@@ -51,7 +51,7 @@ _PRE_TOKENIZERS = _ADD_TEXT | {
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is recognised in a text as it stands, beside those that merging gives."""
+    """A token that is recognised in a text as it stands, in addition to the tokens from merging."""
 
     id: int
     content: str
@@ -64,24 +64,24 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """The parts of a `tokenizer.json` that encoding takes, vetted."""
+    """The vetted parts of a `tokenizer.json` that encoding and decoding use."""
 
     vocabulary: dict[str, int]
     merges: list[tuple[str, str]]
     options: dict[str, Any]
-    """Of the merging model: `unk_token`, `fuse_unk`, `byte_fallback`, `ignore_merges`."""
+    """Options of the merging model: `unk_token`, `fuse_unk`, `byte_fallback`, `ignore_merges`."""
     added: tuple[AddedToken, ...]
     normalizers: tuple[Component, ...]
     pre_tokenizers: tuple[Component, ...]
     byte_level: bool
-    """Whether pieces are spelt in GPT-2's byte alphabet."""
+    """Whether pieces are written in GPT-2's byte alphabet."""
     leading_space: LeadingSpace
     frames: bool
-    """Whether its post-processor puts one token before a text."""
+    """Whether the file's post-processor puts one token before a text."""
 
     @property
     def growth(self) -> int:
-        """Times longer than a text what patterns are matched against may be, Unicode's forms apart."""
+        """Largest factor by which text is lengthened before patterns are matched, without Unicode's forms."""
         growth = _replacement_growth(self.normalizers)
         kinds = [part["type"] for part in self.pre_tokenizers]
         spelt_before = "ByteLevel" in kinds[:-1]
@@ -89,25 +89,27 @@ class TokenizerFile:
 
     @property
     def forms(self) -> tuple[Form, ...]:
-        """Unicode's normal forms that it brings a text into."""
+        """The Unicode normal forms into which normalizers bring a text."""
         kinds = [part["type"] for part in self.normalizers]
         return tuple(form for form in _FORMS if form in kinds)
 
     def normalizer(self, first: bool, last: bool) -> Component | None:
-        """The normalizers of a piece that begins the text, or ends it: elsewhere nothing is put before it and
-        no white space taken away."""
+        """The normalizers of a piece. first, last: whether the piece begins and ends the text.
+
+        Inside a text, nothing is put before a piece and no white space is stripped.
+        """
         return _sequence("normalizers", [part for p in self.normalizers if (part := _within(p, first, last))])
 
     def pre_tokenizer(self, first: bool) -> Component | None:
-        """The pre-tokenizers, alike."""
+        """The pre-tokenizers of a piece. Unless it begins the text (`first`), nothing is put before it."""
         return _sequence("pretokenizers", [p if first else _continuing(p) for p in self.pre_tokenizers])
 
 
 def read_tokenizer_file(data: bytes) -> TokenizerFile:
     """Parse and vet the bytes of a `tokenizer.json`.
 
-    Raises BundleError for what is damaged or hostile, UnsupportedModelError for components that ordinary
-    tokenizers of language models don't have.
+    Raises BundleError if the file is damaged or hostile, UnsupportedModelError if it has components that
+    ordinary tokenizers of language models don't have.
     """
     try:
         document = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
@@ -117,7 +119,7 @@ def read_tokenizer_file(data: bytes) -> TokenizerFile:
     model = _object(document.get("model"), "its model")
     vocabulary = _vocabulary(model)
     added = _added_tokens(document.get("added_tokens"), vocabulary)
-    # To prepend nothing changes no text, and the library's offsets get lost over it.
+    # Prepending the empty text changes nothing, but confuses the library's offsets.
     normalizers = tuple(
         part
         for part in _flattened(document.get("normalizer"), "normalizers")
@@ -140,7 +142,7 @@ def read_tokenizer_file(data: bytes) -> TokenizerFile:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of distinct keys: the library would take the last of two equal ones."""
+    """An object with distinct keys. Raises BundleError for equal keys (the library takes the last one)."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise BundleError("tokenizer.json has an object with the same key twice")
@@ -160,8 +162,8 @@ def _string(value: object, what: str) -> str:
 
 
 def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
-    """Ids by piece, each its own. Raises UnsupportedModelError for another algorithm than byte pairs."""
-    # Files of old versions don't say; only byte pairs have merges.
+    """Ids by piece, all different. Raises UnsupportedModelError for any algorithm but byte pairs (BPE)."""
+    # Files of old versions have no type; only BPE has merges.
     kind = model.get("type", "BPE" if "merges" in model else None)
     if kind != "BPE":
         raise UnsupportedModelError(f"tokenizer model {kind!r:.40} isn't supported; BPE is")
@@ -182,7 +184,7 @@ def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
 
 
 def _merges(model: dict[str, Any], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a piece, spelt as two strings or as one with a space between."""
+    """Pairs of pieces that merge to one. The file has each as two strings, or as one with a space between."""
     merges = model.get("merges")
     if not isinstance(merges, list):
         raise BundleError("tokenizer.json can't be used: its merges aren't a list")
@@ -239,7 +241,7 @@ def _added_tokens(value: object, vocabulary: dict[str, int]) -> tuple[AddedToken
 
 
 def _flattened(value: object, key: str, depth: int = 0) -> Iterator[Component]:
-    """The components of a sequence, of sequences, or of one alone."""
+    """Yields the components of a single component or of nested sequences, in order."""
     if value is None:
         return
     component = _object(value, "a component")
@@ -254,7 +256,10 @@ def _flattened(value: object, key: str, depth: int = 0) -> Iterator[Component]:
 
 
 def _check_components(normalizers: Sequence[Component], pre_tokenizers: Sequence[Component]) -> None:
-    """Raises BundleError where components together could multiply a text or take too long for it."""
+    """Raises BundleError if the components together could multiply a text or take too long for it.
+
+    Raises UnsupportedModelError for an unknown component.
+    """
     for what, parts, known in (
         ("normalizer", normalizers, _NORMALIZERS),
         ("pre-tokenizer", pre_tokenizers, _PRE_TOKENIZERS),
@@ -291,13 +296,13 @@ def _replacement_growth(normalizers: Sequence[Component]) -> int:
         if part["type"] == "Replace":
             growth *= max(1, len(_string(part.get("content"), "a replacement")))
         elif part["type"] == "Prepend":
-            # For every stretch between added tokens, and so for every other character at most.
+            # Prepended to every stretch between added tokens: at most to every other character.
             growth *= max(1, len(_string(part.get("prepend"), "what is put before a text")))
     return growth
 
 
 def _cost(part: Component) -> Cost:
-    """What matching a component's pattern costs. Raises BundleError for a replacement of the empty text."""
+    """The cost of matching a component's pattern. Raises BundleError if it replaces the empty text."""
     if part["type"] not in ("Split", "Replace"):
         return Cost()
     pattern = _object(part.get("pattern"), "a pattern")
@@ -338,7 +343,7 @@ def _continuing(part: Component) -> Component:
 
 
 def _decoding_rules(decoder: object) -> tuple[bool, LeadingSpace]:
-    """Whether pieces are spelt in GPT-2's byte alphabet, and the leading-space rule."""
+    """Whether pieces are written in GPT-2's byte alphabet, and the leading-space rule."""
     parts = list(_flattened(decoder, "decoders"))
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
@@ -358,13 +363,13 @@ def _decoding_rules(decoder: object) -> tuple[bool, LeadingSpace]:
 
 
 def _prepends(metaspace: Component) -> bool:
-    """Files of old versions have `add_prefix_space` where newer ones have a scheme."""
+    """Whether a Metaspace decoder drops the first space. Old files have `add_prefix_space`, new a scheme."""
     scheme = metaspace.get("prepend_scheme", "always")
     return scheme in ("always", "first") and metaspace.get("add_prefix_space") is not False
 
 
 def _frames(post_processor: object) -> bool:
-    """Whether a text gets one token before it, and begins right behind that."""
+    """Whether the post-processor puts exactly one token before a text."""
     for part in _flattened(post_processor, "processors"):
         if part["type"] in ("BertProcessing", "RobertaProcessing"):
             return True

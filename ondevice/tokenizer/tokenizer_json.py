@@ -1,4 +1,4 @@
-"""`tokenizer.json`: Hugging Face's file, whose vetted parts their `tokenizers` library encodes with."""
+"""`tokenizer.json`: Hugging Face's file. Its vetted parts are used with their `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from ondevice.tokenizer.cutting import MAX_PIECE_CHARS, Piece
 from ondevice.tokenizer.tokenizer_file import Component, TokenizerFile, read_tokenizer_file
 
 _MAX_MATCHED_CHARS = 6144
-"""What a piece may become in a normal form: U+FDFA alone becomes 18 characters in two of them."""
+"""Most characters of a piece in a Unicode normal form; U+FDFA alone becomes 18 in two of the forms."""
 
 
 class HuggingFaceTokenizer(Vocabulary):
-    """A `tokenizer.json`: byte-level BPE (GPT-2, Qwen, Llama 3), or sentencepiece-like BPE (Llama 2).
+    """The tokenizer of a `tokenizer.json`: byte-level BPE (GPT-2, Qwen, Llama 3) or that of Llama 2.
 
-    Truncation, padding and dropout settings in the file are left out: a prompt is encoded whole, and always
-    the same way. Its post-processor isn't used; `add_bos` says what begins a text.
+    Llama 2's BPE is like sentencepiece's. The file's truncation, padding and dropout settings are ignored: a
+    prompt is encoded whole, and always the same way. Its post-processor is ignored too; `add_bos` decides how
+    a text begins.
     """
 
     def __init__(self, data: bytes, bos_id: int | None, eos_ids: tuple[int, ...], add_bos: bool) -> None:
         super().__init__(bos_id, eos_ids, add_bos)
         file = read_tokenizer_file(data)
-        # An end of text that isn't marked special would be recognised in a user's text.
+        # Otherwise, an end of text that isn't marked special would be recognised in a user's text.
         special = {token.id for token in file.added if token.special} | self._ends
         self.leading_space, self._byte_level = file.leading_space, file.byte_level
         self._forms = file.forms
@@ -75,7 +76,7 @@ class HuggingFaceTokenizer(Vocabulary):
     def _encode_piece(self, piece: Piece, special: bool) -> list[int]:
         text = valid_unicode(piece.text)
         library, place = self._library, (piece.first, piece.last)
-        # Whether names of special tokens count, and what is put before a text, are the shared object's.
+        # Threads share the library's object, whose state includes `encode_special_tokens` and the prefix.
         with self._lock, LibraryErrors("tokenizer.json"):
             if self._used != place:
                 library.normalizer, library.pre_tokenizer = self._components[place]
@@ -86,7 +87,7 @@ class HuggingFaceTokenizer(Vocabulary):
 
 
 def _library(file: TokenizerFile, special: set[int]) -> Any:
-    """The library's tokenizer of a vetted file, but for what comes before merging."""
+    """The library's tokenizer for a vetted file, without normalizers and pre-tokenizers."""
     import tokenizers
 
     model = tokenizers.models.BPE(vocab=file.vocabulary, merges=file.merges, **file.options)
@@ -105,7 +106,7 @@ def _library(file: TokenizerFile, special: set[int]) -> Any:
         ]
     )
     for token in file.added:
-        # The library gives out ids by itself.
+        # The library assigns ids itself.
         if library.token_to_id(token.content) != token.id:
             raise BundleError(
                 f"tokenizer.json gives the added token {token.content!r:.60} the id {token.id}; as it "
@@ -115,7 +116,7 @@ def _library(file: TokenizerFile, special: set[int]) -> Any:
 
 
 def _check_normalized(file: TokenizerFile, normalizers: list[Any]) -> None:
-    """Raises BundleError for an added token of which normalizers leave nothing: it would be everywhere."""
+    """Raises BundleError if normalizers turn an added token into the empty text, which is everywhere."""
     for token in file.added:
         for normalizer in normalizers:
             if token.normalized and normalizer is not None and not normalizer.normalize_str(token.content):
@@ -125,7 +126,7 @@ def _check_normalized(file: TokenizerFile, normalizers: list[Any]) -> None:
 
 
 def _components(normalizer: Component | None, pre_tokenizer: Component | None) -> tuple[Any, Any]:
-    """The library's objects for vetted components: it reads them, in a file of its own with nothing else."""
+    """The library's objects for vetted components, read from a document that contains nothing else."""
     import tokenizers
 
     document: dict[str, Any] = {
@@ -144,7 +145,7 @@ def _components(normalizer: Component | None, pre_tokenizer: Component | None) -
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: printable Latin-1 stands for itself, the rest for U+0100 onwards."""
+    """Bytes by character of GPT-2's alphabet: printable Latin-1 is itself, the rest is U+0100 onwards."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}

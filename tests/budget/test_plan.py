@@ -265,8 +265,8 @@ def test_the_context_is_bounded_by_the_model() -> None:
     assert context_tokens(replace(LLAMA_7B, max_context=131072), RuntimeConfig()) == 4096
     assert context_tokens(TINY, RuntimeConfig()) == 512
     assert context_tokens(TINY, RuntimeConfig(max_context=100)) == 100
-    for wrong in (513, -1):
-        with pytest.raises(UsageError, match="512"):
+    for wrong, named in ((513, "512"), (-1, "max_context is -1")):
+        with pytest.raises(UsageError, match=named):
             context_tokens(TINY, RuntimeConfig(max_context=wrong))
 
 

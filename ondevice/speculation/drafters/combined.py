@@ -1,4 +1,4 @@
-"""Several drafters as one: each knows something else of a text, and a pass verifies what all propose."""
+"""Several drafters as one: each uses other evidence, and a pass verifies draft tokens of all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.tree import Draft, Proposals
 
 MAX_PROPOSALS = 8
-"""Maximum draft tokens behind a node: a less likely one never has its turn."""
+"""Maximum draft tokens after a node; less likely ones are never reached."""
 
 
 class Combined(Drafter):
     """The likeliest draft tokens of all `members`, each of which is judged by itself.
 
-    A token that several propose has the highest of their chances. They see the same text, so they are right
-    and wrong together, and one's proposal says little beside another's.
+    A token that several members propose gets the highest of their chances. They see the same text, so they
+    tend to be right and wrong together, and a second proposal adds little evidence.
     """
 
     def __init__(self, members: Sequence[Drafter]) -> None:
@@ -51,7 +51,7 @@ class Combined(Drafter):
         return sorted(chances.items(), key=lambda proposal: -proposal[1])[:MAX_PROPOSALS]
 
     def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        """The first member's that has one: a single drafter uses the streams."""
+        """The pruner of the first member that has one; only one drafter uses the streams."""
         pruners = (member.pruner(draft, row_share) for member in self.members)
         return next((pruner for pruner in pruners if pruner is not None), None)
 
@@ -63,16 +63,16 @@ class Combined(Drafter):
 class WhileReading(Drafter):
     """A drafter that is asked only while passes wait for flash.
 
-    Streams add rows to the upper layers for every token. Where all neurons are in memory, a pass takes its
-    time for rows and streams cost what they bring. Where neurons are read, rows are nearly free.
+    Streams add rows to the upper layers for every token. If all neurons are in memory, the time of a pass
+    goes to rows, so streams cost as much as they gain. If neurons are read, rows are nearly free.
     """
 
     def __init__(self, drafter: Drafter, reads: Callable[[], bool]) -> None:
-        """reads: whether passes wait for flash now."""
+        """Wraps `drafter`. reads: tells whether passes wait for flash now."""
         self._drafter = drafter
         self._reads = reads
         self._asked = False
-        """Whether the newest draft grew from it."""
+        """Whether `drafter` was asked for the newest draft."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._drafter.begin(text, sampling)

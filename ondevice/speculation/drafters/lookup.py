@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the text's last tokens when they last occurred in it.
+"""Prompt lookup: drafts the token that followed the text's last tokens when they last occurred in it.
 
 Saxena, "Prompt Lookup Decoding" (2023): a text that quotes itself, or its prompt, is a draft of itself.
 """
@@ -15,23 +15,23 @@ from ondevice.speculation.tree import Proposals
 MAX_RUN = 4
 """Length of the longest run that is looked up, in tokens."""
 PRIORS = (0.15, 0.3, 0.5, 0.7)
-"""Prior acceptance rates by the length of the run that agrees, from 1 to MAX_RUN."""
+"""Prior acceptance rates by the length of the matching run, from 1 to MAX_RUN."""
 ENTRY_BYTES = 200
-"""Bytes per token and run length of the index: a key of up to MAX_RUN ids, a place, a share of the table."""
+"""Bytes of the index per token and run length: a key of up to MAX_RUN ids, a place, a share of the table."""
 
 
 def index_bytes(tokens: int) -> int:
-    """Largest memory of the index of a text of `tokens` tokens."""
+    """Most bytes of the index for a text of `tokens` tokens."""
     return tokens * MAX_RUN * ENTRY_BYTES
 
 
 class Lookup(Drafter):
-    """An index of where every run of 1 to MAX_RUN tokens last occurred in the text."""
+    """A drafter with an index of the last occurrence of every run of 1 to MAX_RUN tokens in the text."""
 
     def __init__(self) -> None:
         self._text: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
-        """Run of tokens -> the place behind its last occurrence that a token is known to follow."""
+        """Place after the last occurrence of each run of tokens that another token follows."""
         self._acceptance = [AcceptanceRate(prior) for prior in PRIORS]
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
@@ -58,14 +58,14 @@ class Lookup(Drafter):
 
     def _add(self, token: int) -> None:
         place = len(self._text)
-        # A token is now known behind the runs that ended here.
+        # The runs that ended here are now followed by a token.
         tail = tuple(self._text[-MAX_RUN:])
         for start in range(len(tail)):
             self._ends[tail[start:]] = place
         self._text.append(token)
 
     def _found(self, path: Sequence[int]) -> tuple[int, int] | None:
-        """The token behind the longest run that the text and `path` end with, and the run's length."""
+        """The token after the longest known run that ends the text and `path`, and the run's length."""
         tail = (*self._text[-MAX_RUN:], *path)[-MAX_RUN:]
         for length in range(len(tail), 0, -1):
             place = self._ends.get(tail[-length:])

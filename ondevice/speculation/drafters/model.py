@@ -1,8 +1,8 @@
 """A second, smaller model drafts (Leviathan et al., arXiv 2211.17192), in the target's own tokens.
 
-It is asked behind the likeliest draft token each time, so a draft is a chain where the model is confident and
-a small tree where it isn't. It ends where what the model says is no longer worth a pass of its own (SVIP,
-arXiv 2411.18462, ends drafts by the draft model's confidence, too).
+The draft model is asked each time what follows the likeliest draft token, so a draft is a chain where the
+model is confident and a small tree where it isn't. The draft ends where further tokens aren't worth a pass of
+the draft model (SVIP, arXiv 2411.18462, ends drafts by the draft model's confidence, too).
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer
 
 BRANCHES = 3
-"""Maximum draft tokens behind a node: going back to another one costs a pass over its path."""
+"""Maximum draft tokens after a node, as going back to another one costs a pass over its path."""
 
 
 @dataclass(frozen=True)
 class DraftModel:
     """A loaded second model.
 
-    max_context: tokens that `kv` may come to hold. chunk: tokens of a pass. tokenizer, target_tokenizer: the
-    model's own and the target's where their vocabularies differ; None where its tokens are the target's.
-    close: releases what it holds.
+    max_context: most tokens that `kv` may hold.
+    chunk: most tokens of a pass.
+    close: releases the model's resources.
+    tokenizer, target_tokenizer: the draft model's and the target's if their vocabularies differ, else None.
     """
 
     transformer: Transformer
@@ -43,15 +44,15 @@ class DraftModel:
 
 
 class DraftContext:
-    """A second model's logits behind any tokens. Tokens that its cache holds aren't computed again."""
+    """Computes a second model's logits after any tokens. Tokens that its cache holds aren't run again."""
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
 
     def logits(self, tokens: Sequence[int], cancelled: IsCancelled | None = None) -> Float32 | None:
-        """(V,) behind `tokens`. None without tokens, or where they exceed the context or the vocabulary.
+        """Logits (V,) after `tokens`. None if there are none, or if they exceed context or vocabulary.
 
-        Raises what a forward pass raises.
+        Raises as a forward pass does.
         """
         transformer, kv, chunk = self._model.transformer, self._model.kv, self._model.chunk
         if not 0 < len(tokens) <= self._model.max_context:
@@ -70,21 +71,21 @@ class DraftContext:
 
 
 class ModelDrafter(Drafter):
-    """The second model's likeliest tokens; where tokens are sampled, those that win with the same noise."""
+    """Drafts a second model's likeliest tokens; with sampling, those that win with the same noise."""
 
     def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        """model: with the target's vocabulary. vocab_size: the target's rows, which may be fewer."""
+        """model: has the target's vocabulary. vocab_size: rows of the target, which may be fewer."""
         self._model = model
         self._context = DraftContext(model)
         self._vocab_size = vocab_size
         self._ranking = Ranking(BRANCHES)
         self._cancelled: IsCancelled | None = None
-        """The growing draft's."""
+        """Cancels the growing draft."""
         self._text: list[int] = []
         self._path: tuple[int, ...] = ()
         """Tokens that were drawn since the draft began."""
         self._logits: dict[tuple[int, ...], Float32] = {}
-        """The draft's logits behind each path that was asked for."""
+        """The draft model's logits after each path that was asked for."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._text = list(text)

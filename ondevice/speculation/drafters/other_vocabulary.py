@@ -1,8 +1,8 @@
 """A second model with another vocabulary drafts: its text becomes the target's tokens.
 
 String-level exact match (SLEM; Timor et al., arXiv 2502.05202): the text so far is encoded for the second
-model, what it says next becomes text again, and that is encoded for the target. Both sides agree on bytes.
-What doesn't survive the way there and back is a draft token that is rejected, never a wrong text.
+model, its next tokens become text again, and that is encoded for the target. Both sides agree on bytes.
+If a conversion changes the text, draft tokens are rejected; the text is never wrong.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ondevice.speculation.tree import Proposals
 from ondevice.tokenizer import Tokenizer
 
 WINDOW_BYTES = 48
-"""Bytes before a seam that are encoded again with what follows: a token may span the seam."""
+"""Bytes before a seam that are encoded again with the text after it, as a token may span the seam."""
 MAX_DRAFTED = 24
 """Maximum tokens of the second model in a draft."""
 
 
 class OtherVocabularyDrafter(Drafter):
-    """A chain: the second model's likeliest text, as long as it goes on."""
+    """Drafts a chain: the second model's likeliest continuation of the text."""
 
     def __init__(self, model: DraftModel) -> None:
-        """model: with both tokenizers."""
+        """model: has both tokenizers."""
         assert model.tokenizer is not None
         assert model.target_tokenizer is not None
         self._model = model
@@ -38,13 +38,13 @@ class OtherVocabularyDrafter(Drafter):
         self._target = model.target_tokenizer
         self._context = DraftContext(model)
         self._cancelled: IsCancelled | None = None
-        """The growing draft's."""
+        """Cancels the growing draft."""
         self._temperature = 0.0
         self._text: list[int] = []
         self._said = bytearray()
         """The text's bytes."""
         self._tokens: list[int] = []
-        """Those bytes as the second model's tokens, up to `_covered` of them."""
+        """The first `_covered` of those bytes as the second model's tokens."""
         self._covered = 0
         self._forget()
 
@@ -90,7 +90,7 @@ class OtherVocabularyDrafter(Drafter):
 
     def propose(self, path: Sequence[int]) -> Proposals:
         place = len(path)
-        # Unless the draft has ended, its last token may go on in what isn't drafted yet.
+        # Unless the draft has ended, text yet to be drafted may become part of its last token.
         while len(self._chain) <= place + 1 and self._draft():
             pass
         settled = len(self._chain) - (not self._ended)
@@ -105,14 +105,14 @@ class OtherVocabularyDrafter(Drafter):
     def _forget(self) -> None:
         self._drafted: list[tuple[int, bytes]] = []
         self._ends: list[tuple[int, float]] = []
-        """By drafted token: the bytes up to its end, and the chance that the text reaches it."""
+        """Bytes up to the end of each drafted token, and the chance that the text reaches it."""
         self._continuation = b""
         self._chain: list[tuple[int, float]] = []
         """The draft in the target's tokens, with the chance that the text reaches each."""
         self._ended = False
 
     def _draft(self) -> bool:
-        """Have the second model write a token. False where the draft ends."""
+        """Draft another token with the second model. False if the draft ends."""
         if self._ended or len(self._drafted) == MAX_DRAFTED:
             return False
         logits = self._context.logits(
@@ -133,7 +133,7 @@ class OtherVocabularyDrafter(Drafter):
         return True
 
     def _translated(self) -> list[tuple[int, float]]:
-        """The draft in target tokens, as in `_chain`; empty where a token spans the seam to the text."""
+        """The draft in target tokens, as in `_chain`; empty if a token spans the seam to the text."""
         continuation = self._continuation
         while continuation and not _whole(continuation):
             continuation = continuation[:-1]
@@ -151,21 +151,21 @@ class OtherVocabularyDrafter(Drafter):
 
 
 def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
-    """Whether both spell every token alike."""
+    """Whether both have the same name for every token."""
     return a.vocab_size == b.vocab_size and all(
         a.piece(token) == b.piece(token) for token in range(a.vocab_size)
     )
 
 
 def _spelt(tokenizer: Tokenizer, token: int, at_start: bool) -> bytes:
-    """A token's bytes. At the text's start without the space that an encoder puts there by itself."""
+    """A token's bytes; at the start of a text, without the space that an encoder adds there."""
     data = tokenizer.token_bytes(token)
     dropped = at_start and tokenizer.leading_space != "keep" and tokenizer.begins_word(token)
     return data[1:] if data and dropped else data
 
 
 def _seam(tokenizer: Tokenizer, before: bytes, after: bytes) -> tuple[list[int], list[int]]:
-    """Last tokens of `before` that are replaced once `after` follows it, and what replaces them."""
+    """Last tokens of `before` that are replaced once `after` follows it, and the tokens that replace them."""
     start = max(0, len(before) - WINDOW_BYTES)
     while start < len(before) and before[start] & 0xC0 == 0x80:
         start += 1

@@ -1,6 +1,6 @@
-"""Token Recycling (Luo et al., arXiv 2408.08696): what the model lately said may follow each token.
+"""Token Recycling (Luo et al., arXiv 2408.08696): drafts each token's likeliest successors by recent logits.
 
-Logits name candidates that the text didn't take. The next time the same token comes, they are the draft.
+Logits name candidates that the text didn't take. The next time the same token occurs, they are the draft.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from ondevice.speculation.ranking import largest
 from ondevice.speculation.tree import Proposals
 
 MAX_CANDIDATES = 8
-"""Maximum candidates that are kept for a token."""
+"""Maximum candidates kept for a token."""
 MATRIX_BYTES = 2_000_000
-"""Limit of the matrix in bytes, where one candidate per token fits it: huge vocabularies keep fewer."""
+"""Most bytes of the matrix, so large vocabularies keep fewer candidates; but at least one each."""
 FIRST_PRIOR = 0.4
 """Prior acceptance rate of the likeliest candidate."""
 NEXT_PRIOR = 0.4
-"""Prior acceptance rate of each further candidate, as a share of the one before."""
+"""Prior acceptance rate of each further candidate, as a share of that of the one before."""
 
 
 def candidates(vocab_size: int) -> int:
-    """Candidates that are kept for every token."""
+    """Number of candidates kept for every token."""
     return max(1, min(MAX_CANDIDATES, vocab_size - 1, MATRIX_BYTES // (4 * vocab_size)))
 
 
 def matrix_bytes(vocab_size: int) -> int:
-    """Memory of the matrix."""
+    """Bytes of the matrix."""
     return 4 * vocab_size * candidates(vocab_size)
 
 
 class Recycling(Drafter):
-    """A matrix of each token's likeliest successors, as of when the token last ended the text."""
+    """A drafter with a matrix of each token's likeliest successors when it last ended the text."""
 
     def __init__(self, vocab_size: int) -> None:
         self._next = np.full((vocab_size, candidates(vocab_size)), -1, dtype=np.int32)
-        """-1: nothing is known."""
+        """(V, candidates) token ids, likeliest first; -1 where nothing is known."""
         ranks = range(self._next.shape[1])
         self._acceptance = [AcceptanceRate(FIRST_PRIOR * NEXT_PRIOR**rank) for rank in ranks]
         self._last = -1

@@ -1,8 +1,8 @@
 """Self-drafting without reads: the model itself, restricted to the neurons that are in memory.
 
-A chain of draft tokens, each from a forward pass over one token that multiplies what happens to be held
-(ideas: Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). The chain
-ends where it has become unlikely, as in SVIP (arXiv 2411.18462).
+The draft is a chain. Each token comes from a forward pass over one token that multiplies only neurons in
+memory (ideas: Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916, which leave out layers instead). The
+chain ends when it becomes unlikely, as in SVIP (arXiv 2411.18462).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ondevice.speculation.tree import Proposals
 MAX_CHAIN = 6
 """Maximum draft tokens of the chain."""
 MIN_CHANCE = 0.4
-"""Chance that the whole chain is right, below which it ends."""
+"""Smallest chance that the whole chain is right; below it, the chain ends."""
 
 
 class ResidentDrafter(Drafter):
-    """A chain behind the text, with the other candidates for each of its places."""
+    """Drafts a chain, with the other candidates for each of its places."""
 
     def __init__(self, transformer: Transformer) -> None:
         self._transformer = transformer
@@ -34,7 +34,7 @@ class ResidentDrafter(Drafter):
         self._text: list[int] = []
         self._chain: list[int] = []
         self._proposals: list[list[tuple[int, float]]] = []
-        """By depth, those behind the chain up to there."""
+        """Proposals by depth: those that follow the chain up to that depth."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._text = list(text)

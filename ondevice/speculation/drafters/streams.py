@@ -1,8 +1,8 @@
 """Speculative Streaming (Bhendawade et al., arXiv 2402.11131): the model's own streams draft.
 
-In the pass that verifies a draft, the likeliest ends of the accepted path get streams, which are rows of the
-upper layers. Where the path ends elsewhere, its last token's streams run by themselves in the upper layers.
-Either way they read no neurons. Stream j of a token drafts the token j places behind the one it predicts.
+In the pass that verifies a draft, the likeliest ends of the accepted path get streams, which are extra rows
+in the upper layers. If the path ends elsewhere, its last token's streams run alone in the upper layers. In
+both cases they read no neurons. Stream j of a token drafts the token j places after the one that it predicts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ondevice.speculation.tree import Draft, Proposals
 
 @dataclass(frozen=True)
 class MultiStreamDrafting:
-    """How streams draft. It decides how many tokens passes give and take, never which.
+    """Options of drafting with streams. They affect how many tokens passes give and take, never which.
 
     max_ends: maximum nodes of a draft that get streams in its own pass. Each takes a row for every stream.
-    min_end_chance: chance that the accepted path ends in such a node, below which it gets no streams. Streams
-    that run later take a pass of their own.
-    candidates: draft tokens of each stream.
+    min_end_chance: smallest chance that the accepted path ends in a node with which the node gets streams in
+        the draft's pass. Streams that run later take a pass of their own.
+    candidates: number of draft tokens of each stream.
     streams: number of streams that draft, from the first on; 0: all.
     pruning_threshold: chance by the pruning adapter below which a node doesn't enter the stream layers
-    (section 3.2.3); 0 prunes nothing.
+        (section 3.2.3); 0 prunes nothing.
     """
 
     max_ends: int = 2
@@ -48,12 +48,12 @@ DEFAULT_STREAMS = MultiStreamDrafting()
 
 
 class MultiStreamDrafter(Drafter):
-    """Streams of the newest token in the target's cache. They draft behind the token drawn next."""
+    """Drafts with the streams of the newest token in the target's cache, after the token drawn next."""
 
     def __init__(
         self, transformer: Transformer, max_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
     ) -> None:
-        """transformer: with streams. max_rows: rows of a pass, streams included."""
+        """transformer: has streams. max_rows: most rows of a pass, streams included."""
         assert transformer.streams is not None
         self._transformer = transformer
         self._count = transformer.streams.count
@@ -63,23 +63,23 @@ class MultiStreamDrafter(Drafter):
         self._rankings = [Ranking(options.candidates) for _ in range(self._used)]
         self._max_rows = max_rows
         self._places = 0
-        """Places that the cache has for rows of the next pass."""
+        """Number of places in the cache for rows of the next pass."""
         self._penalised = False
         self._text: list[int] = []
         self._forget()
 
     def _forget(self) -> None:
-        """Another token's streams are next."""
+        """Drop the streams' states; another token's are next."""
         self._branches: Array | None = None
-        """(S, D) what the newest token's streams begin with."""
+        """(S, D) initial states of the newest token's streams."""
         self._states: Array | None = None
-        """(S, D) what they became, if they have run."""
+        """(S, D) final states of these streams, if they have run."""
         self._logits: Float32 | None = None
-        """(S, V) of `_states`."""
+        """(S, V) logits of `_states`."""
         self._ranked: list[Proposals | None] = [None] * self._count
-        """Each stream's proposals, once asked for. They depend on the path by a repetition penalty only."""
+        """Each stream's proposals, once asked for. They depend on the path only by a repetition penalty."""
         self._drawn = 0
-        """Tokens drawn since the streams' own token was: proposals are behind the first of them."""
+        """Number of tokens drawn since the streams' own token; proposals follow the first of them."""
 
     def begin(self, text: list[int], sampling: SamplingConfig) -> None:
         self._text = list(text)
@@ -104,7 +104,7 @@ class MultiStreamDrafter(Drafter):
             self._branches = output.branches[row * self._count : (row + 1) * self._count]
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
-        # Streams take no block of keys and values that the text alone wouldn't.
+        # Streams take no more blocks of keys and values than the text alone.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)
         self._places = min(self._max_rows, kv.room - kv.length)
@@ -133,11 +133,11 @@ class MultiStreamDrafter(Drafter):
         return partial(self._prune, draft, row_share)
 
     def _prune(self, draft: Draft, row_share: float, entering: Array) -> PrunedDraft:
-        """Nodes of `draft` that go on into the stream layers, and nodes that get streams there.
+        """Choose the nodes of `draft` that enter the stream layers, and those that get streams there.
 
-        The accepted path ends in a node if it gets there and none of its children is right. Streams of a node
-        that it may end in save a pass of their own. That takes about the time of a plain pass, plus row_share
-        of it for every row but the first, in as many layers.
+        The accepted path ends in a node if it reaches the node and none of the node's children is right.
+        Streams of such a node in this pass save them a pass of their own. That pass takes about the time of a
+        plain pass over as many layers, plus row_share of it for every row but the first.
         """
         kept = self._unpruned(draft, entering)
         if len(draft) == 1:
@@ -155,7 +155,7 @@ class MultiStreamDrafter(Drafter):
         return PrunedDraft(kept, sorted(int(place) for place in best if ends[place] >= min_chance))
 
     def _unpruned(self, draft: Draft, entering: Array) -> list[int]:
-        """Nodes that the pruning adapter lets pass."""
+        """Nodes that the pruning adapter doesn't prune, ascending."""
         if not self._prunes or len(draft) == 1:
             return list(range(len(draft)))
         logits = self._transformer.backend.to_numpy(self._transformer.pruning_logits(entering))
