@@ -63,8 +63,7 @@ def train_predictors(
         pieces: token ids instead of a text, each piece read from an empty context. The last ones measure.
         output: a new folder for a copy with the predictors. By default, they join the model's own folder.
         tokens: most tokens of the text to use.
-        measured_tokens: most tokens on which perplexity and agreement are measured, in pieces spread evenly
-            over those that neither train nor set thresholds.
+        measured_tokens: most tokens that perplexity and agreement are measured on, none of which trains.
         order: first order the neurons' records by which fire together, for fewer reads. This writes the
             bundle anew, in its place, unless a text has ordered it before.
         backend: what runs the model, fits, and measures quality: `cpu` or `mlx`.
