@@ -109,7 +109,7 @@ def test_a_system_prompt_that_leaves_no_room_is_named(ondevice: Run, chat_bundle
 def test_a_piped_chat_that_outgrows_the_context_says_what_was_not_answered(
     ondevice: Run, chat_bundle: Path
 ) -> None:
-    options = ("-m", chat_bundle, "--max-tokens", 2)
+    options = ("-m", chat_bundle, "--max-tokens", 2, "--temp", 0)
     long = "x" * (CONTEXT // 2)
     stop = ("--when-full", "stop")
     result = ondevice("chat", *options, *stop, stdin=f"{long}\n\n{long}\nmore\n")
