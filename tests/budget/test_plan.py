@@ -142,8 +142,9 @@ def test_the_ceiling_holds_at_every_size_of_the_kv_cache(
 ) -> None:
     plan = plan_for(config, QuantConfig(bits), budget, kv_bits=kv_bits)
     assert plan.fits == (budget >= plan.minimum_budget_bytes - REPEAT_MARGIN_BYTES)
-    if budget < plan.minimum_budget_bytes:
-        assert plan.total_bytes >= plan.budget_bytes
+    if not plan.fits:
+        # Loading may take more for a while than the total, which is what is held afterwards.
+        assert max(plan.total_bytes, plan._loading_bytes, plan._opening_bytes) >= plan.budget_bytes
         return
     assert plan.total_bytes <= budget
     blocks = plan.kv_cache_bytes // plan.kv_block_bytes
