@@ -116,7 +116,7 @@ def bench(
     first tokens behind the prompt warm up and aren't counted. Give a --dram-budget smaller than the model.
 
     With --speculation all, every drafter that the model can have on every kind of text, beside plain decoding
-    in the same run: tokens per pass, guesses and how many of them were right by depth, time per pass, reads,
+    in the same run: tokens per pass, draft tokens and their acceptance by depth, time per pass, reads,
     and the speed over plain decoding, greedily if no sampling is asked for. That texts stay the same is
     checked: if one doesn't, the exit code is 1.
     """

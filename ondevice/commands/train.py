@@ -146,10 +146,10 @@ def streams(
     steps: int | None,
     replace: bool,
 ) -> None:
-    """Train streams, which guess several tokens at once, for --speculation streams.
+    """Train streams, which draft several tokens at once, for --speculation streams.
 
-    They are measured on the last tenth of the text, which doesn't train them: how often each guesses right
-    where all before it had. What was interrupted goes on if the same command is given again. Takes MLX.
+    They are measured on the last tenth of the text, which doesn't train them: how often each is right
+    where all before it were. What was interrupted goes on if the same command is given again. Takes MLX.
     """
     from ondevice import training
     from ondevice.bundle.reader import Bundle

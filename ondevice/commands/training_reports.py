@@ -75,7 +75,7 @@ def stream_table(found: MultiStreams, config: ModelConfig) -> str:
         _counted("embeddings, pruning", found.embedding_parameters(config)),
         _counted(f"{found.streams} streams", added),
         f"{_counted(f'{found.streams} heads of Medusa', medusa)}, {short(medusa / added)} times as many",
-        "guessed right where all streams before had:",
+        "right, where all streams before were:",
     ]
     for stream, share in enumerate(found.acceptance, 1):
         lines.append(f"{f'stream {stream}':<22}{percent(share):>12}")

@@ -221,18 +221,18 @@ def stream_loss(
     model = top.model(parameters, streams, resident_tokens)
     shared, count = streams.mode == "shared", streams.streams
     main, ends = states(model, window, [run], len(window.tokens) if shared else run.stop + count)
-    guesses = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)
+    drafted = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)
     early = model.pruning_logits(window.entering[run.start : run.stop]) if streams.pruning_rank else None
     said = mx.softmax(mx.stop_gradient(model.logits(main[run.start : run.stop + count])), axis=-1)
     to_be_said = mx.stack([said[1 + stream : 1 + stream + len(run)] for stream in range(count)], axis=1)
-    loss = _soft_cross_entropy(guesses, to_be_said).mean()
+    loss = _soft_cross_entropy(drafted, to_be_said).mean()
     if shared:
         text = mx.array(np.array(window.tokens, dtype=np.int32))
         loss = STREAM_WEIGHT * count * loss + _cross_entropy(model.logits(main[:-1]), text[1:]).mean()
     return loss if early is None else loss + _soft_cross_entropy(early, said[: len(run)]).mean()
 
 
-def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:
+def right_draft_tokens(model: Transformer, window: Window) -> NDArray[np.bool_]:
     """(T - S, S), true where a stream's likeliest token is the model's own likeliest token there.
 
     It covers all tokens but the last S. Every neuron is available.
@@ -243,8 +243,8 @@ def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:
     runs = [range(start, min(start + step, length)) for start in range(0, length, step)]
     main, ends = states(model, window, runs, len(window.tokens))
     said = _likeliest(model, main)
-    guessed = _likeliest(model, ends.reshape(-1, ends.shape[2])).reshape(length, count)
-    right: NDArray[np.bool_] = guessed == np.stack(
+    drafted = _likeliest(model, ends.reshape(-1, ends.shape[2])).reshape(length, count)
+    right: NDArray[np.bool_] = drafted == np.stack(
         [said[1 + j : 1 + j + length] for j in range(count)], axis=1
     )
     return right
@@ -253,7 +253,7 @@ def right_guesses(model: Transformer, window: Window) -> NDArray[np.bool_]:
 def acceptance(right: Sequence[NDArray[np.bool_]]) -> tuple[float, ...]:
     """Acceptance rate of each stream: share of correct draft tokens where all streams before it were correct.
 
-    right: (n, S) result of `right_guesses` for every window. The rate is 0 if there is nothing to count.
+    right: (n, S) result of `right_draft_tokens` for every window. The rate is 0 if there is nothing to count.
     """
     so_far = np.concatenate([np.cumprod(of, axis=1) for of in right])
     counts = [len(so_far), *so_far.sum(axis=0).tolist()]

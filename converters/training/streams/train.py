@@ -52,7 +52,7 @@ from ondevice.converters.training.streams.loss import (
     initial_parameters,
     load_top,
     longest_run,
-    right_guesses,
+    right_draft_tokens,
     stored_parameters,
     stream_loss,
 )
@@ -213,7 +213,7 @@ def train_streams(
         on_progress(0.95, "acceptance")
         arrays = {name: np.array(values) for name, values in training.parameters.items()}
         model = top.model(stored_parameters(arrays, facts.bits), facts)
-        right = [right_guesses(model, window()) for index, window in windows if index >= trained]
+        right = [right_draft_tokens(model, window()) for index, window in windows if index >= trained]
     on_progress(1.0, "trained")
     return TrainedMultiStreams(replace(facts, acceptance=acceptance(right)), arrays)
 

@@ -44,7 +44,7 @@ from ondevice.converters.training.streams.loss import (  # noqa: E402
     acceptance,
     initial_parameters,
     load_top,
-    right_guesses,
+    right_draft_tokens,
     states,
     stream_loss,
 )
@@ -158,7 +158,7 @@ def test_acceptance_is_of_what_all_streams_before_guessed_right() -> None:
     top, window = random_top()
     streams = facts(CONFIG)
     model = top.model(random_parameters(CONFIG, streams), streams)
-    found = right_guesses(model, window)
+    found = right_draft_tokens(model, window)
     main, ends = states(model, window, [range(27)], 30)
     said, guessed = (np.array(model.logits(x)).argmax(-1) for x in (main, ends))
     assert found.tolist() == [[guessed[t, j] == said[t + j + 1] for j in range(3)] for t in range(27)]
