@@ -67,6 +67,11 @@ class MemoryModel(ABC):
     def activation_bytes(self, tokens: int) -> int:
         """Scratch memory of a forward pass over `tokens` tokens."""
 
+    @property
+    def library_bytes(self) -> int:
+        """Code of the backend's libraries that enters memory when a pass first runs it."""
+        return 0
+
     @cached_property
     def max_context(self) -> int:
         """Tokens that a session may hold. Raises UsageError for more than the model was made for."""

@@ -293,7 +293,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         activation_bytes=memory.activation_bytes(widest),
         decode_activation_bytes=memory.activation_bytes(min(widest, DECODE_TOKENS)),
         pass_tokens=widest,
-        process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES,
+        process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES + memory.library_bytes,
         sparsity=memory.sparsity,
         predictor_bytes=memory.predictor_bytes,
         draft_bytes=memory.draft_bytes,

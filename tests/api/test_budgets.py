@@ -24,6 +24,8 @@ from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT, budget_between, greedy, squeeze
 from tests.support.paths import SHIPPED
 
+pytestmark = pytest.mark.usefixtures("steady_process")
+
 
 def test_the_text_is_the_same_whatever_the_settings(chat_bundle: Path, model: Model) -> None:
     expected = greedy(model, 100)
@@ -102,7 +104,6 @@ def test_a_real_models_two_hundred_tokens_whatever_the_settings(stories_bundle: 
         assert tuple(changed[:-1]) == expected
 
 
-@pytest.mark.usefixtures("steady_process")
 def test_direct_and_buffered_reads_give_the_same_text(chat_bundle: Path, model: Model) -> None:
     smallest = ondevice.inspect(chat_bundle).minimum_budget_bytes
     for io in ("buffered", "direct"):
@@ -116,7 +117,6 @@ def test_direct_and_buffered_reads_give_the_same_text(chat_bundle: Path, model: 
             assert other.stats.flash_bytes_read > 0
 
 
-@pytest.mark.usefixtures("steady_process")
 def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     with load(chat_bundle, dram_budget=plan.minimum_budget_bytes) as model:
@@ -135,7 +135,6 @@ def test_the_smallest_budget_streams_and_the_largest_does_not(chat_bundle: Path)
         assert model.generate(PROMPT, max_tokens=5).stats.flash_bytes_read < 100 * 8192
 
 
-@pytest.mark.usefixtures("steady_process")
 def test_a_budget_that_cannot_be_met_names_the_one_that_can(chat_bundle: Path) -> None:
     assert not ondevice.inspect(chat_bundle, dram_budget="1MB").fits
     with pytest.raises(BudgetError) as caught:

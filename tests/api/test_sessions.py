@@ -219,6 +219,7 @@ def test_asyncio_sessions(model: Model) -> None:
     assert len(awaited.transcript) == 4
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_idle_sessions_yield_their_memory_and_come_back_with_the_same_text(chat_bundle: Path) -> None:
     plan = ondevice.inspect(chat_bundle)
     with load(chat_bundle, dram_budget=plan.minimum_budget_bytes) as model:

@@ -131,6 +131,7 @@ def test_inspect_json_and_text(ondevice: Run, chat_bundle: Path) -> None:
         assert part in text.out
 
 
+@pytest.mark.usefixtures("steady_process")
 def test_inspect_shows_a_plan_that_does_not_fit(ondevice: Run, chat_bundle: Path) -> None:
     shown = ondevice("inspect", "-m", chat_bundle, "--dram-budget", "1MB", "--json").json
     assert shown["plan"]["fits"] is False

@@ -13,6 +13,8 @@ from ondevice.runtime.models import shipped_folder
 from ondevice.stats import GenerationStats
 from tests.support.command_line import Run
 
+pytestmark = pytest.mark.usefixtures("steady_process")
+
 SHIPPED = shipped_folder() / "small-relu"
 
 

@@ -22,6 +22,8 @@ from ondevice.training import PIECE_TOKENS
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Run
 
+pytestmark = pytest.mark.usefixtures("steady_process")
+
 SHIPPED = api.find_model()
 LONGEST = 4096
 OPTIONS: dict[str, Any] = {"threads": 1, "memory_pressure": "off", "speculation": "off"}
