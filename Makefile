@@ -98,8 +98,9 @@ chat: $(STAMPS)/installed
 
 # --- tests and checks -----------------------------------------------------------------------------------
 
+# Two processes, each with whole files: most tests wait for one core. Those of memory measure processes of their own.
 test: $(STAMPS)/test
-	@$(PY) -m pytest -q -m "not slow" $(TEST_ARGS) tests
+	@$(PY) -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) tests
 
 test-slow: $(STAMPS)/test
 	@$(PY) -m pytest -q -m slow --timeout 3600 $(TEST_ARGS) tests

@@ -35,7 +35,7 @@ class Chunk:
 
 
 def pack(
-    blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, engine: _native.Engine
+    blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, runner: _native.Runner
 ) -> Generator[Chunk, None, None]:
     """Quantise blocks and pack them as the bundle stores them, in order.
 
@@ -49,7 +49,7 @@ def pack(
                 yield Chunk(block.file, block.tensor, block.rows[0], block.nbytes)
                 continue
             rows = [
-                quantize(engine, weights, quant.bits, name)
+                quantize(runner, weights, quant.bits, name)
                 for name, weights in zip(block.sources, block.rows, strict=True)
             ]
             error = _error(block, rows, quant.bits)

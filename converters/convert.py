@@ -211,9 +211,9 @@ class _Conversion:
             return not missing.isdisjoint({tensor, f"{tensor}.codes", f"{tensor}.scales", f"{tensor}.biases"})
 
         meter = self._meter(wanted, on_progress)
-        engine = _native.Engine(usable_cores())
+        runner = _native.Runner(usable_cores())
         blocks = ahead(read_blocks(self._checkpoint, wanted), BLOCKS_AHEAD)
-        chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, engine), BLOCKS_AHEAD)
+        chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
         with closing(chunks):
             counted = _counted(chunks, meter)
             for file, group in groupby(counted, key=lambda chunk: chunk.file):

@@ -37,7 +37,7 @@ class QuantizedRows:
     biases: NDArray[np.float16]
 
 
-def quantize(engine: _native.Engine, weights: Weights, bits: int, name: str) -> QuantizedRows:
+def quantize(runner: _native.Runner, weights: Weights, bits: int, name: str) -> QuantizedRows:
     """Quantise rows to 4 or 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
 
     Raises CheckpointError, which names the tensor, for NaN, infinity and values beyond float16.
@@ -46,7 +46,7 @@ def quantize(engine: _native.Engine, weights: Weights, bits: int, name: str) -> 
     groups = -(-cols // GROUP_SIZE)
     codes = np.empty((rows, groups * GROUP_SIZE * bits // 8), dtype=np.uint8)
     scales, biases = (np.empty((rows, 0 if bits == 16 else groups), dtype=np.uint16) for _ in range(2))
-    if not _native.quantize_rows(engine, weights, bits, codes, scales, biases):
+    if not _native.quantize_rows(runner, weights, bits, codes, scales, biases):
         raise _bad_values(name)
     return QuantizedRows(codes, scales.view(np.float16), biases.view(np.float16))
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.backends.base import Bytes, Float32, KVLayout, Norm, RowChunk
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
@@ -66,14 +66,14 @@ def check_computes(bundle: Bundle) -> None:
 
 def trial_logits(bundle: Bundle, tokens: Sequence[int]) -> Float32:
     """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError."""
-    engine = make_engine(usable_cores())
+    runner = make_runner(usable_cores())
     with FlashReader(bundle_files(bundle)) as reader:
         resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
         x: Float32 | None = None
         for layer in range(bundle.config.num_layers):
-            x = _through_layer(bundle, reader, resident, engine, layer, tokens, x)
+            x = _through_layer(bundle, reader, resident, runner, layer, tokens, x)
         assert x is not None
-        return np.concatenate(list(_logits(bundle, reader, resident, engine, x)), axis=1)
+        return np.concatenate(list(_logits(bundle, reader, resident, runner, x)), axis=1)
 
 
 def _refusal(bundle: Bundle, reason: str) -> CheckpointError:
@@ -87,7 +87,7 @@ def _through_layer(
     bundle: Bundle,
     reader: FlashReader,
     resident: TensorFile,
-    engine: _native.Engine,
+    runner: _native.Runner,
     layer: int,
     tokens: Sequence[int],
     x: Float32 | None,
@@ -98,7 +98,7 @@ def _through_layer(
     source = NeuronRecords(bundle, reader, layer)
     stride = source.layout.stride
     neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
-    backend = CpuBackend(engine, segment_neurons=neurons, stream_neurons=neurons)
+    backend = CpuBackend(runner, segment_neurons=neurons, piece_neurons=neurons)
     with closing(backend):
         feed_forward = backend.load_feed_forward(0, source)
         feed_forward.neurons = _Pieces(source, neurons)
@@ -118,13 +118,13 @@ class _Pieces(NeuronSource):
         self._source = source
         self._piece_neurons = piece_neurons
 
-    def stream(self, layer: int, batch: ForwardBatch) -> Iterator[Bytes]:
+    def offloaded(self, layer: int, batch: ForwardBatch) -> Iterator[Bytes]:
         step, end = self._piece_neurons, self._source.num_neurons
         return (self._source.read(first, min(step, end - first)) for first in range(0, end, step))
 
 
 def _logits(
-    bundle: Bundle, reader: FlashReader, resident: TensorFile, engine: _native.Engine, x: Float32
+    bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
     """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
     config, bits = bundle.config, bundle.quant.bits
@@ -138,7 +138,7 @@ def _logits(
         def piece(row0: int, number: int, first: int = first) -> RowChunk:
             return rows(first + row0, number)._replace(row0=row0)
 
-        backend = CpuBackend(engine, segment_neurons=BLOCK_NEURONS, stream_neurons=BLOCK_NEURONS)
+        backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
             head = _loaded(backend, [MatrixPart("head", number, config.hidden_size, bits, piece)])["head"]

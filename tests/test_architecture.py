@@ -215,7 +215,7 @@ def test_the_layer_rule_sees_each_kind_of_violation(name: str, line: str) -> Non
     ("name", "line"),
     [
         ("ondevice.backends.cpu", "from ondevice.kernels import _native"),
-        ("ondevice.flash.extent_stream", "from .reader import FlashReader"),
+        ("ondevice.flash.read_ahead", "from .reader import FlashReader"),
         ("ondevice.api", "def convert():\n    from ondevice.converters.convert import convert"),
         ("ondevice.cli", "from ondevice import api, errors"),
     ],

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32, KVLayout
-from ondevice.backends.cpu import make_engine
+from ondevice.backends.cpu import make_runner
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.files import disk_errors, temporary_path
@@ -284,7 +284,7 @@ def _running(
             observed.feed_forwards,
             reader,
             segment_bytes=neurons * stride,
-            stream_neurons=neurons,
+            piece_neurons=neurons,
             # Records may begin and end in the middle of a page.
             slot_bytes=neurons * stride + 2 * PAGE_BYTES,
             slots=STREAM_SLOTS,
@@ -299,7 +299,7 @@ def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
     MLX is imported only for `mlx`; ImportError without it.
     """
     if backend == "cpu":
-        return ObservedCpu(make_engine(usable_cores()), segment_neurons=neurons, stream_neurons=neurons)
+        return ObservedCpu(make_runner(usable_cores()), segment_neurons=neurons, piece_neurons=neurons)
     from ondevice.converters.training.observed_mlx import ObservedMlx
 
     return ObservedMlx(neurons)
@@ -315,6 +315,6 @@ def gate_rows(bundle: Bundle, layer: int) -> Float32:
         records = reader.read(0, file.crc_start, count * stride).reshape(count, stride)
     out = np.empty((count, row.padded_cols), dtype=np.float32)
     _native.dequantize_rows(
-        make_engine(usable_cores()), bundle.quant.bits, records, bundle.config.hidden_size, out
+        make_runner(usable_cores()), bundle.quant.bits, records, bundle.config.hidden_size, out
     )
     return np.ascontiguousarray(out[:, : bundle.config.hidden_size])

@@ -80,5 +80,5 @@ class ObservedCpu(Observed, CpuBackend):
 
     def normed(self, x: Float32, norm: Norm) -> Float32:
         found = np.empty_like(x)
-        _native.rms_norm(self.engine, x, *norm, found)
+        _native.rms_norm(self.runner, x, *norm, found)
         return found

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.backends.cpu import contributions, make_engine
+from ondevice.backends.cpu import contributions, make_runner
 from ondevice.backends.reference import read_rows
 from ondevice.bundle.layout import RowLayout
 from ondevice.bundle.reader import Bundle
@@ -134,7 +134,7 @@ class LayerGates:
 
     def __init__(self, bundle: Bundle, source: NeuronRecords) -> None:
         """Reads the layer's records. Raises FlashReadError if they don't match their checksums."""
-        self._engine = make_engine(usable_cores())
+        self._runner = make_runner(usable_cores())
         self._activation: Activation = bundle.config.hidden_act
         neurons, row = source.num_neurons, RowLayout(source.hidden_size, source.bits)
         self._gate, self._up = (_native.Matrix(neurons, row.cols, row.bits) for _ in range(2))
@@ -145,7 +145,7 @@ class LayerGates:
             records = source.read(first, min(step, neurons - first))
             for matrix, offset in ((self._gate, gate_at), (self._up, up_at)):
                 row0, codes, scales, biases = record_chunk(records, offset, row, first)
-                matrix.load_rows(self._engine, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
+                matrix.load_rows(self._runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
             down = read_rows(records, up_at + row.nbytes, row)
             self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
 
@@ -192,7 +192,7 @@ class LayerGates:
         """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
         for gates in self._products(self._gate, inputs):
-            contributions(self._engine, gates, importance, self._activation, gates)
+            contributions(self._runner, gates, importance, self._activation, gates)
             counts += np.bincount(bucket_of(gates), minlength=BUCKETS)
         return counts
 
@@ -204,7 +204,7 @@ class LayerGates:
         for start in range(0, len(inputs), CHUNK_TOKENS):
             x = inputs[start : start + CHUNK_TOKENS].astype(np.float32)
             products = np.empty((len(x), matrix.rows), dtype=np.float32)
-            matrix.forward(self._engine, x, None, products)
+            matrix.forward(self._runner, x, None, products)
             yield products
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import io
 import json
 import os
@@ -78,7 +79,9 @@ class Walk:
     def name(self, code: CodeType) -> str | None:
         """The file's path in the project, if it is one of the product's."""
         path = os.path.realpath(code.co_filename)
-        if not path.startswith(self._root) or code.co_name == "<module>":
+        # A module or a class that is being defined has no such flag.
+        is_function = code.co_flags & inspect.CO_OPTIMIZED
+        if not path.startswith(self._root) or not is_function:
             return None
         path = path.removeprefix(self._root)
         return path if path.startswith(("ondevice/", "converters/", "cli.py")) else None

@@ -36,7 +36,7 @@ Linear: TypeAlias = Any
 Embedding: TypeAlias = Any
 """A loaded embedding table, resident or read row by row."""
 FeedForward: TypeAlias = Any
-"""One layer's loaded neurons: resident, streamed or cached."""
+"""One layer's loaded neurons: resident, read ahead or cached."""
 Block: TypeAlias = Any
 """Keys and values of 64 positions: `Bytes` that `cpu` and `reference` write to (`target[:] = source` copies
 a block), or None if the cache keeps them in `KVArrays`."""

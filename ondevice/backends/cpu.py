@@ -44,18 +44,18 @@ VIEWS = 64
 """Most views of output arrays kept at once; bounded, as the last chunks of prompts have every length."""
 
 
-def make_engine(threads: int, target: str = "auto") -> _native.Engine:
-    """The kernels' engine. threads: at least 1. Raises BackendUnavailableError if `target` can't run here."""
+def make_runner(threads: int, target: str = "auto") -> _native.Runner:
+    """The kernels' runner. threads: at least 1. Raises BackendUnavailableError if `target` can't run here."""
     if target != "auto" and target not in _native.available_targets():
         raise BackendUnavailableError(
             f"kernel target {target!r} can't run on this machine; it has "
             f"{', '.join(_native.available_targets())}"
         )
-    return _native.Engine(threads, target)
+    return _native.Runner(threads, target)
 
 
 def contributions(
-    engine: _native.Engine, gates: Float32, importance: Float32, activation: Activation, out: Float32
+    runner: _native.Runner, gates: Float32, importance: Float32, activation: Activation, out: Float32
 ) -> None:
     """Write |activation(gate)| * importance, for gates (T, F), to out (T, F), which may be `gates`.
 
@@ -63,7 +63,7 @@ def contributions(
     """
     act = ACTIVATIONS.index(activation)
     for gate, contribution in zip(gates, out, strict=True):
-        _native.activate(engine, act, gate, importance, contribution)
+        _native.activate(runner, act, gate, importance, contribution)
         np.abs(contribution, out=contribution)
 
 
@@ -80,7 +80,7 @@ class CpuFeedForward(FeedForwardLayer):
 
     def __init__(
         self,
-        engine: _native.Engine,
+        runner: _native.Runner,
         index: int,
         source: FeedForwardSource,
         segment_neurons: int,
@@ -92,7 +92,7 @@ class CpuFeedForward(FeedForwardLayer):
         self.native = _native.FeedForward(
             source.hidden_size, source.bits, source.layout.stride, first, second, second + row.nbytes
         )
-        self._engine = engine
+        self._runner = runner
 
     def new_segment(self) -> _native.Segment:
         return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
@@ -101,16 +101,16 @@ class CpuFeedForward(FeedForwardLayer):
         neurons = self.segment_range(index)
         blocks = -(-len(neurons) // BLOCK_NEURONS)
         block0 = (first - neurons.start) // BLOCK_NEURONS
-        self.native.pack(self._engine, segment, blocks, block0, records)
+        self.native.pack(self._runner, segment, blocks, block0, records)
 
 
 class CpuBackend(OffloadingBackend):
     """`Backend` over the native kernels.
 
     Args:
-        engine: the kernels' threads and instruction set.
+        runner: the kernels' threads and instruction set.
         segment_neurons: neurons in a segment, a multiple of 64.
-        stream_neurons: neurons in a streamed piece, a multiple of 64.
+        piece_neurons: neurons in a piece that is read, a multiple of 64.
         resident_embedding: whether the embedding table starts in memory, instead of being read from flash.
     """
 
@@ -121,16 +121,16 @@ class CpuBackend(OffloadingBackend):
 
     def __init__(
         self,
-        engine: _native.Engine,
+        runner: _native.Runner,
         *,
         segment_neurons: int,
-        stream_neurons: int,
+        piece_neurons: int,
         resident_embedding: bool = False,
     ) -> None:
         super().__init__(resident_embedding)
-        self.engine = engine
+        self.runner = runner
         self._segment_neurons = segment_neurons
-        self._stream_neurons = stream_neurons
+        self._piece_neurons = piece_neurons
         self._staging: _native.Segment | None = None
         self._buffers: dict[str, Float32] = {}
         self._views: dict[tuple[str, tuple[int, int]], Float32] = {}
@@ -141,21 +141,21 @@ class CpuBackend(OffloadingBackend):
     def load_linear(self, source: LinearSource) -> CpuLinear:
         matrix = _native.Matrix(source.rows, source.cols, source.bits)
         for row0, codes, scales, biases in source.chunks():
-            matrix.load_rows(self.engine, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
+            matrix.load_rows(self.runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
         return CpuLinear(matrix, bias)
 
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> CpuFeedForward:
-        loaded = CpuFeedForward(self.engine, layer, source, self._segment_neurons, selector)
+        loaded = CpuFeedForward(self.runner, layer, source, self._segment_neurons, selector)
         self.feed_forwards.append(loaded)
         return loaded
 
     @property
     def target(self) -> str:
         """The instruction set that multiplies."""
-        return self.engine.target
+        return self.runner.target
 
     def allocate_block(self, layout: KVLayout) -> Bytes:
         """One block of keys and values, in a mapping of its own."""
@@ -175,11 +175,11 @@ class CpuBackend(OffloadingBackend):
         """Free scratch memory; the next pass allocates what it needs. Invalidates all results of ops."""
         self._buffers.clear()
         self._views.clear()
-        self.engine.trim()
+        self.runner.trim()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
         out: Float32 = memory.empty((len(tokens), table.padded_cols), np.float32)
-        _native.dequantize_rows(self.engine, table.bits, table.read(tokens), table.hidden_size, out)
+        _native.dequantize_rows(self.runner, table.bits, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])
 
     def linear(
@@ -188,14 +188,14 @@ class CpuBackend(OffloadingBackend):
         matrix = weight.matrix
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
         scale, eps = norm or NO_NORM
-        matrix.forward(self.engine, x, weight.bias, out, scale, eps, added)
+        matrix.forward(self.runner, x, weight.bias, out, scale, eps, added)
         return out
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
         layout, config = kv.layout, kv.layout.config
         blocks = _addresses(kv)
         _native.kv_move(
-            self.engine,
+            self.runner,
             blocks,
             config.num_layers,
             config.num_kv_heads,
@@ -220,7 +220,7 @@ class CpuBackend(OffloadingBackend):
         layout, config = kv.layout, kv.layout.config
         out = self._buffer("attention", (len(qkv), config.query_size))
         _native.attend(
-            self.engine,
+            self.runner,
             qkv,
             _addresses(kv),
             layer,
@@ -260,7 +260,7 @@ class CpuBackend(OffloadingBackend):
         if resident is not None and selector.cutoff is None:
             *narrow, scorer = selector.matrices
             count = native.forward_selected(
-                self.engine,
+                self.runner,
                 x,
                 scorer.matrix,
                 scorer.bias,
@@ -277,7 +277,7 @@ class CpuBackend(OffloadingBackend):
             resident.count_multiplied(count)
             return out
         scores, gates = self._scored(x, selector, norm)
-        forward = _native.FeedForwardPass(self.engine, native, x, act, scale, eps)
+        forward = _native.FeedForwardPass(self.runner, native, x, act, scale, eps)
         for ids, parts in weight.neurons.select(weight.index, scores, batch):
             forward.add_selected(ids, parts, selector.predicted, gates)
         forward.finish(out, added)
@@ -296,17 +296,17 @@ class CpuBackend(OffloadingBackend):
         native, act = weight.native, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
-        pieces = weight.neurons.stream(weight.index, batch)
+        pieces = weight.neurons.offloaded(weight.index, batch)
         if pieces == ():
-            native.forward(self.engine, x, weight.segments, act, out, scale, eps, added)
+            native.forward(self.runner, x, weight.segments, act, out, scale, eps, added)
             return out
-        forward = _native.FeedForwardPass(self.engine, native, x, act, scale, eps)
+        forward = _native.FeedForwardPass(self.runner, native, x, act, scale, eps)
         if weight.segments:
             forward.add(weight.segments)
         for piece in pieces:
             if isinstance(piece, np.ndarray):
                 staging = self._stage(native)
-                native.pack(self.engine, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
+                native.pack(self.runner, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
             forward.add([piece])
         forward.finish(out, added)
@@ -330,11 +330,11 @@ class CpuBackend(OffloadingBackend):
         norm: Norm | None = None,
     ) -> Float32:
         narrow = self._buffer("low rank", (len(x), down.matrix.rows))
-        down.matrix.forward(self.engine, x, None, narrow, *(norm or NO_NORM))
+        down.matrix.forward(self.runner, x, None, narrow, *(norm or NO_NORM))
         if activation is not None:
             np.maximum(narrow, 0, out=narrow)
         wide = self._buffer("from low rank", (len(narrow), up.matrix.rows))
-        up.matrix.forward(self.engine, narrow, None, wide)
+        up.matrix.forward(self.runner, narrow, None, wide)
         y[first:] += wide
         return y
 
@@ -349,7 +349,7 @@ class CpuBackend(OffloadingBackend):
         """Scores (T, F) for norm(x), x (T, D), and gates (T, F), valid where the score is above zero."""
         for op, linear in zip(SCORES, selector.matrices, strict=False):
             out = self._buffer(op, (len(x), linear.matrix.rows))
-            linear.matrix.forward(self.engine, x, linear.bias, out, *(norm or NO_NORM))
+            linear.matrix.forward(self.runner, x, linear.bias, out, *(norm or NO_NORM))
             x, norm = out, None
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
 
@@ -359,16 +359,16 @@ class CpuBackend(OffloadingBackend):
         The activation of zero is zero, so a neuron adds exactly nothing to a token for which it is cut off.
         """
         scores = self._buffer("cut off", gates.shape)
-        contributions(self.engine, gates, cutoff.importance, cutoff.activation, scores)
+        contributions(self.runner, gates, cutoff.importance, cutoff.activation, scores)
         scores -= np.float32(cutoff.threshold)
         for gate, score in zip(gates, scores, strict=True):
             gate[score <= 0] = 0
         return scores
 
     def _stage(self, native: _native.FeedForward) -> _native.Segment:
-        """The segment in which streamed records are packed before they are multiplied; made when needed."""
+        """The segment in which records from flash are packed before they are multiplied; made when needed."""
         if self._staging is None:
-            self._staging = _native.Segment(native.segment_bytes(self._stream_neurons // BLOCK_NEURONS))
+            self._staging = _native.Segment(native.segment_bytes(self._piece_neurons // BLOCK_NEURONS))
         return self._staging
 
     def _buffer(self, op: str, shape: tuple[int, int]) -> Float32:

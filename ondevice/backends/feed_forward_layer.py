@@ -12,24 +12,24 @@ from ondevice.backends.neuron_source import NeuronSource, Segment
 from ondevice.config import GROUP_SIZE
 
 BLOCK_NEURONS = GROUP_SIZE
-"""Neurons in a block, the unit of packing, allocation and streaming."""
+"""Neurons in a block, the unit of packing, allocation and reading."""
 
 
-class StreamMemory:
-    """Memory that streamed neurons are read into, and the rule when it may be overwritten."""
+class PieceMemory:
+    """Memory that pieces of neurons are read into, and the rule when it may be overwritten."""
 
     pieces_read = 0
     """Number of latest pieces that may still be in use when the next one is asked for."""
 
     def allocate(self, nbytes: int) -> Bytes | None:
-        """(nbytes,) from a page boundary on, or None if the stream allocates its own. Raises MemoryError."""
+        """(nbytes,) from a page boundary on, or None: reads have buffers of their own. Raises MemoryError."""
         return None
 
     def free(self) -> None:
         """Free the allocated memory, which nothing writes to any more."""
 
     def asked(self) -> Any:
-        """The computations on streamed neurons that began since the last call; an argument for `wait`."""
+        """The computations on pieces that began since the last call; an argument for `wait`."""
         return None
 
     def wait(self, asked: Any) -> None:
@@ -52,7 +52,7 @@ class FeedForwardLayer:
         self.source = source
         self.segment_neurons = segment_neurons
         self.segments: list[Segment] = []
-        self.stream_memory = StreamMemory()
+        self.piece_memory = PieceMemory()
         """A pool that streams several layers uses only the first layer's."""
 
     @property

@@ -1,6 +1,6 @@
 """The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
-A layer's neurons are summed range by range in ascending order, whether they are resident, streamed or
+A layer's neurons are summed range by range in ascending order, whether they are resident, read ahead or
 fetched, so no bit of a result depends on the budget. On MLX's CPU device a row has the same bits whatever
 other rows are computed with it, and skipping zeros changes no bit
 (`tests/benchmarks/explain/mlx_invariance.py`). There, no bit depends on how a text is split, or on whether
@@ -39,8 +39,8 @@ from ondevice.backends.mlx_weights import (
     MlxFeedForward,
     MlxLinear,
     MlxNeurons,
+    MlxPieceMemory,
     MlxSegment,
-    MlxStreamMemory,
 )
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.bundle.layout import padded
@@ -61,7 +61,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
     """`Backend` under a budget, on MLX's default device.
 
     Args:
-        segment_neurons: neurons in a segment and in a streamed piece, a multiple of 64.
+        segment_neurons: neurons in a segment and in a piece that is read, a multiple of 64.
         stage_neurons: selected neurons that a stage holds, at least segment_neurons; 0: no stages.
         stages: largest number of stages.
         cache_bytes: bytes of freed arrays that MLX may keep.
@@ -89,7 +89,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self._stage_neurons = stage_neurons
         self._most_stages = stages
         self._stages: list[_Stage] = []
-        self._stream = MlxStreamMemory(self._waits)
+        self._pieces = MlxPieceMemory(self._waits)
         self._prefetched: tuple[MlxFeedForward, int, mx.array] | None = None
         self._begun: mx.array | None = None
         """The computation begun last, unless something has waited for it or for a result of it."""
@@ -100,7 +100,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
     def load_feed_forward(
         self, layer: int, source: FeedForwardSource, selector: Selector | None = None
     ) -> MlxFeedForward:
-        loaded = MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._stream, selector)
+        loaded = MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._pieces, selector)
         self.feed_forwards.append(loaded)
         return loaded
 
@@ -201,18 +201,18 @@ class MlxBackend(OffloadingBackend, MlxOps):
     ) -> mx.array:
         """`feed_forward` of every neuron, whether or not a selector would choose it.
 
-        Segments are multiplied in order, resident ones before those that are streamed.
+        Segments are multiplied in order, resident ones before those that come from flash.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
-        pieces = weight.neurons.stream(weight.index, batch)
+        pieces = weight.neurons.offloaded(weight.index, batch)
         for segment in weight.segments:
             found = found + _all_of(x, segment.neurons, activation)
         for piece in pieces:
             if isinstance(piece, MlxSegment):
                 found = found + _all_of(x, piece.neurons, activation)
             else:
-                found = found + _all_of(x, weight.streamed_neurons(piece), activation)
-                self._stream.ask([found])
+                found = found + _all_of(x, weight.neurons_of(piece), activation)
+                self._pieces.ask([found])
         return found if added is None else added + found
 
     def _selected(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selector
-from ondevice.backends.feed_forward_layer import FeedForwardLayer, StreamMemory
+from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import GROUP_SIZE
@@ -174,8 +174,8 @@ class RecordMemory:
         return MlxMatrix(layout, dtype, (codes, *pairs))
 
 
-class MlxStreamMemory(StreamMemory):
-    """Stream memory in MLX arrays. One piece may be multiplied while the stream waits for the next."""
+class MlxPieceMemory(PieceMemory):
+    """Memory for pieces in MLX arrays. One piece may be multiplied while the next is read."""
 
     pieces_read = 1
 
@@ -216,7 +216,7 @@ class MlxSegment:
 class MlxFeedForward(FeedForwardLayer):
     """One layer's neurons. Segments are `MlxSegment`s, multiplied one by one.
 
-    stream: the memory for streamed neurons, which all layers share.
+    pieces: the memory for neurons from flash, which all layers share.
     """
 
     def __init__(
@@ -225,11 +225,11 @@ class MlxFeedForward(FeedForwardLayer):
         source: FeedForwardSource,
         segment_neurons: int,
         dtype: mx.Dtype,
-        stream: MlxStreamMemory,
+        pieces: MlxPieceMemory,
         selector: Selector | None = None,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
-        self.stream_memory: MlxStreamMemory = stream
+        self.piece_memory: MlxPieceMemory = pieces
         self._dtype = dtype
         self._row = RowLayout(source.hidden_size, source.bits)
         gate, up = source.layout.part_offsets
@@ -245,17 +245,17 @@ class MlxFeedForward(FeedForwardLayer):
         """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
         return MlxSegment()
 
-    def streamed_neurons(self, records: Bytes) -> MlxNeurons:
-        """The neurons of a streamed piece, records (n, stride), without a copy."""
-        memory = self.stream_memory.records
+    def neurons_of(self, records: Bytes) -> MlxNeurons:
+        """The neurons of a piece, records (n, stride), without a copy."""
+        memory = self.piece_memory.records
         assert memory is not None
         return MlxNeurons(*(memory.matrix(records, at, self._row, self._dtype) for at in self._offsets))
 
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
         assert len(records) == len(self.segment_range(index)), "a piece is a whole segment"
-        neurons = self.streamed_neurons(records)
+        neurons = self.neurons_of(records)
         assert neurons.gate is not None
         own = MlxNeurons(neurons.gate.copy(), neurons.up.copy(), neurons.down.copy())
         require_memory(sum(array.nbytes for array in own.arrays))
-        self.stream_memory.ask(own.arrays)
+        self.piece_memory.ask(own.arrays)
         segment.neurons = own

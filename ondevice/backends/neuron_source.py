@@ -36,7 +36,7 @@ class ResidentLayer(NamedTuple):
 class NeuronSource:
     """Provides the neurons of all layers of one model; `layer` is a layer's index.
 
-    In a pass, layers come in order. A source overrides the methods that its layers call: `stream` if every
+    In a pass, layers come in order. A source overrides the methods that its layers call: `offloaded` if every
     neuron is multiplied, the others if a selector chooses neurons. The defaults raise or do nothing.
     """
 
@@ -64,10 +64,10 @@ class NeuronSource:
         """
         raise OndeviceError("nothing provides the neurons that are selected")
 
-    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
+    def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         """The layer's neurons that its segments don't hold, ascending: records (n, stride) or a segment.
 
-        Each is valid until the next is asked for, unless the layer's `StreamMemory` says otherwise. An empty
+        Each is valid until the next is asked for, unless the layer's `PieceMemory` says otherwise. An empty
         tuple if the segments hold all neurons, and for `resident_only`.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
@@ -88,7 +88,7 @@ class ClosedNeurons(NeuronSource):
     def select(self, layer: int, scores: Float32, batch: ForwardBatch) -> Batches:
         raise _closed()
 
-    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
+    def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         raise _closed()
 
 

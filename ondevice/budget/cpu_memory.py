@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ondevice.budget.memory_model import MemoryModel, input_bytes
 from ondevice.budget.sizes import (
+    BufferShape,
     SegmentShape,
     SlotShape,
-    StreamShape,
+    buffer_shape,
     logits_rows,
     segment_shape,
-    stream_shape,
 )
 from ondevice.bundle.layout import padded
 from ondevice.config import GROUP_SIZE
@@ -31,8 +31,8 @@ class CpuMemory(MemoryModel):
         return self._slots if self.selects_neurons else segment_shape(self.config, self.quant)
 
     @property
-    def stream(self) -> StreamShape:
-        return self._fetch if self.selects_neurons else stream_shape(self.config, self.quant)
+    def buffers(self) -> BufferShape:
+        return self._fetch if self.selects_neurons else buffer_shape(self.config, self.quant)
 
     def activation_bytes(self, tokens: int) -> int:
         # The heap keeps about a quarter more than is in use.

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from ondevice.backends.base import BLOCK_TOKENS, KVLayout
 from ondevice.budget.sizes import (
+    BufferShape,
     SegmentShape,
     SlotShape,
-    StreamShape,
     context_tokens,
     draft_nodes,
     fetch_shape,
@@ -60,7 +60,7 @@ class MemoryModel(ABC):
 
     @property
     @abstractmethod
-    def stream(self) -> StreamShape:
+    def buffers(self) -> BufferShape:
         """Buffers for feed-forward weights that come from flash."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class MemoryModel(ABC):
         return slot_shape(self.config, self.quant, whole=self._used_predictors is not None)
 
     @property
-    def _fetch(self) -> StreamShape:
+    def _fetch(self) -> BufferShape:
         """Staging for the records of selected neurons."""
         return fetch_shape(self._slots.slot_bytes)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.budget.memory_model import GATED, MemoryModel
 from ondevice.budget.sizes import (
+    BufferShape,
     SegmentShape,
     SlotShape,
-    StreamShape,
     fetch_neurons,
     logits_rows,
     segment_shape,
@@ -25,10 +25,10 @@ MLX_SEGMENT_BYTES = 16 << 20
 """Target size of a segment: larger than the kernels', as each is a launch of its own."""
 MLX_STAGES = 2
 """Stages in which gathered neurons are multiplied (`backends/mlx.py`)."""
-MLX_STREAM_SLOTS = 4
+MLX_READ_SLOTS = 4
 """Segments of records under way: two that are multiplied, two that are read from flash."""
 MLX_PIECES = 2
-"""Streamed segments under way together: MLX takes their records apart while it multiplies."""
+"""Segments from flash under way together: MLX takes their records apart while it multiplies."""
 LAYERS_READ = 2
 """Layers whose keys and values are read back at once: MLX begins a layer before the last one ends."""
 
@@ -70,17 +70,17 @@ class MlxMemory(MemoryModel):
         return self._slots if self.selects_neurons else self.ranges
 
     @property
-    def stream(self) -> StreamShape:
-        """Stream buffers. In dense mode a piece is a whole segment: sums mustn't depend on residency."""
+    def buffers(self) -> BufferShape:
+        """Read buffers. In dense mode a piece is a whole segment: sums mustn't depend on residency."""
         stride = neuron_layout(self.config, self.quant).stride
         if self.selects_neurons:
             stage = MLX_STAGES * self.stage_neurons * stride
             return replace(self._fetch, packed_bytes=stage + self._neurons_bytes(self.stage_neurons))
         neurons = self.ranges.neurons
-        return StreamShape(
+        return BufferShape(
             neurons=neurons,
             slot_bytes=padded(neurons * stride, PAGE_BYTES) + PAGE_BYTES,
-            slots=MLX_STREAM_SLOTS,
+            slots=MLX_READ_SLOTS,
             packed_bytes=PAGE_BYTES + MLX_PIECES * self._neurons_bytes(neurons),
         )
 

@@ -18,7 +18,7 @@ from functools import cached_property
 from operator import index
 
 from ondevice.budget.memory_model import MemoryModel
-from ondevice.budget.sizes import DECODE_TOKENS, SegmentShape, SlotShape, StreamShape
+from ondevice.budget.sizes import DECODE_TOKENS, BufferShape, SegmentShape, SlotShape
 from ondevice.errors import UsageError
 from ondevice.units import PAGE_BYTES, MemoryRoom
 
@@ -58,7 +58,7 @@ class Plan:
     """Keys and values of one full context."""
     segment: SegmentShape | SlotShape
     """Pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots in the others."""
-    stream: StreamShape
+    buffers: BufferShape
     activation_bytes: int
     """Scratch memory of the widest forward pass, over `pass_tokens` tokens."""
     decode_activation_bytes: int
@@ -106,7 +106,7 @@ class Plan:
         parts = {
             "weights of every token": self.weights_bytes + self.predictor_bytes,
             f"KV cache of {self.max_context} tokens": self.kv_cache_bytes,
-            "buffers and scratch memory": self.stream.nbytes
+            "buffers and scratch memory": self.buffers.nbytes
             + self.activation_bytes
             + self.segment.least * self.segment.nbytes,
             "drafting": self.draft_bytes,
@@ -161,7 +161,7 @@ class Plan:
     @property
     def staging_bytes(self) -> int:
         """Buffers for offloaded weights; where all weights fit, the first passes fetch them this way."""
-        return self.stream.nbytes
+        return self.buffers.nbytes
 
     @property
     def neuron_cache_bytes(self) -> int:
@@ -249,7 +249,7 @@ class Plan:
     def _bare_bytes(self) -> int:
         """Memory of a full context in all, with the fewest feed-forward segments."""
         least = self.segment.least * self.segment.nbytes
-        return self._always_bytes + self.stream.nbytes + self.kv_cache_bytes + least
+        return self._always_bytes + self.buffers.nbytes + self.kv_cache_bytes + least
 
     @property
     def _loading_bytes(self) -> int:
@@ -289,7 +289,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         kv_block_bytes=kv.block_bytes,
         kv_cache_bytes=kv.blocks(memory.max_context) * kv.block_bytes,
         segment=memory.segment,
-        stream=memory.stream,
+        buffers=memory.buffers,
         activation_bytes=memory.activation_bytes(widest),
         decode_activation_bytes=memory.activation_bytes(min(widest, DECODE_TOKENS)),
         pass_tokens=widest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ondevice.budget.cpu_memory import CpuMemory
-from ondevice.budget.sizes import SegmentShape, StreamShape, segment_shape
+from ondevice.budget.sizes import BufferShape, SegmentShape, segment_shape
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ReferenceMemory(CpuMemory):
         return replace(segment_shape(self.config, self.quant), per_layer=0)
 
     @property
-    def stream(self) -> StreamShape:
-        return StreamShape(0, 0, 0, 0)
+    def buffers(self) -> BufferShape:
+        return BufferShape(0, 0, 0, 0)
 
     def activation_bytes(self, tokens: int) -> int:
         """Numpy's temporaries beside what the kernels have, for a pass of any width.

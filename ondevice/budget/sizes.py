@@ -1,4 +1,4 @@
-"""Sizes and shapes that every backend's memory shares: packed matrices, segments, slots, stream buffers.
+"""Sizes and shapes that every backend's memory shares: packed matrices, segments, slots, read buffers.
 
 Pure functions of the model's shape and the options. All sizes are bytes. `memory_model.py` and the memory
 models derived from it put them together.
@@ -20,10 +20,10 @@ SEGMENT_BYTES = 8 << 20
 """Target size of a segment of feed-forward memory; the layer's size decides within half and double of it."""
 SEGMENTS_PER_SMALL_LAYER = 8
 STREAM_SLOT_BYTES = 2 << 20
-"""Target size of one read of streamed records: from 1 MiB on, flash is at its full rate."""
+"""Target size of one read of dense mode's records: from 1 MiB on, flash is at its full rate."""
 STREAM_SLOTS = 8
 STREAM_SHARE = 16
-"""Divisor of the feed-forward weights that bounds the stream's slots, which are two at least."""
+"""Divisor of the feed-forward weights that bounds the read-ahead's slots, which are two at least."""
 FETCH_NEURONS = 1024
 """Neurons that are read and multiplied at a time where some are selected; a multiple of 64."""
 FETCH_DEPTH = 48
@@ -98,7 +98,7 @@ class SlotShape:
 
 
 @dataclass(frozen=True)
-class StreamShape:
+class BufferShape:
     """Buffers for reading offloaded records: `slots` of them, each for up to `neurons` records.
 
     `packed_bytes` is the room in which one slot's records are packed before they are multiplied.
@@ -171,13 +171,13 @@ def prefetch_neurons(config: ModelConfig) -> int:
     return fetch_neurons(config) // 2
 
 
-def fetch_shape(slot_bytes: int) -> StreamShape:
+def fetch_shape(slot_bytes: int) -> BufferShape:
     """Staging for records that are read one by one: a buffer for each read, and one for the caller."""
     buffers = FETCH_DEPTH + FETCH_ENDED + 1
-    return StreamShape(0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), buffers, 0)
+    return BufferShape(0, max(FETCH_STAGING_BYTES, padded(slot_bytes, PAGE_BYTES) + PAGE_BYTES), buffers, 0)
 
 
-def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:
+def buffer_shape(config: ModelConfig, quant: QuantConfig) -> BufferShape:
     """Reads near 2 MiB, or a quarter of a layer if that is less, in whole blocks of 64 records."""
     stride = neuron_layout(config, quant).stride
     blocks = -(-config.intermediate_size // GROUP_SIZE)
@@ -185,7 +185,7 @@ def stream_shape(config: ModelConfig, quant: QuantConfig) -> StreamShape:
     # A read is widened to page boundaries on both sides.
     slot_bytes = padded(size * GROUP_SIZE * stride, PAGE_BYTES) + PAGE_BYTES
     share = config.num_layers * config.intermediate_size * stride // STREAM_SHARE
-    return StreamShape(
+    return BufferShape(
         neurons=size * GROUP_SIZE,
         slot_bytes=slot_bytes,
         slots=min(STREAM_SLOTS, max(2, share // slot_bytes)),

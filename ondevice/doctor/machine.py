@@ -99,17 +99,17 @@ def kernel_product(target: str) -> bytes:
 
     from ondevice.kernels import _native
 
-    engine, rng = _native.Engine(1, target), np.random.default_rng(1)
+    runner, rng = _native.Runner(1, target), np.random.default_rng(1)
     weights = rng.standard_normal((ROWS, COLUMNS), dtype=np.float32)
     x = rng.standard_normal((TOKENS, COLUMNS), dtype=np.float32)
     groups, found = -(-COLUMNS // 64), b""
     for bits in (4, 8, 16):
         codes = np.empty((ROWS, groups * 64 * bits // 8), dtype=np.uint8)
         scales, biases = (np.empty((ROWS, 0 if bits == 16 else groups), np.uint16) for _ in range(2))
-        _native.quantize_rows(engine, weights, bits, codes, scales, biases)
+        _native.quantize_rows(runner, weights, bits, codes, scales, biases)
         matrix, out = _native.Matrix(ROWS, COLUMNS, bits), np.empty((TOKENS, ROWS), dtype=np.float32)
-        matrix.load_rows(engine, 0, codes, scales, biases)
-        matrix.forward(engine, x, None, out)
+        matrix.load_rows(runner, 0, codes, scales, biases)
+        matrix.forward(runner, x, None, out)
         found += codes.tobytes() + scales.tobytes() + biases.tobytes() + out.tobytes()
     return found
 

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "crc32c.h"
-#include "extent_stream.h"
+#include "read_ahead.h"
 #include "flash_reader.h"
 #include "record_batch.h"
 
@@ -124,11 +124,11 @@ auto read_new(FlashReader& reader, size_t file, int64_t offset, int64_t nbytes) 
   return owned_array<uint8_t>(first, static_cast<size_t>(nbytes), std::move(buffer));
 }
 
-auto next_extent(ExtentStream& stream) {
-  ExtentStream::View view;
+auto next_extent(ReadAhead& ahead) {
+  ReadAhead::View view;
   {
     nb::gil_scoped_release release;
-    view = stream.next();
+    view = ahead.next();
   }
   const auto [data, nbytes, owner] = std::move(view);
   return owned_array<const uint8_t>(data, nbytes, owner);
@@ -175,44 +175,44 @@ void bind_reader(nb::module_& m) {
       .def_prop_ro("fallback_reason", &FlashReader::fallback_reason);
 }
 
-void bind_stream(nb::module_& m) {
+void bind_read_ahead(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   using Extents = std::vector<std::tuple<size_t, int64_t, int64_t>>;
-  nb::class_<ExtentStream>(m, "ExtentStream")
+  nb::class_<ReadAhead>(m, "ReadAhead")
       .def(
           "__init__",
-          [](ExtentStream* self, std::shared_ptr<FlashReader> reader, const Extents& extents,
+          [](ReadAhead* self, std::shared_ptr<FlashReader> reader, const Extents& extents,
              size_t slot_bytes, size_t slots, bool cyclic, std::optional<OutBytes> memory) {
             SlotMemory slots_memory;
             // The array counts its references; releasing the last one takes the GIL.
             if (memory)
               slots_memory = {std::shared_ptr<uint8_t>(memory->data(), [memory](uint8_t*) {}),
                               memory->size()};
-            new (self) ExtentStream(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic,
+            new (self) ReadAhead(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic,
                                     slots_memory);
           },
           nb::arg("reader"), nb::arg("extents"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("cyclic"),
           nb::arg("memory").noconvert().none())
       .def("next", &next_extent)
-      .def("release", &ExtentStream::release, Release())
-      .def("rewind", &ExtentStream::rewind, Release())
+      .def("release", &ReadAhead::release, Release())
+      .def("rewind", &ReadAhead::rewind, Release())
       .def(
           "reschedule",
-          [](ExtentStream& self, const Extents& extents) {
+          [](ReadAhead& self, const Extents& extents) {
             const auto schedule = make_extents(extents);
             nb::gil_scoped_release release;
             self.reschedule(schedule);
           },
           nb::arg("extents"))
-      .def("close", &ExtentStream::close, Release())
+      .def("close", &ReadAhead::close, Release())
       .def(
           "stats",
-          [](ExtentStream& self) {
-            StreamStats stats = self.stats();
+          [](ReadAhead& self) {
+            ReadAheadStats stats = self.stats();
             return std::make_pair(times(stats.reads), stats.wait_seconds);
           },
           Release())
-      .def_prop_ro("nbytes", &ExtentStream::nbytes);
+      .def_prop_ro("nbytes", &ReadAhead::nbytes);
 }
 
 void bind_batch(nb::module_& m) {
@@ -267,7 +267,7 @@ void bind_flash(nb::module_& m, nb::module_& testing) {
   m.def("crc32c", &crc32c, nb::arg("data").noconvert(), nb::arg("units"));
   testing.def("crc32c_on", &crc32c_on, nb::arg("data").noconvert(), nb::arg("units"), nb::arg("target"));
   bind_reader(m);
-  bind_stream(m);
+  bind_read_ahead(m);
   bind_batch(m);
 }
 

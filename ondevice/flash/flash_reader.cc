@@ -8,7 +8,7 @@
 namespace ondevice {
 namespace {
 
-// Size of pieces that are read straight into their final place, one system call each; as in ExtentStream.
+// Size of pieces that are read straight into their final place, one system call each; as in ReadAhead.
 constexpr int64_t kPieceBytes = int64_t{1} << 20;
 // Size of pieces that go through a staging buffer. Every read under way may hold one buffer.
 constexpr int64_t kStagedBytes = int64_t{1} << 18;

@@ -43,7 +43,7 @@ class FlashStats:
 
 
 class FlashReader:
-    """A pool of reader threads over the files of a bundle; `ExtentStream` reads ahead through the same pool.
+    """A pool of reader threads over the files of a bundle; `ReadAhead` reads ahead through the same pool.
 
     Every read is checked: its CRC-32Cs are compared, and its float16 values (scales, biases, unquantised
     weights) must be finite. A value that isn't finite counts as damage even if the checksum matches.

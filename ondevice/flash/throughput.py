@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import Bytes, FlashReader
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
@@ -154,16 +154,16 @@ def random_extents(files: Sequence[CheckedFile], nbytes: int) -> list[Extent]:
 def _rate(reader: FlashReader, extents: Sequence[Extent], nbytes: int, slots: int, seconds: float) -> float:
     """Bytes per second in whole pages, once every thread is busy: the median of a few slices of the time."""
     pages = [_page_bytes(extent) for extent in extents]
-    with ExtentStream(reader, extents, nbytes, slots, cyclic=True) as stream:
+    with ReadAhead(reader, extents, nbytes, slots, cyclic=True) as ahead:
         for _ in range(slots):
-            stream.next()
-            stream.release()
+            ahead.next()
+            ahead.release()
         rates, done = [], slots
         for _ in range(SLICES):
             start, read = time.perf_counter(), 0
             while (taken := time.perf_counter() - start) < seconds / SLICES or not read:
-                stream.next()
-                stream.release()
+                ahead.next()
+                ahead.release()
                 read += pages[done % len(pages)]
                 done += 1
             rates.append(read / taken)

@@ -23,7 +23,7 @@ def available_targets() -> list[str]:
 def allocate(nbytes: int) -> Bytes:
     """Zeros in a mapping of their own, which is unmapped when the array is freed. Raises MemoryError."""
 
-class Engine:
+class Runner:
     """What runs kernels: threads, the kernels of one instruction set, and their scratch memory."""
 
     def __init__(self, threads: int, target: str = "auto") -> None: ...
@@ -40,12 +40,12 @@ class Matrix:
     def __init__(self, rows: int, cols: int, bits: int) -> None: ...
     @property
     def rows(self) -> int: ...
-    def load_rows(self, engine: Engine, row0: int, codes: Bytes, scales: Uint16, biases: Uint16) -> None:
+    def load_rows(self, runner: Runner, row0: int, codes: Bytes, scales: Uint16, biases: Uint16) -> None:
         """Rows from `row0` on, as a bundle stores them: codes (R, bytes), scales and biases (R, G)."""
 
     def forward(
         self,
-        engine: Engine,
+        runner: Runner,
         x: Float32,
         bias: Float32 | None,
         out: Float32,
@@ -56,7 +56,7 @@ class Matrix:
         """out (T, rows) = norm(x) W^T + bias + added, for x (T, cols); added may be out."""
 
 def quantize_rows(
-    engine: Engine,
+    runner: Runner,
     x: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16],
     bits: int,
     codes: Bytes,
@@ -68,7 +68,7 @@ def quantize_rows(
     False if a value isn't finite, or wouldn't be finite as float16.
     """
 
-def dequantize_rows(engine: Engine, bits: int, rows: Bytes, cols: int, out: Float32) -> None:
+def dequantize_rows(runner: Runner, bits: int, rows: Bytes, cols: int, out: Float32) -> None:
     """rows (R, nbytes), each [codes | scales | biases], into out (R, padded cols)."""
 
 # Feed-forward layers
@@ -85,12 +85,12 @@ class FeedForward:
     def segment_bytes(self, blocks: int) -> int:
         """Bytes of a segment of `blocks` blocks of 64 neurons."""
 
-    def pack(self, engine: Engine, segment: Segment, blocks: int, block0: int, records: Bytes) -> None:
+    def pack(self, runner: Runner, segment: Segment, blocks: int, block0: int, records: Bytes) -> None:
         """Neuron records (n, stride) into a segment of `blocks` blocks, from block `block0` on."""
 
     def forward(
         self,
-        engine: Engine,
+        runner: Runner,
         x: Float32,
         segments: Sequence[Segment],
         activation: int,
@@ -103,7 +103,7 @@ class FeedForward:
 
     def forward_selected(
         self,
-        engine: Engine,
+        runner: Runner,
         x: Float32,
         scorer: Matrix,
         bias: Float32 | None,
@@ -126,13 +126,13 @@ class FeedForward:
 class FeedForwardPass:
     """One forward pass through a layer, neurons added piece by piece in ascending order.
 
-    Its sums are in the engine's scratch memory: it ends when the engine multiplies anything else, and
+    Its sums are in the runner's scratch memory: it ends when the runner multiplies anything else, and
     raises ValueError from then on. Either segments are added to a pass or selected neurons, never both.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        runner: Runner,
         layer: FeedForward,
         x: Float32,
         activation: int,
@@ -157,7 +157,7 @@ def select(scores: Float32, ids: Int32) -> int:
 # Attention
 
 def attend(
-    engine: Engine,
+    runner: Runner,
     qkv: Float32,
     blocks: Addresses,
     layer: int,
@@ -181,7 +181,7 @@ def attend(
     """
 
 def kv_move(
-    engine: Engine,
+    runner: Runner,
     blocks: Addresses,
     layers: int,
     kv_heads: int,
@@ -194,10 +194,10 @@ def kv_move(
 
 # Vectors
 
-def rms_norm(engine: Engine, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
+def rms_norm(runner: Runner, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
     """out (T, n) = the RMS norm of each row of x (T, n), times weight (n,)."""
 
-def activate(engine: Engine, activation: int, gate: Float32, up: Float32, out: Float32) -> None:
+def activate(runner: Runner, activation: int, gate: Float32, up: Float32, out: Float32) -> None:
     """out (n,) = activation(gate) * up."""
 
 def largest(x: Float32, ids: Int32, values: Float32) -> float:
@@ -262,7 +262,7 @@ class RecordBatch:
     def close(self) -> None: ...
     def stats(self) -> ReadStats: ...
 
-class ExtentStream:
+class ReadAhead:
     def __init__(
         self,
         reader: FlashReader,
@@ -284,11 +284,11 @@ class ExtentStream:
 class _Testing:
     """Single steps of fused ops, and chosen code paths."""
 
-    def head_norm(self, engine: Engine, x: Float32, weight: Float32, eps: float) -> None: ...
-    def rope(self, engine: Engine, x: Float32, cos: Float32, sin: Float32) -> None: ...
+    def head_norm(self, runner: Runner, x: Float32, weight: Float32, eps: float) -> None: ...
+    def rope(self, runner: Runner, x: Float32, cos: Float32, sin: Float32) -> None: ...
     def kv_write(
         self,
-        engine: Engine,
+        runner: Runner,
         blocks: Addresses,
         layer: int,
         bits: int,
@@ -298,7 +298,7 @@ class _Testing:
     ) -> None: ...
     def attention(
         self,
-        engine: Engine,
+        runner: Runner,
         q: Float32,
         blocks: Addresses,
         layer: int,

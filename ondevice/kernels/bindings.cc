@@ -13,15 +13,15 @@ namespace ondevice {
 namespace {
 
 void bind_vector_ops(nb::module_& m) {
-  m.def("rms_norm", [](Engine& engine, const CArray<const float, 2>& x, const CArray<const float, 1>& weight,
+  m.def("rms_norm", [](Runner& runner, const CArray<const float, 2>& x, const CArray<const float, 1>& weight,
                        float eps, const CArray<float, 2>& out) {
     const int64_t rows = x.shape(0), n = x.shape(1);
     require(weight.shape(0) == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
             "x and out are (T, n), weight is (n,)");
     nb::gil_scoped_release release;
-    engine.pool().parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
+    runner.pool().parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
       for (int64_t t = begin; t < end; ++t)
-        engine.kernels().rms_norm(x.data() + t * n, weight.data(), eps, n, out.data() + t * n);
+        runner.kernels().rms_norm(x.data() + t * n, weight.data(), eps, n, out.data() + t * n);
     });
   });
   m.def("copy_out",
@@ -45,12 +45,12 @@ void bind_vector_ops(nb::module_& m) {
         return kernels->sum_of_exps(x.data(), n, values.data()[0]);
       },
       nb::arg("x"), nb::arg("ids"), nb::arg("values"));
-  m.def("activate", [](Engine& engine, int activation, const CArray<const float, 1>& gate,
+  m.def("activate", [](Runner& runner, int activation, const CArray<const float, 1>& gate,
                        const CArray<const float, 1>& up, const CArray<float, 1>& out) {
     require(activation >= 0 && activation <= 4, "activation must be 0 to 4");
     require(gate.shape(0) == up.shape(0) && gate.shape(0) == out.shape(0),
             "gate, up and out have one length");
-    engine.kernels().activate(static_cast<Activation>(activation), gate.data(), up.data(), out.data(),
+    runner.kernels().activate(static_cast<Activation>(activation), gate.data(), up.data(), out.data(),
                               static_cast<int64_t>(gate.shape(0)));
   });
 }
@@ -76,10 +76,10 @@ NB_MODULE(_native, m) {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {nbytes}, owner);
       },
       nb::arg("nbytes"));
-  nb::class_<Engine>(m, "Engine")
+  nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, const std::string&>(), nb::arg("threads"), nb::arg("target") = "auto")
-      .def_prop_ro("target", &Engine::target)
-      .def("trim", &Engine::trim);
+      .def_prop_ro("target", &Runner::target)
+      .def("trim", &Runner::trim);
   nb::module_ testing = m.def_submodule("testing", "For tests only.");
   bind_vector_ops(m);
   bind_attention(m);

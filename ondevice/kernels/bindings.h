@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "engine.h"
+#include "runner.h"
 
 namespace ondevice {
 

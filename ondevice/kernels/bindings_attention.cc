@@ -42,7 +42,7 @@ namespace {
 // Norm weights of query heads and of key heads (head_dim,) both, and their epsilon.
 using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float>;
 
-void attend(Engine& engine, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
+void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
             int64_t heads, int64_t kv_heads, int64_t position, int64_t window,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
@@ -70,20 +70,20 @@ void attend(Engine& engine, const CArray<float, 2>& qkv, const Blocks& blocks, i
       qkv.data(), width,  heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
       position,   window, out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
   nb::gil_scoped_release release;
-  engine.attend(qkv.data(), transform, args, tokens);
+  runner.attend(qkv.data(), transform, args, tokens);
 }
 
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  m.def("attend", &attend, nb::arg("engine"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
+  m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
         nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(), nb::arg("tree").none(), nb::arg("out"));
-  m.def("kv_move", [](const Engine& engine, const Blocks& blocks, int64_t layers, int64_t kv_heads,
+  m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t layers, int64_t kv_heads,
                       int64_t dim, int bits, int64_t from, int64_t to) {
     require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");
     for (int64_t layer = 0; layer < layers; ++layer)
-      engine.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
+      runner.kernels().kv_move(kv_view(blocks, layer, kv_heads, dim, bits, std::max(from, to) + 1), from, to);
   });
 }
 

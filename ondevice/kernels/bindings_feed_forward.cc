@@ -25,7 +25,7 @@ Activation activation_of(int activation) {
   return static_cast<Activation>(activation);
 }
 
-void pack(const FeedForward& layer, Engine& engine, Segment& segment, int64_t blocks, int64_t block0,
+void pack(const FeedForward& layer, Runner& runner, Segment& segment, int64_t blocks, int64_t block0,
           const CArray<const uint8_t, 2>& records) {
   const int64_t count = records.shape(0);
   require(static_cast<int64_t>(records.shape(1)) == layer.record().stride, "records are (n, stride)");
@@ -34,10 +34,10 @@ void pack(const FeedForward& layer, Engine& engine, Segment& segment, int64_t bl
           "records are outside the segment");
   segment.lay_out(blocks);
   nb::gil_scoped_release release;
-  layer.pack(engine, segment, block0, records.data(), count);
+  layer.pack(runner, segment, block0, records.data(), count);
 }
 
-void forward(const FeedForward& layer, Engine& engine, const Rows& x,
+void forward(const FeedForward& layer, Runner& runner, const Rows& x,
              const std::vector<const Segment*>& segments, int activation, const CArray<float, 2>& out,
              const Weight& norm, float eps, const Added& added) {
   const int64_t tokens = rows_of(x, layer.hidden());
@@ -45,10 +45,10 @@ void forward(const FeedForward& layer, Engine& engine, const Rows& x,
   const Norm norms = norm_of(norm, eps, layer.hidden());
   const float* base = added_to(out, layer, tokens, added);
   nb::gil_scoped_release release;
-  layer.forward(engine, segments, x.data(), x.stride(0), tokens, act, out.data(), norms, base);
+  layer.forward(runner, segments, x.data(), x.stride(0), tokens, act, out.data(), norms, base);
 }
 
-int64_t forward_selected(const FeedForward& layer, Engine& engine, const Rows& x, const Matrix& scorer,
+int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x, const Matrix& scorer,
                          const Weight& bias, const Matrix* low_rank, const CArray<const int32_t, 1>& slots,
                          const CArray<const uint64_t, 1>& addresses, bool whole, int activation,
                          const CArray<float, 2>& out, const Weight& norm, float eps, const Added& added) {
@@ -70,22 +70,22 @@ int64_t forward_selected(const FeedForward& layer, Engine& engine, const Rows& x
   const ResidentRecords resident{slots.data(), reinterpret_cast<const uint8_t* const*>(addresses.data()),
                                  whole};
   nb::gil_scoped_release release;
-  return layer.forward_selected(engine, {scorer, bias ? bias->data() : nullptr, low_rank}, resident, x.data(),
+  return layer.forward_selected(runner, {scorer, bias ? bias->data() : nullptr, low_rank}, resident, x.data(),
                                 x.stride(0), tokens, act, out.data(), norms, base);
 }
 
-void begin(FeedForwardPass* self, Engine& engine, const FeedForward& layer, const Rows& x, int activation,
+void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, const Rows& x, int activation,
            const Weight& norm, float eps) {
   const int64_t tokens = rows_of(x, layer.hidden());
   const Activation act = activation_of(activation);
   const Norm norms = norm_of(norm, eps, layer.hidden());
   nb::gil_scoped_release release;
-  const InputRows rows = engine.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.bits(), norms);
-  new (self) FeedForwardPass(engine, layer, rows, act);
+  const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.bits(), norms);
+  new (self) FeedForwardPass(runner, layer, rows, act);
 }
 
 void check_valid(const FeedForwardPass& pass) {
-  require(pass.valid(), "the pass is finished, or another op has used the engine since it began");
+  require(pass.valid(), "the pass is finished, or another op has used the runner since it began");
 }
 
 void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments) {
@@ -148,18 +148,18 @@ void bind_feed_forward(nb::module_& m) {
              new (self) FeedForward(hidden, bits, {stride, gate, up, down});
            })
       .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
-      .def("pack", &pack, nb::arg("engine"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
+      .def("pack", &pack, nb::arg("runner"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
            nb::arg("records"))
-      .def("forward", &forward, nb::arg("engine"), nb::arg("x"), nb::arg("segments"), nb::arg("activation"),
+      .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("segments"), nb::arg("activation"),
            nb::arg("out"), nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f,
            nb::arg("added").none() = nb::none())
-      .def("forward_selected", &forward_selected, nb::arg("engine"), nb::arg("x"), nb::arg("scorer"),
+      .def("forward_selected", &forward_selected, nb::arg("runner"), nb::arg("x"), nb::arg("scorer"),
            nb::arg("bias").none(), nb::arg("low_rank").none(), nb::arg("slots"), nb::arg("addresses"),
            nb::arg("whole"), nb::arg("activation"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
            nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
 
   nb::class_<FeedForwardPass>(m, "FeedForwardPass")
-      .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("engine"),
+      .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("runner"),
            nb::arg("layer"), nb::arg("x"), nb::arg("activation"), nb::arg("norm").none() = nb::none(),
            nb::arg("eps") = 0.0f)
       .def("add", &add, nb::arg("segments"))

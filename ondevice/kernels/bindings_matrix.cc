@@ -12,7 +12,7 @@ namespace {
 using Bytes2 = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
 using Halves2 = nb::ndarray<const uint16_t, nb::ndim<2>, nb::device::cpu>;
 
-void load_rows(Matrix& matrix, Engine& engine, int64_t row0, const Bytes2& codes, const Halves2& scales,
+void load_rows(Matrix& matrix, Runner& runner, int64_t row0, const Bytes2& codes, const Halves2& scales,
                const Halves2& biases) {
   const int64_t n = codes.shape(0), groups = matrix.bits() == 16 ? 0 : matrix.groups();
   require(row0 >= 0 && n > 0 && row0 + n <= matrix.rows(), "rows are outside the matrix");
@@ -31,7 +31,7 @@ void load_rows(Matrix& matrix, Engine& engine, int64_t row0, const Bytes2& codes
                         groups ? scales.stride(0) * 2 : 0,
                         groups ? biases.stride(0) * 2 : 0};
   nb::gil_scoped_release release;
-  matrix.load_rows(engine, row0, n, rows);
+  matrix.load_rows(runner, row0, n, rows);
 }
 
 using Source = nb::ndarray<nb::ndim<2>, nb::device::cpu>;  // float32, float16, or bfloat16 as uint16
@@ -47,7 +47,7 @@ SourceRows source_rows(const Source& x) {
 }
 
 void bind_quantisation(nb::module_& m) {
-  m.def("quantize_rows", [](Engine& engine, const Source& x, int bits, const CArray<uint8_t, 2>& codes,
+  m.def("quantize_rows", [](Runner& runner, const Source& x, int bits, const CArray<uint8_t, 2>& codes,
                             const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
     require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16");
     const SourceRows source = source_rows(x);
@@ -60,9 +60,9 @@ void bind_quantisation(nb::module_& m) {
                              static_cast<int64_t>(values->shape(1)) == groups),
               "scales and biases are (R, G)");
     nb::gil_scoped_release release;
-    return quantize_rows(engine, source, rows, cols, bits, codes.data(), scales.data(), biases.data());
+    return quantize_rows(runner, source, rows, cols, bits, codes.data(), scales.data(), biases.data());
   });
-  m.def("dequantize_rows", [](Engine& engine, int bits, const CArray<const uint8_t, 2>& rows, int64_t cols,
+  m.def("dequantize_rows", [](Runner& runner, int bits, const CArray<const uint8_t, 2>& rows, int64_t cols,
                               const CArray<float, 2>& out) {
     require(bits == 4 || bits == 8 || bits == 16, "bits must be 4, 8 or 16");
     const int64_t groups = groups_of(cols), codes = groups * kGroup * bits / 8;
@@ -75,9 +75,9 @@ void bind_quantisation(nb::module_& m) {
       const uint8_t* row = rows.data() + r * rows.shape(1);
       float* to = out.data() + r * out.shape(1);
       if (bits == 16)
-        engine.kernels().half_to_float(reinterpret_cast<const uint16_t*>(row), to, groups * kGroup);
+        runner.kernels().half_to_float(reinterpret_cast<const uint16_t*>(row), to, groups * kGroup);
       else
-        engine.kernels().dequantize_row(bits, row, reinterpret_cast<const uint16_t*>(row + codes),
+        runner.kernels().dequantize_row(bits, row, reinterpret_cast<const uint16_t*>(row + codes),
                                         reinterpret_cast<const uint16_t*>(row + codes + 2 * groups), groups,
                                         to);
     }
@@ -95,11 +95,11 @@ void bind_matrix(nb::module_& m) {
              new (self) Matrix(rows, cols, bits);
            })
       .def_prop_ro("rows", &Matrix::rows)
-      .def("load_rows", &load_rows, nb::arg("engine"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
+      .def("load_rows", &load_rows, nb::arg("runner"), nb::arg("row0"), nb::arg("codes"), nb::arg("scales"),
            nb::arg("biases"))
       .def(
           "forward",
-          [](const Matrix& matrix, Engine& engine, const Rows& x,
+          [](const Matrix& matrix, Runner& runner, const Rows& x,
              const std::optional<CArray<const float, 1>>& bias, const CArray<float, 2>& out,
              const Weight& norm, float eps, const Added& added) {
             const int64_t tokens = rows_of(x, matrix.cols());
@@ -110,10 +110,10 @@ void bind_matrix(nb::module_& m) {
             const Norm norms = norm_of(norm, eps, matrix.cols());
             const float* base = added_to(out, added);
             nb::gil_scoped_release release;
-            matrix.forward(engine, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
+            matrix.forward(runner, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
                            norms, base);
           },
-          nb::arg("engine"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
+          nb::arg("runner"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
           nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
   bind_quantisation(m);
 }

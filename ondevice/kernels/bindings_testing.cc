@@ -22,20 +22,20 @@ void check_heads(const Array& x) {
 
 void bind_testing(nb::module_& m) {
   m.def("head_norm",
-        [](Engine& engine, const MutableHeads& x, const CArray<const float, 1>& weight, float eps) {
+        [](Runner& runner, const MutableHeads& x, const CArray<const float, 1>& weight, float eps) {
           check_heads(x);
           require(weight.shape(0) == x.shape(2), "weight is (head_dim,)");
           const int64_t heads = x.shape(1), dim = x.shape(2);
           nb::gil_scoped_release release;
-          engine.pool().parallel_for(x.shape(0), 8, [&](int64_t begin, int64_t end, int) {
+          runner.pool().parallel_for(x.shape(0), 8, [&](int64_t begin, int64_t end, int) {
             for (int64_t t = begin; t < end; ++t)
               for (int64_t h = 0; h < heads; ++h) {
                 float* head = x.data() + t * x.stride(0) + h * dim;
-                engine.kernels().rms_norm(head, weight.data(), eps, dim, head);
+                runner.kernels().rms_norm(head, weight.data(), eps, dim, head);
               }
           });
         });
-  m.def("rope", [](Engine& engine, const MutableHeads& x, const CArray<const float, 2>& cos,
+  m.def("rope", [](Runner& runner, const MutableHeads& x, const CArray<const float, 2>& cos,
                    const CArray<const float, 2>& sin) {
     const int64_t heads = x.shape(1), dim = x.shape(2);
     check_heads(x);
@@ -43,14 +43,14 @@ void bind_testing(nb::module_& m) {
                 sin.shape(1) * 2 == x.shape(2),
             "cos and sin are (T, head_dim / 2)");
     nb::gil_scoped_release release;
-    engine.pool().parallel_for(x.shape(0), 8, [&](int64_t begin, int64_t end, int) {
+    runner.pool().parallel_for(x.shape(0), 8, [&](int64_t begin, int64_t end, int) {
       for (int64_t t = begin; t < end; ++t)
         for (int64_t h = 0; h < heads; ++h)
-          engine.kernels().rope(x.data() + t * x.stride(0) + h * dim, cos.data() + t * dim / 2,
+          runner.kernels().rope(x.data() + t * x.stride(0) + h * dim, cos.data() + t * dim / 2,
                                 sin.data() + t * dim / 2, dim);
     });
   });
-  m.def("kv_write", [](Engine& engine, const Blocks& blocks, int64_t layer, int bits, int64_t position,
+  m.def("kv_write", [](Runner& runner, const Blocks& blocks, int64_t layer, int bits, int64_t position,
                        const Heads& k, const Heads& v) {
     check_heads(k);
     check_heads(v);
@@ -60,12 +60,12 @@ void bind_testing(nb::module_& m) {
     const int64_t tokens = k.shape(0);
     const KvView kv = kv_view(blocks, layer, k.shape(1), k.shape(2), bits, position + tokens);
     nb::gil_scoped_release release;
-    engine.pool().parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
+    runner.pool().parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
       for (int64_t t = begin; t < end; ++t)
-        engine.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
+        runner.kernels().kv_write(kv, position + t, k.data() + t * k.stride(0), v.data() + t * v.stride(0));
     });
   });
-  m.def("attention", [](Engine& engine, const Heads& q, const Blocks& blocks, int64_t layer, int bits,
+  m.def("attention", [](Runner& runner, const Heads& q, const Blocks& blocks, int64_t layer, int bits,
                         int64_t kv_heads, int64_t position, int64_t window, const std::optional<Tree>& tree,
                         const CArray<float, 2>& out) {
     check_heads(q);
@@ -78,7 +78,7 @@ void bind_testing(nb::module_& m) {
         q.data(), q.stride(0), heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
         position, window,      out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
     nb::gil_scoped_release release;
-    engine.attention(args, tokens);
+    runner.attention(args, tokens);
   });
 }
 

@@ -46,7 +46,7 @@ FeedForward::FeedForward(int64_t hidden, int bits, RecordShape record)
 
 // A segment holds the gate tile and the up tile of each 16 neurons, so that both are read as one stream, and
 // then all down rows.
-void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records,
+void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const uint8_t* records,
                        int64_t count) const {
   const int64_t blocks = (count + kGroup - 1) / kGroup, row0 = block0 * kGroup;
   const int64_t padding = blocks * kGroup - count, tile_bytes = kTile * row_bytes_;
@@ -71,13 +71,13 @@ void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const u
   for (int64_t part = 0; part < 2; ++part) {
     const uint8_t* base = records + (part ? record_.up : record_.gate);
     interleave_rows(
-        engine.pool(), bits_, groups_, row0, count,
+        runner.pool(), bits_, groups_, row0, count,
         {base, base + codes, base + codes + 2 * groups_, record_.stride, record_.stride, record_.stride},
         tiles + part * tile_bytes, 2 * tile_bytes);
   }
-  uint8_t* zeros = reinterpret_cast<uint8_t*>(engine.scratch(row_bytes_ / 4));
+  uint8_t* zeros = reinterpret_cast<uint8_t*>(runner.scratch(row_bytes_ / 4));
   std::memset(zeros, 0, static_cast<size_t>(row_bytes_));
-  engine.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
+  runner.pool().parallel_for(blocks * groups_, 16, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t block = i / groups_, g = i % groups_;
       const uint8_t* rows_of_block[kGroup];
@@ -91,36 +91,36 @@ void FeedForward::pack(Engine& engine, Segment& segment, int64_t block0, const u
   });
 }
 
-void FeedForward::forward(Engine& engine, const std::vector<const Segment*>& segments, const float* x,
+void FeedForward::forward(Runner& runner, const std::vector<const Segment*>& segments, const float* x,
                           int64_t x_stride, int64_t tokens, Activation activation, float* out,
                           const Norm& norm, const float* added) const {
-  FeedForwardPass pass(engine, *this, engine.prepare(x, x_stride, tokens, hidden_, bits_, norm), activation);
+  FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, bits_, norm), activation);
   pass.add(segments);
   pass.finish(out, added);
 }
 
-int64_t FeedForward::forward_selected(Engine& engine, const Scorer& scorer, const ResidentRecords& resident,
+int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, const ResidentRecords& resident,
                                       const float* x, int64_t x_stride, int64_t tokens, Activation activation,
                                       float* out, const Norm& norm, const float* added) const {
-  FeedForwardScratch& scratch = engine.feed_forward_scratch();
+  FeedForwardScratch& scratch = runner.feed_forward_scratch();
   const Matrix& first = scorer.low_rank ? *scorer.low_rank : scorer.matrix;
   const int64_t neurons = scorer.matrix.rows();
   scratch.scores.grow(static_cast<size_t>(tokens * neurons) * sizeof(float));
   float* scores = scratch.scores.as<float>();
-  InputRows rows = engine.prepare(x, x_stride, tokens, hidden_, first.bits(), norm);
+  InputRows rows = runner.prepare(x, x_stride, tokens, hidden_, first.bits(), norm);
   if (scorer.low_rank) {
     const int64_t rank = scorer.low_rank->rows();
     scratch.low_rank.grow(static_cast<size_t>(tokens * rank) * sizeof(float));
     float* low_rank = scratch.low_rank.as<float>();
-    scorer.low_rank->multiply(engine, rows, nullptr, low_rank);
-    scorer.matrix.forward(engine, low_rank, rank, tokens, scorer.bias, scores);
+    scorer.low_rank->multiply(runner, rows, nullptr, low_rank);
+    scorer.matrix.forward(runner, low_rank, rank, tokens, scorer.bias, scores);
   } else {
-    scorer.matrix.multiply(engine, rows, scorer.bias, scores);
+    scorer.matrix.multiply(runner, rows, scorer.bias, scores);
   }
   // Gates of the layer's own bits need the same form of x, which is still there.
   if (scorer.low_rank || first.bits() != bits_)
-    rows = engine.prepare(x, x_stride, tokens, hidden_, bits_, norm);
-  FeedForwardPass pass(engine, *this, rows, activation);
+    rows = runner.prepare(x, x_stride, tokens, hidden_, bits_, norm);
+  FeedForwardPass pass(runner, *this, rows, activation);
   std::vector<int32_t>& ids = scratch.selected_ids;
   std::vector<const uint8_t*>& parts = scratch.selected_parts;
   ids.resize(static_cast<size_t>(neurons));

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine.h"
+#include "runner.h"
 #include "matrix.h"
 
 namespace ondevice {
@@ -62,13 +62,13 @@ class FeedForward {
 
   // `count` records -> blocks [block0, ...) of a segment. A last block with fewer than 64 is filled up with
   // zeros.
-  void pack(Engine& engine, Segment& segment, int64_t block0, const uint8_t* records, int64_t count) const;
+  void pack(Runner& runner, Segment& segment, int64_t block0, const uint8_t* records, int64_t count) const;
 
   // A forward pass over segments that hold every neuron. norm and added as in Matrix::forward.
-  void forward(Engine& engine, const std::vector<const Segment*>& segments, const float* x, int64_t x_stride,
+  void forward(Runner& runner, const std::vector<const Segment*>& segments, const float* x, int64_t x_stride,
                int64_t tokens, Activation activation, float* out, const Norm& norm, const float* added) const;
   // A forward pass over the neurons that score above zero for any token. Returns their number.
-  int64_t forward_selected(Engine& engine, const Scorer& scorer, const ResidentRecords& resident,
+  int64_t forward_selected(Runner& runner, const Scorer& scorer, const ResidentRecords& resident,
                            const float* x, int64_t x_stride, int64_t tokens, Activation activation,
                            float* out, const Norm& norm, const float* added) const;
 

@@ -10,14 +10,14 @@ constexpr int64_t kTilesPerBlock = kGroup / kTile;
 
 }  // namespace
 
-FeedForwardPass::FeedForwardPass(Engine& engine, const FeedForward& layer, const InputRows& x,
+FeedForwardPass::FeedForwardPass(Runner& runner, const FeedForward& layer, const InputRows& x,
                                  Activation activation)
-    : engine_(engine),
+    : runner_(runner),
       layer_(layer),
-      scratch_(engine.feed_forward_scratch()),
+      scratch_(runner.feed_forward_scratch()),
       x_(x),
       activation_(activation),
-      input_version_(engine.input_version()) {
+      input_version_(runner.input_version()) {
   const size_t output_bytes = static_cast<size_t>(x.tokens * width()) * sizeof(float);
   const size_t lane_bytes = static_cast<size_t>(x.tokens * layer.groups() * kTile) * sizeof(float);
   scratch_.outputs.grow(output_bytes);
@@ -42,10 +42,10 @@ void FeedForwardPass::add(const std::vector<const Segment*>& segments) {
 void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count) {
   int64_t neurons = 0;
   for (int64_t i = 0; i < count; ++i) neurons += segments[i]->blocks() * kGroup;
-  const int64_t threads = engine_.pool().threads();
+  const int64_t threads = runner_.pool().threads();
   scratch_.hidden.grow(static_cast<size_t>(neurons * x_.tokens) * sizeof(float));
   scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * x_.tokens * kTile) * sizeof(float));
-  engine_.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
+  runner_.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
     int64_t i = 0, first = 0;  // the tile's segment, and that segment's first tile
     for (int64_t tile = begin; tile < end; ++tile) {
       while (first + segments[i]->blocks() * kTilesPerBlock <= tile)
@@ -58,7 +58,7 @@ void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count) {
 
 // 16 neurons of a segment: h[t * h_stride + r] = activation(gate) * up.
 void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, float* h, int64_t h_stride, int thread) {
-  const KernelTable& kernels = engine_.kernels();
+  const KernelTable& kernels = runner_.kernels();
   const int64_t tokens = x_.tokens;
   const uint8_t* gate = segment.data() + 2 * tile * kTile * layer_.row_bytes();
   const uint8_t* up = gate + kTile * layer_.row_bytes();
@@ -79,12 +79,12 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, float* h, in
 
 // Adds hidden activations (T, neurons) times the segments' down rows to the outputs.
 void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_t neurons) {
-  const KernelTable& kernels = engine_.kernels();
+  const KernelTable& kernels = runner_.kernels();
   const int64_t groups = layer_.groups(), row_bytes = layer_.row_bytes();
   const float* h = hidden();
   float* y = outputs();
   if (layer_.bits() == 16) {
-    engine_.pool().parallel_for(width() / kTile, 2, [&](int64_t begin, int64_t end, int) {
+    runner_.pool().parallel_for(width() / kTile, 2, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = 0, column = 0; i < count; ++i) {
         const int64_t rows = segments[i]->blocks() * kGroup;
         const uint8_t* down = segments[i]->data() + 2 * rows * row_bytes;
@@ -97,9 +97,9 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
   }
   // Neighbouring groups are neighbours in a segment, so a thread takes several and reads long runs. At a 7B
   // shape that gives 36 GB/s instead of 32; plain reads of memory give 36.
-  const int64_t grain = std::clamp<int64_t>(groups / (4 * engine_.pool().threads()), 1, 8);
+  const int64_t grain = std::clamp<int64_t>(groups / (4 * runner_.pool().threads()), 1, 8);
   const int64_t block_bytes = layer_.down_block_bytes();
-  engine_.pool().parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {
+  runner_.pool().parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = 0, column = 0; i < count; ++i) {
       const int64_t blocks = segments[i]->blocks();
       const uint8_t* down = segments[i]->data() + 2 * blocks * kGroup * row_bytes;
@@ -121,7 +121,7 @@ void FeedForwardPass::finish(float* out, const float* added) {
       order_selected(y, scratch_.bias_lanes.as<float>() + t * padded_to_tile(groups) * kTile);
       lanes = scratch_.ordered_lanes.as<float>();
     }
-    engine_.kernels().add_bias_lanes(y, lanes, added ? added + t * hidden : nullptr, out + t * hidden,
+    runner_.kernels().add_bias_lanes(y, lanes, added ? added + t * hidden : nullptr, out + t * hidden,
                                      hidden);
   }
   input_version_ = 0;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine.h"
+#include "runner.h"
 #include "feed_forward.h"
 
 namespace ondevice {
@@ -25,17 +25,17 @@ constexpr int64_t kHiddenFloats = 512 * 1024;
 
 constexpr int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * kTile; }
 
-// The state of one pass: its inputs and its sums so far, both in the engine's scratch memory. Any other op of
-// the engine that multiplies ends the pass. Neurons are added in ascending order, in whole blocks of 64
+// The state of one pass: its inputs and its sums so far, both in the runner's scratch memory. Any other op of
+// the runner that multiplies ends the pass. Neurons are added in ascending order, in whole blocks of 64
 // stored ids.
 class FeedForwardPass {
  public:
-  FeedForwardPass(Engine& engine, const FeedForward& layer, const InputRows& x, Activation activation);
+  FeedForwardPass(Runner& runner, const FeedForward& layer, const InputRows& x, Activation activation);
 
   const FeedForward& layer() const { return layer_; }
   int64_t tokens() const { return x_.tokens; }
   // False once another op has written over this pass's scratch memory.
-  bool valid() const { return engine_.input_version() == input_version_; }
+  bool valid() const { return runner_.input_version() == input_version_; }
 
   void add(const std::vector<const Segment*>& segments);
   void add_selected(const SelectedNeurons& neurons);
@@ -57,7 +57,7 @@ class FeedForwardPass {
   void selected_down(const SelectedNeurons& neurons, int64_t h_stride);
   void order_selected(float* y, const float* lanes);
 
-  Engine& engine_;
+  Runner& runner_;
   const FeedForward& layer_;
   FeedForwardScratch& scratch_;
   InputRows x_;

@@ -1,4 +1,4 @@
-// The kernels of one instruction set ("target"), as a table. Each target defines one; the engine picks one.
+// The kernels of one instruction set ("target"), as a table. Each target defines one; the runner picks one.
 //
 // Every function computes a range of outputs, allocates nothing, validates nothing and has one order of
 // operations per output: the numbers of tokens and threads and the target don't change a bit.

@@ -54,9 +54,9 @@ Matrix::Matrix(int64_t rows, int64_t cols, int bits)
                                       ? rows * groups_ * kGroup * 2
                                       : (rows + kTile - 1) / kTile * groups_ * tile_group_bytes(bits))) {}
 
-void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source) {
+void Matrix::load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source) {
   if (bits_ != 16) {
-    interleave_rows(engine.pool(), bits_, groups_, row0, count, source, memory_.data(),
+    interleave_rows(runner.pool(), bits_, groups_, row0, count, source, memory_.data(),
                     groups_ * tile_group_bytes(bits_));
     return;
   }
@@ -66,22 +66,22 @@ void Matrix::load_rows(Engine& engine, int64_t row0, int64_t count, const Stored
                 static_cast<size_t>(bytes));
 }
 
-void Matrix::forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
+void Matrix::forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                      float* out, const Norm& norm, const float* added) const {
-  multiply(engine, engine.prepare(x, x_stride, tokens, cols_, bits_, norm), bias, out, added);
+  multiply(runner, runner.prepare(x, x_stride, tokens, cols_, bits_, norm), bias, out, added);
 }
 
-void Matrix::multiply(Engine& engine, const InputRows& x, const float* bias, float* out,
+void Matrix::multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
                       const float* added) const {
-  const KernelTable& kernels = engine.kernels();
+  const KernelTable& kernels = runner.kernels();
   if (bits_ == 16) {
-    engine.pool().parallel_for(rows_, kRowGrain, [&](int64_t begin, int64_t end, int) {
+    runner.pool().parallel_for(rows_, kRowGrain, [&](int64_t begin, int64_t end, int) {
       kernels.linear_half(memory_.as<const uint16_t>(), groups_ * kGroup, x.padded, x.tokens, bias, added,
                           out, rows_, begin, end);
     });
     return;
   }
-  engine.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
+  runner.pool().parallel_for((rows_ + kTile - 1) / kTile, kTileGrain, [&](int64_t begin, int64_t end, int) {
     kernels.linear_quantized(bits_, memory_.data(), x.quantized, x.tokens, bias, added, out, rows_, rows_,
                              begin, end);
   });

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "engine.h"
+#include "runner.h"
 
 namespace ondevice {
 
@@ -25,13 +25,13 @@ class Matrix {
   int64_t groups() const { return groups_; }
   int bits() const { return bits_; }
   int64_t nbytes() const { return static_cast<int64_t>(memory_.size()); }
-  void load_rows(Engine& engine, int64_t row0, int64_t count, const StoredRows& source);
+  void load_rows(Runner& runner, int64_t row0, int64_t count, const StoredRows& source);
 
   // out (T, rows) = norm(x) * W^T + bias + added. bias and added may be null, and added may be out.
-  void forward(Engine& engine, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
+  void forward(Runner& runner, const float* x, int64_t x_stride, int64_t tokens, const float* bias,
                float* out, const Norm& norm = {}, const float* added = nullptr) const;
   // The same for activations that were prepared for `bits()`.
-  void multiply(Engine& engine, const InputRows& x, const float* bias, float* out,
+  void multiply(Runner& runner, const InputRows& x, const float* bias, float* out,
                 const float* added = nullptr) const;
 
  private:

@@ -43,13 +43,13 @@ void gather(const KernelTable& kernels, const SourceRows& source, int64_t row, i
 
 }  // namespace
 
-bool quantize_rows(Engine& engine, const SourceRows& source, int64_t rows, int64_t cols, int bits,
+bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64_t cols, int bits,
                    uint8_t* codes, uint16_t* scales, uint16_t* biases) {
   const int64_t groups = groups_of(cols), codes_bytes = groups * kGroup * bits / 8;
   std::atomic<bool> finite{true};
-  const KernelTable& kernels = engine.kernels();
-  float* scratch = engine.scratch(kRows * cols);
-  engine.pool().parallel_for((rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end, int thread) {
+  const KernelTable& kernels = runner.kernels();
+  float* scratch = runner.scratch(kRows * cols);
+  runner.pool().parallel_for((rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end, int thread) {
     float* values = scratch + thread * kRows * cols;
     bool good = true;
     for (int64_t i = begin; i < end; ++i) {

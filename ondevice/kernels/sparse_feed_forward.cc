@@ -121,12 +121,12 @@ void FeedForwardPass::add_selected_batch(const SelectedNeurons& neurons) {
 
 // h[t * h_stride + k] = activation(gate) * up, zero where a token doesn't select neuron k.
 void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
-  const int64_t tokens = x_.tokens, values = tokens * kTile, threads = engine_.pool().threads();
+  const int64_t tokens = x_.tokens, values = tokens * kTile, threads = runner_.pool().threads();
   const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.bits());
-  uint8_t* scratch = reinterpret_cast<uint8_t*>(engine_.scratch(tile_bytes / 4));
+  uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(tile_bytes / 4));
   scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * values) * sizeof(float));
   const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
-  engine_.pool().parallel_for(h_stride / kTile, 2, [&](int64_t begin, int64_t end, int thread) {
+  runner_.pool().parallel_for(h_stride / kTile, 2, [&](int64_t begin, int64_t end, int thread) {
     uint8_t* tile = scratch + thread * tile_bytes;
     float* gates = scratch_.gate_up.as<float>() + thread * 2 * values;
     float* ups = gates + values;
@@ -144,7 +144,7 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
         gathered_products(first[i % 2], next, tile, ups);
         take_gates(neurons, i * kTile, tokens, gates);
       }
-      engine_.kernels().activate(activation_, gates, ups, ups, values);
+      runner_.kernels().activate(activation_, gates, ups, ups, values);
       for (int64_t t = 0; t < tokens; ++t)
         std::memcpy(hidden() + t * h_stride + i * kTile, ups + t * kTile, kTile * sizeof(float));
     }
@@ -154,7 +154,7 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
 // Products of 16 rows with every token -> (T, 16). `next`, if not null: 16 rows to prefetch into the cache.
 void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile,
                                         float* out) {
-  const KernelTable& kernels = engine_.kernels();
+  const KernelTable& kernels = runner_.kernels();
   const int64_t groups = layer_.groups();
   const int bits = layer_.bits();
   if (bits == 16) {
@@ -172,13 +172,13 @@ void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_
 }
 
 void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_stride) {
-  const KernelTable& kernels = engine_.kernels();
+  const KernelTable& kernels = runner_.kernels();
   const int64_t tokens = x_.tokens, groups = layer_.groups();
   const int64_t down = neurons.whole ? layer_.record().down : layer_.row_bytes();
   const float* h = hidden();
   float* y = outputs();
   if (layer_.bits() == 16) {
-    engine_.pool().parallel_for(width() / kTile, 8, [&](int64_t begin, int64_t end, int) {
+    runner_.pool().parallel_for(width() / kTile, 8, [&](int64_t begin, int64_t end, int) {
       for (int64_t k = 0; k < neurons.count; ++k)
         kernels.down_half(reinterpret_cast<const uint16_t*>(neurons.parts[k] + down), width(), 1, h + k,
                           h_stride, tokens, y, width(), begin * kTile, end * kTile);
@@ -187,7 +187,7 @@ void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_st
   }
   // A thread takes one piece of every row, whole runs of 16 groups, so that it reads long runs. Where there
   // are fewer pieces than threads, the tokens are divided as well.
-  const int64_t threads = engine_.pool().threads();
+  const int64_t threads = runner_.pool().threads();
   const int64_t grain = padded_to_tile((groups + threads - 1) / threads);
   const int64_t pieces = (groups + grain - 1) / grain;
   const int64_t share =
@@ -201,7 +201,7 @@ void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_st
     selected_order_ = true;
   }
   float* lanes = scratch_.bias_lanes.as<float>();
-  engine_.pool().parallel_for(pieces * shares, 1, [&](int64_t begin, int64_t end, int) {
+  runner_.pool().parallel_for(pieces * shares, 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t g0 = i % pieces * grain, g1 = std::min(g0 + grain, groups), t = i / pieces * share;
       kernels.down_selected(layer_.bits(), {neurons.ids, neurons.parts, down, neurons.count}, groups, g0, g1,
@@ -215,7 +215,7 @@ void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_st
 // groups: outputs in place, lanes into ordered_lanes.
 void FeedForwardPass::order_selected(float* y, const float* lanes) {
   const int64_t groups = layer_.groups();
-  if (layer_.bits() == 4) engine_.kernels().unzip_outputs(y, groups);
+  if (layer_.bits() == 4) runner_.kernels().unzip_outputs(y, groups);
   scratch_.ordered_lanes.grow(static_cast<size_t>(groups * kTile) * sizeof(float));
   float* ordered = scratch_.ordered_lanes.as<float>();
   for (int64_t g = 0; g < groups; ++g)

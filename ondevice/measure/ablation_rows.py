@@ -17,7 +17,7 @@ from ondevice.bundle.layout import neuron_file_name
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.callbacks import never_cancelled
 from ondevice.config import SamplingConfig
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader, FlashStats
 from ondevice.kernels import _native
 from ondevice.meter import Counters
@@ -101,7 +101,7 @@ def rereading(files: Sequence[CheckedFile], io: IoMode) -> Iterator[Reread]:
     slots = min(STREAM_SLOTS, 1 + len(extents))
     with (
         FlashReader(files, io) as reader,
-        ExtentStream(reader, extents, slot_bytes, slots, cyclic=True) as stream,
+        ReadAhead(reader, extents, slot_bytes, slots, cyclic=True) as stream,
     ):
 
         def next_token() -> None:
@@ -213,7 +213,7 @@ def _read_through(reader: FlashReader, files: Sequence[CheckedFile]) -> Iterator
     """The bytes of each piece of `_extents`, valid until the next one is taken."""
     extents, slot_bytes = _extents(files)
     slots = min(STREAM_SLOTS, 1 + len(extents))
-    with ExtentStream(reader, extents, slot_bytes, slots, cyclic=False) as stream:
+    with ReadAhead(reader, extents, slot_bytes, slots, cyclic=False) as stream:
         for _ in extents:
             yield stream.next()
             stream.release()

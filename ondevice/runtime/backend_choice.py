@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Literal
 
 from ondevice.backends.budgeted import BudgetedBackend
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.memory_model import MemoryModel
@@ -135,9 +135,9 @@ def make_backend(
                 resident_embedding=plan.embedding_resident,
             )
     return CpuBackend(
-        make_engine(runtime.threads, runtime.kernel_target),
+        make_runner(runtime.threads, runtime.kernel_target),
         segment_neurons=segment_shape(config, quant).neurons,
-        stream_neurons=plan.stream.neurons,
+        piece_neurons=plan.buffers.neurons,
         resident_embedding=plan.embedding_resident,
     )
 

@@ -124,9 +124,9 @@ def load_draft(
     with ExitStack() as undo:
         reader = undo.enter_context(FlashReader(bundle_files(bundle), runtime.io))
         backend = CpuBackend(
-            beside.engine,
+            beside.runner,
             segment_neurons=plan.segment.neurons,
-            stream_neurons=plan.stream.neurons,
+            piece_neurons=plan.buffers.neurons,
             resident_embedding=True,
         )
         transformer = Transformer(bundle.config, backend, load_weights(bundle, reader, backend, cancelled))
@@ -134,9 +134,9 @@ def load_draft(
             backend.feed_forwards,
             reader,
             segment_bytes=plan.segment.nbytes,
-            stream_neurons=plan.stream.neurons,
-            slot_bytes=plan.stream.slot_bytes,
-            slots=plan.stream.slots,
+            piece_neurons=plan.buffers.neurons,
+            slot_bytes=plan.buffers.slot_bytes,
+            slots=plan.buffers.slots,
         )
         undo.callback(pool.close)
         kv = KVCache(KVLayout(bundle.config, runtime.kv_bits), _native.allocate)

@@ -103,7 +103,7 @@ def open_neuron_memory(
         costs: The costs of that reader's reads.
         options: How selected neurons are kept and read.
     """
-    config, segment, stream, layers = bundle.config, plan.segment, plan.stream, backend.feed_forwards
+    config, segment, buffers, layers = bundle.config, plan.segment, plan.buffers, backend.feed_forwards
     if not layers:
         return NoNeuronMemory()
     if not isinstance(segment, SlotShape):
@@ -111,9 +111,9 @@ def open_neuron_memory(
             layers,
             reader,
             segment_bytes=segment.nbytes,
-            stream_neurons=stream.neurons,
-            slot_bytes=stream.slot_bytes,
-            slots=stream.slots,
+            piece_neurons=buffers.neurons,
+            slot_bytes=buffers.slot_bytes,
+            slots=buffers.slots,
         )
     neurons = config.intermediate_size
     cache = NeuronCache(

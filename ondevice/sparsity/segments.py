@@ -1,11 +1,11 @@
-"""The dense `NeuronSource`: segments allocated to layers by quota, and a stream of all other neurons.
+"""The dense `NeuronSource`: segments allocated to layers by quota, and all other neurons from flash.
 
 Each segment is a mapping of its own and holds a contiguous range of one layer's neurons, packed for the
-kernels; a layer's segments are a prefix of its neurons. Neurons that aren't resident are streamed from flash
+kernels; a layer's segments are a prefix of its neurons. Neurons that aren't resident are read from flash
 in stored order on every pass, read ahead of use. The memory plan decides the number of segments; the pool
 owns them.
 
-Passes fill the segments with neurons that they stream anyway, as fast as a thread of the pool gets memory
+Passes fill the segments with neurons that they read anyway, as fast as a thread of the pool gets memory
 from the operating system. That starts with the second pass, as the first token should wait for one pass and
 no longer: fresh pages can cost more time than flash (a virtual machine's host may give 0.7 GB/s).
 """
@@ -24,7 +24,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import ClosedNeurons, NeuronSource, Segment
 from ondevice.bundle.layout import DATA_OFFSET
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from ondevice.sparsity.prefetch import PrefetchQuality
 from ondevice.stats import PassTimes
@@ -36,13 +36,13 @@ SEGMENTS_AHEAD = 4
 
 
 class SegmentPool(NeuronSource):
-    """Allocates segments to layers, and streams the neurons without one.
+    """Allocates segments to layers, and reads the neurons without one.
 
     Args:
         layers: the model's layers, in order; each gets this object as its `neurons`.
         reader: over the bundle's files.
         segment_bytes: size of a segment.
-        stream_neurons: neurons in a streamed piece.
+        piece_neurons: neurons in a piece that is read.
         slot_bytes: size of a read-ahead buffer.
         slots: number of read-ahead buffers.
     """
@@ -53,27 +53,27 @@ class SegmentPool(NeuronSource):
         reader: FlashReader,
         *,
         segment_bytes: int,
-        stream_neurons: int,
+        piece_neurons: int,
         slot_bytes: int,
         slots: int,
     ) -> None:
         self._layers = layers
         self._reader = reader
         self._segment_bytes = segment_bytes
-        self._stream_neurons = stream_neurons
+        self._piece_neurons = piece_neurons
         self._slot_bytes = slot_bytes
         self._slots = slots
         self._quota = [0] * len(layers)
         self._passes = 0
         self._allocator: ThreadPoolExecutor | None = None
         self._empty: deque[Future[Segment]] = deque()
-        self._stream: ExtentStream | None = None
-        self._memory = layers[0].stream_memory
+        self._ahead: ReadAhead | None = None
+        self._memory = layers[0].piece_memory
         self._held: deque[Any] = deque()
-        """The computations on each piece that is yet to be released to the stream."""
+        """The computations on each piece that is yet to be released to the read-ahead."""
         self._position = 0
         self._pieces: list[list[tuple[int, int, Extent]]] = []
-        """The pieces of the stream's schedule, by layer. Empty if residency has changed since then."""
+        """The pieces of the schedule, by layer. Empty if residency has changed since then."""
         self._starts: list[int] = []
         self._complete = False
         """Whether every neuron is resident, as the last pass found. Stays true until the next `resize`."""
@@ -102,7 +102,7 @@ class SegmentPool(NeuronSource):
 
     @property
     def prefetching(self) -> PrefetchQuality:
-        """All zeros: dense mode streams every neuron, and prefetches none."""
+        """All zeros: dense mode reads every neuron, and prefetches none."""
         return PrefetchQuality()
 
     def fill(self) -> bool:
@@ -122,7 +122,7 @@ class SegmentPool(NeuronSource):
 
     def close(self) -> None:
         """Free the buffers, the segments and the thread. The layers then refuse to be multiplied."""
-        self._stop_stream()
+        self._stop_reading()
         self._quota = [0] * len(self._layers)
         self._complete = False
         while self._empty:
@@ -159,10 +159,10 @@ class SegmentPool(NeuronSource):
             # The segment's memory is freed with it; an error of its allocation no longer matters.
             future.exception()
 
-    def _stop_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
             self._pieces = []
         self._held.clear()
         self._memory.free()
@@ -179,12 +179,12 @@ class SegmentPool(NeuronSource):
                     (segment, first, Extent(file, DATA_OFFSET + first * stride, count * stride))
                     for segment in range(len(layer.segments), layer.num_segments)
                     for neurons in (layer.segment_range(segment),)
-                    for first in range(neurons.start, neurons.stop, self._stream_neurons)
-                    for count in (min(self._stream_neurons, neurons.stop - first),)
+                    for first in range(neurons.start, neurons.stop, self._piece_neurons)
+                    for count in (min(self._piece_neurons, neurons.stop - first),)
                 ]
             )
 
-    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
+    def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes | Segment]:
         """A layer's neurons that aren't resident: records, or a segment that has just been filled."""
         if batch.resident_only:
             return ()
@@ -195,15 +195,15 @@ class SegmentPool(NeuronSource):
 
     def _read(self, index: int) -> Iterator[Bytes | Segment]:
         layer = self._layers[index]
-        stream = self._stream_at(index)
+        ahead = self._reading_at(index)
         end = self._starts[index] + len(self._pieces[index])
         filling: Segment | None = None
         for segment, first, _ in self._pieces[index]:
             neurons = layer.segment_range(segment)
-            # The position is unknown until the piece is released, so an error here restarts the stream.
+            # The position is unknown until the piece is released, so an error here restarts the reading.
             self._position = -1
             asked = time.perf_counter()
-            records = stream.next().reshape(-1, layer.source.layout.stride)
+            records = ahead.next().reshape(-1, layer.source.layout.stride)
             self._waited += time.perf_counter() - asked
             layer.source.check_gates(first, records)
             if first == neurons.start:
@@ -212,18 +212,18 @@ class SegmentPool(NeuronSource):
                 filling = None
             if filling is None:
                 yield records
-            self._let_go(stream, self._memory.pieces_read)
+            self._let_go(ahead, self._memory.pieces_read)
             if filling is not None and first + len(records) == neurons.stop:
                 layer.segments.append(filling)
                 yield filling
         self._position = end % (self._starts[-1] + len(self._pieces[-1]))
 
-    def _let_go(self, stream: ExtentStream, keep: int) -> None:
+    def _let_go(self, ahead: ReadAhead, keep: int) -> None:
         """Release all pieces but the latest `keep`, which may still be in use."""
         self._held.append(self._memory.asked())
         while len(self._held) > keep:
             self._memory.wait(self._held.popleft())
-            stream.release()
+            ahead.release()
 
     def _take_empty(self, index: int, segment: int) -> Segment | None:
         """An empty segment for the next range of a layer, if its quota allows one and memory is ready."""
@@ -243,7 +243,7 @@ class SegmentPool(NeuronSource):
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Drop newly resident neurons from the schedule, and request memory for missing segments.
 
-        If nothing is left to stream, frees the buffers.
+        If nothing is left to read, frees the buffers.
         """
         if self._complete:
             return
@@ -257,32 +257,32 @@ class SegmentPool(NeuronSource):
             self._pieces = []
         self._complete = all(len(layer.segments) == layer.num_segments for layer in self._layers)
         if self._complete:
-            self._stop_stream()
+            self._stop_reading()
 
-    def _stream_at(self, index: int) -> ExtentStream:
-        """The stream, positioned at a layer's first piece."""
-        if self._stream is None or not self._pieces:
+    def _reading_at(self, index: int) -> ReadAhead:
+        """The read-ahead, positioned at a layer's first piece."""
+        if self._ahead is None or not self._pieces:
             self._schedule()
             extents = [extent for pieces in self._pieces for _, _, extent in pieces]
-            if self._stream is None:
+            if self._ahead is None:
                 memory = self._memory.allocate(self._slots * self._slot_bytes)
-                self._stream = ExtentStream(
+                self._ahead = ReadAhead(
                     self._reader, extents, self._slot_bytes, self._slots, cyclic=True, memory=memory
                 )
             else:
                 self._forget_held()
-                self._stream.reschedule(extents)
+                self._ahead.reschedule(extents)
             self._position = 0
         if self._position != self._starts[index]:
             self._forget_held()
-            self._stream.rewind()
+            self._ahead.rewind()
             for _ in range(self._starts[index]):
-                self._stream.next()
-                self._stream.release()
-        return self._stream
+                self._ahead.next()
+                self._ahead.release()
+        return self._ahead
 
     def _forget_held(self) -> None:
-        """Wait until no computation uses the buffers, which the stream is about to overwrite."""
+        """Wait until no computation uses the buffers, which reads are about to overwrite."""
         self._held.append(self._memory.asked())
         while self._held:
             self._memory.wait(self._held.popleft())

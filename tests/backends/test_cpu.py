@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_engine
+from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0) -> Float32:
 
 
 def make_backend(threads: int = 2, target: str = "auto") -> CpuBackend:
-    return CpuBackend(make_engine(threads, target), segment_neurons=64, stream_neurons=64)
+    return CpuBackend(make_runner(threads, target), segment_neurons=64, piece_neurons=64)
 
 
 def lend(layer: CpuFeedForward, segments: int) -> None:
@@ -161,4 +161,4 @@ def test_results_of_an_op_are_rewritten_in_place_and_logits_are_not() -> None:
 
 def test_a_target_that_is_not_here_is_refused_by_name() -> None:
     with pytest.raises(BackendUnavailableError, match="sse9"):
-        make_engine(1, "sse9")
+        make_runner(1, "sse9")

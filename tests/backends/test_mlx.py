@@ -136,6 +136,7 @@ def test_a_budget_changes_between_tokens_and_the_text_does_not() -> None:
     assert tuple(found[: len(expected)]) == tuple(expected)
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_of_cpu(stories_bundle: Path) -> None:
     """2,000 teacher-forced positions of greedy texts each: 99 % of them, in all.
 

@@ -19,7 +19,7 @@ from ondevice.budget.mlx_memory import MLX_STAGES, MlxMemory
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout, padded
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import FlashReadError, OndeviceError
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import record_chunk
 from ondevice.units import PAGE_BYTES, memory_total
@@ -32,7 +32,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx import MlxBackend  # noqa: E402
 from ondevice.backends.mlx_memory import writable  # noqa: E402
-from ondevice.backends.mlx_weights import MlxMatrix, MlxStreamMemory, RecordMemory  # noqa: E402
+from ondevice.backends.mlx_weights import MlxMatrix, MlxPieceMemory, RecordMemory  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_device")
 
@@ -61,10 +61,10 @@ def test_what_is_planned_is_what_is_allocated(bundles: Any, variant: str, quant:
 
 def test_slots_are_what_is_planned_until_nothing_streams() -> None:
     with loaded(SHIPPED, sparsity="dense", dram_budget=smallest(SHIPPED, sparsity="dense")) as model:
-        tokens, stream = random_tokens(model.config, 20), model.plan.stream
-        memory = model._engine._backend.feed_forwards[0].stream_memory
+        tokens, buffers = random_tokens(model.config, 20), model.plan.buffers
+        memory = model._engine._backend.feed_forwards[0].piece_memory
         model.generate(tokens=tokens, max_tokens=3)
-        assert memory.records.view.nbytes == stream.slots * stream.slot_bytes
+        assert memory.records.view.nbytes == buffers.slots * buffers.slot_bytes
         model.set_dram_budget(memory_total())
         model.generate(tokens=tokens, max_tokens=30)
         assert memory.records is None
@@ -78,7 +78,7 @@ def test_stages_are_what_is_planned(sparsity: str) -> None:
             sum(view.nbytes for _, view in stage.room._views) for stage in model._engine._backend._stages
         ]
         assert 1 <= len(sizes) <= MLX_STAGES
-        assert MLX_STAGES * sizes[0] <= model.plan.stream.packed_bytes
+        assert MLX_STAGES * sizes[0] <= model.plan.buffers.packed_bytes
 
 
 def address(array: np.ndarray) -> int:
@@ -115,9 +115,9 @@ def test_flash_is_read_into_the_memory_of_an_mlx_array(bundles: Any, quant: str)
     memory = RecordMemory(2 * slot)
     with (
         FlashReader([bundle.neuron_file(0)], "auto", 2) as reader,
-        ExtentStream(reader, [extent], slot, 2, cyclic=False, memory=memory.view) as stream,
+        ReadAhead(reader, [extent], slot, 2, cyclic=False, memory=memory.view) as ahead,
     ):
-        records = stream.next().reshape(count, layout.stride)
+        records = ahead.next().reshape(count, layout.stride)
         assert memory.view.ctypes.data <= records.ctypes.data < memory.view.ctypes.data + slot
         row = RowLayout(bundle.config.hidden_size, bundle.quant.bits)
         found = memory.matrix(records, layout.part_offsets[1], row, mx.float32).copy()
@@ -159,7 +159,7 @@ def test_neurons_are_multiplied_before_their_place_is_written_again(
         return next_stage(self, weight)
 
     monkeypatch.setattr(MlxBackend, "_next_stage", unguarded)
-    monkeypatch.setattr(MlxStreamMemory, "wait", lambda self, asked: None)
+    monkeypatch.setattr(MlxPieceMemory, "wait", lambda self, asked: None)
     assert (streamed() != expected).any()
 
 
@@ -169,8 +169,8 @@ def test_a_pass_given_up_halfway_leaves_no_read_racing_a_kernel(monkeypatch: pyt
         tokens = random_tokens(model.config, 30)
         expected = model.logits(tokens)
         monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
-        memory = model._engine._backend.feed_forwards[0].stream_memory
-        waited, restarts, wait, next_piece = [], [], memory.wait, ExtentStream.next
+        memory = model._engine._backend.feed_forwards[0].piece_memory
+        waited, restarts, wait, next_piece = [], [], memory.wait, ReadAhead.next
 
         def failing(self: Any) -> Any:
             if len(waited) == 3:
@@ -178,16 +178,16 @@ def test_a_pass_given_up_halfway_leaves_no_read_racing_a_kernel(monkeypatch: pyt
             return next_piece(self)
 
         monkeypatch.setattr(memory, "wait", lambda asked: (waited.append(len(asked)), wait(asked)))
-        monkeypatch.setattr(ExtentStream, "next", failing)
+        monkeypatch.setattr(ReadAhead, "next", failing)
         with pytest.raises(FlashReadError, match="made up"):
             model.logits(tokens)
-        monkeypatch.setattr(ExtentStream, "next", next_piece)
+        monkeypatch.setattr(ReadAhead, "next", next_piece)
 
         def watched(restart: Any) -> Any:
             return lambda self, *extents: (restarts.append(len(waited)), restart(self, *extents))
 
         for name in ("rewind", "reschedule"):
-            monkeypatch.setattr(ExtentStream, name, watched(getattr(ExtentStream, name)))
+            monkeypatch.setattr(ReadAhead, name, watched(getattr(ReadAhead, name)))
         assert len(waited) == 3
         assert (model.logits(tokens) == expected).all()
         assert [count > 3 for count in restarts] == [True], "what was under way has been waited for"
@@ -213,13 +213,13 @@ from pathlib import Path
 from ondevice.backends.base import KVLayout
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import Synchronisations, writable
-from ondevice.backends.mlx_weights import MlxFeedForward, MlxStreamMemory
+from ondevice.backends.mlx_weights import MlxFeedForward, MlxPieceMemory
 from ondevice.bundle.reader import Bundle
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import FIRST_NEURON_FILE, NeuronRecords, bundle_files
 
 bundle = Bundle.open(Path(sys.argv[1]))
-arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxStreamMemory(Synchronisations())
+arrays, stream = MlxKV(KVLayout(bundle.config, 16)), MlxPieceMemory(Synchronisations())
 with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
     records = NeuronRecords(bundle, reader, 0)
     layer = MlxFeedForward(0, records, 1024, mx.float32, stream)

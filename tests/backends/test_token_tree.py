@@ -143,9 +143,9 @@ def test_a_tree_has_as_many_nodes_as_tokens() -> None:
 
 
 def test_the_kernel_refuses_what_is_no_tree() -> None:
-    engine, q, out = make_backend().engine, np.zeros((2, 1, 8), np.float32), np.zeros((2, 8), np.float32)
+    runner, q, out = make_backend().runner, np.zeros((2, 1, 8), np.float32), np.zeros((2, 8), np.float32)
     blocks = np.array([], dtype=np.uint64)
     for parents, depths in (([0, 0], [0, 1]), ([-1, 0], [0, 0]), ([-1], [0])):
         tree = (np.array(parents, np.int32), np.array(depths, np.int32))
         with pytest.raises(ValueError, match=r"parents|parent|depths|past"):
-            _native.testing.attention(engine, q, blocks, 0, 16, 1, 0, 0, tree, out)
+            _native.testing.attention(runner, q, blocks, 0, 16, 1, 0, 0, tree, out)

@@ -15,11 +15,11 @@ from ondevice.budget.limits import require_fit
 from ondevice.budget.plan import PROCESS_ALLOWANCE_BYTES, REPEAT_MARGIN_BYTES, Plan, plan_memory
 from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import (
+    buffer_shape,
     context_tokens,
     interleaved_bytes,
     segment_shape,
     stream_bytes,
-    stream_shape,
 )
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
@@ -79,12 +79,12 @@ def test_the_7b_shape_costs_what_a_hand_count_says() -> None:
     assert plan.embedding_bytes == 32000 * 2560
     assert plan.process_bytes == 60 * MB + PROCESS_ALLOWANCE_BYTES
     # Eight slots and one packed, each of 256 records of 3 x 4096 weights.
-    assert plan.stream.nbytes == pytest.approx(9 * 256 * 3 * 4096 * per_weight, rel=0.05)
+    assert plan.buffers.nbytes == pytest.approx(9 * 256 * 3 * 4096 * per_weight, rel=0.05)
     # A chunk of 256 tokens: residual, projections and feed-forward; then 16 rows of logits, twice.
     per_token = 4 * (3.25 * 4096 + 3 * 4096 + 4096) + 64 * 128 + 4096 * 1.2
     working = 256 * per_token + 2 * 4 * 16 * 32000 + 4 * 32 * (4096 + 256) + (2 << 20)
     assert plan.activation_bytes == pytest.approx(1.25 * working, rel=0.01)
-    needed = plan.weights_bytes + plan.stream.nbytes + plan.kv_cache_bytes + plan.activation_bytes
+    needed = plan.weights_bytes + plan.buffers.nbytes + plan.kv_cache_bytes + plan.activation_bytes
     assert plan.minimum_budget_bytes == needed + plan.process_bytes + REPEAT_MARGIN_BYTES
     assert plan.full_bytes == (
         plan.minimum_budget_bytes
@@ -171,7 +171,7 @@ def test_segments_cover_a_layer_and_waste_little(config: ModelConfig, bits: Any)
 @given(configs(), st.sampled_from([4, 8, 16]))
 def test_a_stream_slot_holds_its_records_widened_to_pages(config: ModelConfig, bits: Any) -> None:
     quant = QuantConfig(bits)
-    shape = stream_shape(config, quant)
+    shape = buffer_shape(config, quant)
     records = shape.neurons * plan_records(config, quant)
     assert shape.neurons % 64 == 0
     assert shape.slot_bytes % 4096 == 0
@@ -219,7 +219,7 @@ def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:
     full = plan_for(LLAMA_7B, Q4, 1 << 40).full_bytes
     at_full = plan_for(LLAMA_7B, Q4, full)
     assert (at_full.offloads_weights, at_full.total_bytes) == (False, full)
-    assert at_full.staging_bytes == at_full.stream.nbytes
+    assert at_full.staging_bytes == at_full.buffers.nbytes
     assert at_full.resident_weights_bytes == at_full.weights_bytes + at_full.embedding_bytes
     below = plan_for(LLAMA_7B, Q4, full - 1)
     assert not below.offloads_weights
@@ -227,7 +227,7 @@ def test_the_embedding_goes_to_flash_before_feed_forward_does() -> None:
     assert below.segments_for(below.kv_cache_bytes) == below.segment.total
     streaming = plan_for(LLAMA_7B, Q4, below.total_bytes - 1)
     assert streaming.offloads_weights
-    assert streaming.staging_bytes == streaming.stream.nbytes
+    assert streaming.staging_bytes == streaming.buffers.nbytes
     assert streaming.segments_for(streaming.kv_cache_bytes) < streaming.segment.total
     assert streaming.total_bytes < below.total_bytes
 

@@ -122,6 +122,7 @@ def free_bytes(group: MemoryCgroup) -> int:
     return group.read("limit_in_bytes") - group.read("usage_in_bytes") + cached
 
 
+@pytest.mark.slow
 def test_the_budget_yields_to_another_process_and_comes_back(bundle: Path, budget: int) -> None:
     """With `memory_pressure="off"` a process is killed, or both stand still, reading their programs anew."""
     with memory_cgroup(budget + SPARE_BYTES) as group:

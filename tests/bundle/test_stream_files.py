@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from ondevice.api import load, verify
 from ondevice.backends.base import Float32
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.budget.sizes import stream_bytes
 from ondevice.bundle.reader import Bundle
@@ -163,7 +163,7 @@ def test_what_is_loaded_is_what_was_written(
 
 def test_the_cpu_engine_multiplies_with_them(plain: Path) -> None:
     add_streams(plain, attention_rank=24, feed_forward_rank=7, pruning_rank=0, bits=16)
-    cpu = CpuBackend(make_engine(threads=1), segment_neurons=64, stream_neurons=64)
+    cpu = CpuBackend(make_runner(threads=1), segment_neurons=64, piece_neurons=64)
     rng, plainly = np.random.default_rng(3), matrices_of(loaded(plain))
     for name, weight in matrices_of(loaded(plain, cpu)).items():
         x = rng.standard_normal((3, plainly[name].weight.shape[1])).astype(np.float32)

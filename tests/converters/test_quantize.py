@@ -23,8 +23,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture(scope="module", params=_native.available_targets())
-def engine(request: pytest.FixtureRequest) -> _native.Engine:
-    return _native.Engine(2, request.param)
+def runner(request: pytest.FixtureRequest) -> _native.Runner:
+    return _native.Runner(2, request.param)
 
 
 def stored(values: np.ndarray, dtype: str) -> Weights:
@@ -58,25 +58,25 @@ def same_bytes(mine: QuantizedRows, theirs: QuantizedRows) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", [1, 5, 64, 65, 100, 192, 1000])
 def test_native_bits_are_those_of_the_definition(
-    engine: _native.Engine, bits: int, dtype: str, cols: int
+    runner: _native.Runner, bits: int, dtype: str, cols: int
 ) -> None:
     rows = stored(awkward_rows(cols), dtype)
     expected = quantize_reference(rows, bits)
-    assert same_bytes(quantize(engine, rows, bits, "t"), expected)
+    assert same_bytes(quantize(runner, rows, bits, "t"), expected)
     columns = np.asfortranarray(rows)
-    assert same_bytes(quantize(engine, columns, bits, "t"), expected), "a transposed view"
+    assert same_bytes(quantize(runner, columns, bits, "t"), expected), "a transposed view"
     wide = np.ascontiguousarray(np.concatenate([rows, rows], axis=0).T)
-    assert same_bytes(quantize(engine, wide[:, 3:38].T, bits, "t"), quantize_reference(wide[:, 3:38].T, bits))
+    assert same_bytes(quantize(runner, wide[:, 3:38].T, bits, "t"), quantize_reference(wide[:, 3:38].T, bits))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_packing_puts_element_2k_in_the_low_nibble(engine: _native.Engine, bits: int) -> None:
+def test_packing_puts_element_2k_in_the_low_nibble(runner: _native.Runner, bits: int) -> None:
     """The oracle and the kernel could share a mistake; these codes are worked out by hand."""
     top = (1 << bits) - 1
     half = (top + 1) // 2
     row = np.zeros((1, 64), dtype=np.float32)
     row[0, :4] = [half, half - 1, 2 - half, 1 - half]
-    rows = quantize(engine, row, bits, "t")
+    rows = quantize(runner, row, bits, "t")
     # The end further from zero is `half`, so it has code 0, and the range has steps of -1.
     assert (rows.scales[0, 0], rows.biases[0, 0]) == (-1.0, half)
     codes = rows.codes[0]
@@ -118,14 +118,14 @@ def test_constant_and_zero_groups_are_exact(bits: int) -> None:
     ("float16", np.nan), ("float16", np.inf), ("bfloat16", np.nan), ("bfloat16", 2e5),
 ])  # fmt: skip
 def test_what_float16_cannot_hold_is_refused_by_name(
-    engine: _native.Engine, bits: int, dtype: str, bad: float
+    runner: _native.Runner, bits: int, dtype: str, bad: float
 ) -> None:
     for row, column in ((0, 0), (20, 69), (34, 99)):
         values = np.ones((35, 100), dtype=np.float32)
         values[row, column] = bad
         rows = stored(values, dtype)
         with pytest.raises(CheckpointError, match=r"w\.7 holds NaN, infinity"):
-            quantize(engine, rows, bits, "w.7")
+            quantize(runner, rows, bits, "w.7")
         with pytest.raises(CheckpointError, match=r"w\.7 holds NaN, infinity"):
             quantize_reference(rows, bits, "w.7")
 

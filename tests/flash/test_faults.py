@@ -18,7 +18,7 @@ def every_byte_is_right(folder: Path) -> None:
 
     import numpy as np
 
-    from ondevice.flash.extent_stream import Extent, ExtentStream
+    from ondevice.flash.read_ahead import Extent, ReadAhead
     from ondevice.flash.reader import FlashReader
     from ondevice.kernels import _native
     from tests.support.flash_files import HEADER_BYTES, PARTS, STRIDE, slot_bytes, write_plain, write_records
@@ -40,13 +40,13 @@ def every_byte_is_right(folder: Path) -> None:
             batch.start(0, 1, 1, wanted, targets, 0)
             batch.finish()
             np.testing.assert_array_equal(slots, records.data[wanted, PARTS[0] : sum(PARTS[:2])])
-            with ExtentStream(reader, extents, slot_bytes(extents), 3, True) as stream:
+            with ReadAhead(reader, extents, slot_bytes(extents), 3, True) as ahead:
                 for step in range(60):
                     extent = extents[step % 12]
                     np.testing.assert_array_equal(
-                        stream.next(), records.bytes_at(extent.offset, extent.nbytes)
+                        ahead.next(), records.bytes_at(extent.offset, extent.nbytes)
                     )
-                    stream.release()
+                    ahead.release()
 
 
 @pytest.mark.parametrize("fault", ["short", "eintr"])
@@ -84,7 +84,7 @@ def ring_errors_are_typed_and_pass(folder: Path) -> None:
     import pytest
 
     from ondevice.errors import FlashReadError
-    from ondevice.flash.extent_stream import Extent, ExtentStream
+    from ondevice.flash.read_ahead import Extent, ReadAhead
     from ondevice.flash.reader import FlashReader
     from ondevice.kernels import _native
     from tests.support.flash_files import HEADER_BYTES, PARTS, STRIDE, slot_bytes, write_records
@@ -105,14 +105,14 @@ def ring_errors_are_typed_and_pass(folder: Path) -> None:
     with FlashReader([records.checked], io="direct", threads=4, ring=True) as reader:
         assert reader.has_ring
         batch = _native.RecordBatch(reader.native, urgent=True)
-        with ExtentStream(reader, extents, slot_bytes(extents), 3, True) as stream:
+        with ReadAhead(reader, extents, slot_bytes(extents), 3, True) as ahead:
 
             def read_all() -> None:
-                stream.rewind()
+                ahead.rewind()
                 for extent in extents:
                     expected = records.bytes_at(extent.offset, extent.nbytes)
-                    np.testing.assert_array_equal(stream.next(), expected)
-                    stream.release()
+                    np.testing.assert_array_equal(ahead.next(), expected)
+                    ahead.release()
 
             for _ in range(3):
                 off.unlink()
@@ -188,7 +188,7 @@ def io_errors_come_in_order_and_pass(folder: Path) -> None:
     import pytest
 
     from ondevice.errors import FlashReadError
-    from ondevice.flash.extent_stream import Extent, ExtentStream
+    from ondevice.flash.read_ahead import Extent, ReadAhead
     from ondevice.flash.reader import FlashReader
     from tests.support.flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
 
@@ -209,32 +209,32 @@ def io_errors_come_in_order_and_pass(folder: Path) -> None:
                 )
         assert 20 < len(messages) < 180
         assert all(expected in message for message, expected in messages)
-        with ExtentStream(reader, extents, slot_bytes(extents), 4, True) as stream:
+        with ReadAhead(reader, extents, slot_bytes(extents), 4, True) as ahead:
             failures = 0
             for step in range(200):
                 extent = extents[step % 50]
                 try:
-                    view = stream.next()
+                    view = ahead.next()
                 except FlashReadError:
                     failures += 1
                     continue
                 np.testing.assert_array_equal(view, records.bytes_at(extent.offset, extent.nbytes))
-                stream.release()
+                ahead.release()
             assert 20 < failures < 180, failures
             with pytest.raises(FlashReadError):
                 reader.read_records(0, range(0, 800, 2), np.empty((400, STRIDE), np.uint8))
             (folder / "off").touch()
             while True:  # what was read ahead may still have failed; stand inside the schedule
                 try:
-                    stream.next()
+                    ahead.next()
                     break
                 except FlashReadError:
                     continue
-            stream.rewind()
+            ahead.rewind()
             for step in range(100):
                 extent = extents[step % 50]
-                np.testing.assert_array_equal(stream.next(), records.bytes_at(extent.offset, extent.nbytes))
-                stream.release()
+                np.testing.assert_array_equal(ahead.next(), records.bytes_at(extent.offset, extent.nbytes))
+                ahead.release()
 
 
 def test_io_errors_are_typed_in_order_and_pass(shim: Path, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def closing_waits_for_one_read(folder: Path) -> None:
     import threading
     import time
 
-    from ondevice.flash.extent_stream import Extent, ExtentStream
+    from ondevice.flash.read_ahead import Extent, ReadAhead
     from ondevice.flash.reader import FlashReader
     from tests.support.flash_files import HEADER_BYTES, STRIDE, slot_bytes, write_records
 
@@ -266,26 +266,26 @@ def closing_waits_for_one_read(folder: Path) -> None:
     (folder / "off").unlink()
     outcomes: list[str] = []
 
-    def consume(stream: ExtentStream) -> None:
+    def consume(ahead: ReadAhead) -> None:
         try:
             while True:
-                stream.next()
-                stream.release()
+                ahead.next()
+                ahead.release()
         except ValueError as error:
             outcomes.append(str(error))
 
-    for end in ("stream", "reader"):
-        stream = ExtentStream(reader, extents, slot_bytes(extents), 20, True)
-        consumer = threading.Thread(target=consume, args=(stream,))
+    for end in ("ahead", "reader"):
+        ahead = ReadAhead(reader, extents, slot_bytes(extents), 20, True)
+        consumer = threading.Thread(target=consume, args=(ahead,))
         consumer.start()
         time.sleep(0.25)
         start = time.monotonic()
-        stream.close() if end == "stream" else reader.close()
+        ahead.close() if end == "ahead" else reader.close()
         # One stalled read of 0.5 s per thread, not the 20 s of the slots still to be filled.
         assert time.monotonic() - start < 5
         consumer.join()
-        stream.close()
-    assert outcomes == ["the stream is closed", "the stream's reader is closed"]
+        ahead.close()
+    assert outcomes == ["the read-ahead is closed", "the read-ahead's reader is closed"]
 
 
 def test_closing_waits_for_the_reads_in_flight_only(shim: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from ondevice.backends.base import Bytes, Float32
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
-from tests.kernels.test_kernels import ENGINES, normal, on_every_target, packed
+from tests.kernels.test_kernels import RUNNERS, normal, on_every_target, packed
 from tests.support.sources import ArrayFeedForward, Bits, tiny_config
 
 
@@ -45,19 +45,19 @@ class Layer:
             second + layout.parts[0][0].nbytes,
         )
 
-    def dense(self, engine: _native.Engine, x: Float32, activation: int) -> Float32:
+    def dense(self, runner: _native.Runner, x: Float32, activation: int) -> Float32:
         layer, blocks = self.native, -(-self.source.num_neurons // 64)
         segment = _native.Segment(layer.segment_bytes(blocks))
-        layer.pack(engine, segment, blocks, 0, self.records)
+        layer.pack(runner, segment, blocks, 0, self.records)
         out = np.full(x.shape, np.nan, dtype=np.float32)
-        forward = _native.FeedForwardPass(engine, layer, x, activation)
+        forward = _native.FeedForwardPass(runner, layer, x, activation)
         forward.add([segment])
         forward.finish(out)
         return out
 
-    def gates(self, engine: _native.Engine, x: Float32) -> Float32:
+    def gates(self, runner: _native.Runner, x: Float32) -> Float32:
         out = np.empty((len(x), self.source.num_neurons), dtype=np.float32)
-        packed(engine, self.source.gate, self.bits)[0].forward(engine, x, None, out)
+        packed(runner, self.source.gate, self.bits)[0].forward(runner, x, None, out)
         return out
 
     def without(self, removed: NDArray[np.bool_]) -> Layer:
@@ -66,25 +66,25 @@ class Layer:
         records[removed, self.source.layout.part_offsets[1] :] = 0
         return Layer(self.source, records, self.bits)
 
-    def selected(self, engine: _native.Engine, x: Float32, scores: Float32, activation: int) -> Float32:
+    def selected(self, runner: _native.Runner, x: Float32, scores: Float32, activation: int) -> Float32:
         """Those with a score (T, F) above zero, each from a copy of its whole record."""
         ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
         copies = [self.records[i].copy() for i in ids]
         parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
         out = np.full(x.shape, np.nan, dtype=np.float32)
-        forward = _native.FeedForwardPass(engine, self.native, x, activation)
+        forward = _native.FeedForwardPass(runner, self.native, x, activation)
         forward.add_selected(ids, parts, True, scores)
         forward.finish(out)
         return out
 
     def gathered(
-        self, engine: _native.Engine, x: Float32, activation: int, also: int = 0, blocks: int = 1 << 20
+        self, runner: _native.Runner, x: Float32, activation: int, also: int = 0, blocks: int = 1 << 20
     ) -> Float32:
         """The same from scattered copies of the records of those that fire, and of `also` that don't.
 
         At most so many `blocks` of 64 stored neurons are added at a time.
         """
-        gates = self.gates(engine, x)
+        gates = self.gates(runner, x)
         chosen = (gates > 0).any(axis=0)
         chosen[np.flatnonzero(~chosen)[:also]] = True
         ids = np.flatnonzero(chosen).astype(np.int32)
@@ -92,7 +92,7 @@ class Layer:
         copies = [self.records[i, part:].copy() for i in ids]
         parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
         out = np.full(x.shape, np.nan, dtype=np.float32)
-        forward = _native.FeedForwardPass(engine, self.native, x, activation)
+        forward = _native.FeedForwardPass(runner, self.native, x, activation)
         for first in range(0, self.source.num_neurons, 64 * blocks):
             batch = (ids >= first) & (ids < first + 64 * blocks)
             forward.add_selected(ids[batch], parts[batch], False, gates)
@@ -112,10 +112,10 @@ def test_the_neurons_that_fire_give_the_dense_bits(
         normal(tokens, hidden, seed=3),
         ACTIVATIONS.index(activation),
     )
-    dense = on_every_target(lambda engine: layer.dense(engine, x, act))
-    assert on_every_target(lambda engine: layer.gathered(engine, x, act)).tobytes() == dense.tobytes()
-    assert on_every_target(lambda engine: layer.gathered(engine, x, act, also=9)).tobytes() == dense.tobytes()
-    in_batches = on_every_target(lambda engine: layer.gathered(engine, x, act, blocks=2))
+    dense = on_every_target(lambda runner: layer.dense(runner, x, act))
+    assert on_every_target(lambda runner: layer.gathered(runner, x, act)).tobytes() == dense.tobytes()
+    assert on_every_target(lambda runner: layer.gathered(runner, x, act, also=9)).tobytes() == dense.tobytes()
+    in_batches = on_every_target(lambda runner: layer.gathered(runner, x, act, blocks=2))
     assert in_batches.tobytes() == dense.tobytes()
 
 
@@ -126,13 +126,13 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
     layer, act = Layer.of(hidden, 200, bits), ACTIVATIONS.index(activation)
     x, scores = normal(3, hidden, seed=3), normal(3, 200, seed=4)
     scores[:, 64:128] = -1
-    together = on_every_target(lambda engine: layer.selected(engine, x, scores, act))
+    together = on_every_target(lambda runner: layer.selected(runner, x, scores, act))
     for token in range(3):
         alone = on_every_target(
-            lambda engine, t=token: layer.selected(engine, x[t : t + 1], scores[t : t + 1], act)
+            lambda runner, t=token: layer.selected(runner, x[t : t + 1], scores[t : t + 1], act)
         )
         dense = on_every_target(
-            lambda engine, t=token: layer.without(scores[t] <= 0).dense(engine, x[t : t + 1], act)
+            lambda runner, t=token: layer.without(scores[t] <= 0).dense(runner, x[t : t + 1], act)
         )
         assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
 
@@ -165,19 +165,19 @@ def test_tokens_together_have_the_bits_of_each_alone(
 ) -> None:
     layer, act = Layer.of(hidden, neurons, bits), ACTIVATIONS.index("silu")
     x, scores = normal(tokens, hidden, seed=3), patterned_scores(pattern, tokens, neurons)
-    together = on_every_target(lambda engine: layer.selected(engine, x, scores, act))
-    engine = _native.Engine(1, "auto")
+    together = on_every_target(lambda runner: layer.selected(runner, x, scores, act))
+    runner = _native.Runner(1, "auto")
     for token in range(tokens):
         one = slice(token, token + 1)
-        assert layer.selected(engine, x[one], scores[one], act).tobytes() == together[one].tobytes()
+        assert layer.selected(runner, x[one], scores[one], act).tobytes() == together[one].tobytes()
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
     """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
     layer, act = Layer.of(64, 1000, bits), ACTIVATIONS.index("relu")
-    x, engine = normal(600, 64, seed=3), _native.Engine(2, "auto")
-    assert layer.gathered(engine, x, act).tobytes() == layer.dense(engine, x, act).tobytes()
+    x, runner = normal(600, 64, seed=3), _native.Runner(2, "auto")
+    assert layer.gathered(runner, x, act).tobytes() == layer.dense(runner, x, act).tobytes()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -187,10 +187,10 @@ def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> No
     x, scores = normal(9, 200, seed=3), normal(9, 130, seed=4)
     x[4, 7] = broken
     alone = [
-        layer.selected(ENGINES["scalar", 1], x[t : t + 1], scores[t : t + 1], act) for t in range(len(x))
+        layer.selected(RUNNERS["scalar", 1], x[t : t + 1], scores[t : t + 1], act) for t in range(len(x))
     ]
-    for engine in ENGINES.values():
-        together = layer.selected(engine, x, scores, act)
+    for runner in RUNNERS.values():
+        together = layer.selected(runner, x, scores, act)
         assert np.isfinite(np.delete(together, 4, axis=0)).all()
         # The sign of what is no number is the instruction set's affair.
         np.testing.assert_array_equal(together, np.concatenate(alone))
@@ -198,9 +198,9 @@ def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> No
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
-    layer, engine = Layer.of(100, 70, bits), _native.Engine(1, "auto")
+    layer, runner = Layer.of(100, 70, bits), _native.Runner(1, "auto")
     x, out = normal(2, 100), np.full((2, 100), np.nan, dtype=np.float32)
-    forward = _native.FeedForwardPass(engine, layer.native, x, ACTIVATIONS.index("relu"))
+    forward = _native.FeedForwardPass(runner, layer.native, x, ACTIVATIONS.index("relu"))
     none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint64)
     scores = np.zeros((2, 70), dtype=np.float32)
     forward.add_selected(*none, False, scores)
@@ -210,21 +210,21 @@ def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
 
 @pytest.mark.parametrize("ids", [[3, 3], [5, 4], [-1, 2], [2, 70]])
 def test_ids_that_do_not_ascend_within_the_layer_are_refused(ids: list[int]) -> None:
-    layer, engine = Layer.of(64, 70, 8), _native.Engine(1, "auto")
+    layer, runner = Layer.of(64, 70, 8), _native.Runner(1, "auto")
     parts = np.full(2, layer.records.ctypes.data, dtype=np.uint64)
-    forward = _native.FeedForwardPass(engine, layer.native, normal(1, 64), ACTIVATIONS.index("relu"))
+    forward = _native.FeedForwardPass(runner, layer.native, normal(1, 64), ACTIVATIONS.index("relu"))
     with pytest.raises(ValueError, match="ascend"):
         forward.add_selected(np.array(ids, dtype=np.int32), parts, False, np.ones((1, 70), dtype=np.float32))
 
 
 def test_a_pass_ends_where_its_scratch_memory_is_used_again() -> None:
-    layer, engine = Layer.of(64, 70, 8), _native.Engine(1, "auto")
+    layer, runner = Layer.of(64, 70, 8), _native.Runner(1, "auto")
     x, out = normal(2, 64), np.empty((2, 64), dtype=np.float32)
 
     def begun() -> _native.FeedForwardPass:
-        return _native.FeedForwardPass(engine, layer.native, x, ACTIVATIONS.index("relu"))
+        return _native.FeedForwardPass(runner, layer.native, x, ACTIVATIONS.index("relu"))
 
-    for use in (engine.trim, lambda: layer.gates(engine, x), begun):
+    for use in (runner.trim, lambda: layer.gates(runner, x), begun):
         forward = begun()
         use()
         with pytest.raises(ValueError, match="another op"):

@@ -20,7 +20,7 @@ from ondevice.kernels import _native
 from tests.support.sources import ArrayFeedForward, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
-ENGINES = {(target, threads): _native.Engine(threads, target) for target in TARGETS for threads in (1, 2)}
+RUNNERS = {(target, threads): _native.Runner(threads, target) for target in TARGETS for threads in (1, 2)}
 SHAPES = [(1, 1), (16, 64), (17, 65), (37, 100), (64, 192), (130, 320)]
 TOKENS = 13
 
@@ -29,9 +29,9 @@ def normal(*shape: int, seed: int = 0) -> Float32:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def on_every_target(run: Callable[[_native.Engine], Float32]) -> Float32:
+def on_every_target(run: Callable[[_native.Runner], Float32]) -> Float32:
     """The one result of all targets on 1 and 2 threads; fails where a byte differs."""
-    results = {key: run(engine) for key, engine in ENGINES.items()}
+    results = {key: run(runner) for key, runner in RUNNERS.items()}
     first = results[TARGETS[0], 1]
     for key, result in results.items():
         assert result.tobytes() == first.tobytes(), f"{key} differs from {(TARGETS[0], 1)}"
@@ -55,18 +55,18 @@ def blockwise_int8(x: Float32) -> tuple[NDArray[np.float64], NDArray[np.float64]
     return codes.astype(np.float64), (largest / np.float32(127)).astype(np.float64)
 
 
-def packed(engine: _native.Engine, weight: Float32, bits: int) -> tuple[_native.Matrix, NDArray[np.float64]]:
+def packed(runner: _native.Runner, weight: Float32, bits: int) -> tuple[_native.Matrix, NDArray[np.float64]]:
     codes, scales, biases, exact = quantise_rows(weight, bits)  # type: ignore[arg-type]
     matrix = _native.Matrix(*weight.shape, bits)
     for row in range(0, len(weight), 7):
         part = slice(row, row + 7)
-        matrix.load_rows(engine, row, codes[part], scales[part].view(np.uint16), biases[part].view(np.uint16))
+        matrix.load_rows(runner, row, codes[part], scales[part].view(np.uint16), biases[part].view(np.uint16))
     return matrix, exact.astype(np.float64)
 
 
 def test_scalar_is_always_there_and_last() -> None:
     assert TARGETS[-1] == "scalar"
-    assert _native.Engine(1, "auto").target == TARGETS[0]
+    assert _native.Runner(1, "auto").target == TARGETS[0]
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -75,13 +75,13 @@ def test_linear(bits: int, shape: tuple[int, int]) -> None:
     rows, cols = shape
     weight, bias, x = normal(rows, cols), normal(rows, seed=1), normal(TOKENS, cols, seed=2)
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         out = np.full((TOKENS, rows), np.nan, dtype=np.float32)
-        packed(engine, weight, bits)[0].forward(engine, x, bias, out)
+        packed(runner, weight, bits)[0].forward(runner, x, bias, out)
         return out
 
     out = on_every_target(run)
-    exact = packed(ENGINES[TARGETS[0], 1], weight, bits)[1]
+    exact = packed(RUNNERS[TARGETS[0], 1], weight, bits)[1]
     used = x.astype(np.float64) if bits == 16 else quantised_activations(x)[:, :cols]
     # Where columns are padded, the padding's codes meet zero activations.
     np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
@@ -90,13 +90,13 @@ def test_linear(bits: int, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_token_has_the_same_bits_in_any_company(bits: int) -> None:
     weight, x = normal(100, 200), normal(35, 200, seed=1)
-    for engine in ENGINES.values():
-        matrix, _ = packed(engine, weight, bits)
+    for runner in RUNNERS.values():
+        matrix, _ = packed(runner, weight, bits)
         together = np.empty((35, 100), dtype=np.float32)
-        matrix.forward(engine, x, None, together)
+        matrix.forward(runner, x, None, together)
         for first, last in ((0, 1), (3, 5), (5, 8), (8, 15), (15, 24), (24, 35)):
             apart = np.empty((last - first, 100), dtype=np.float32)
-            matrix.forward(engine, x[first:last], None, apart)
+            matrix.forward(runner, x[first:last], None, apart)
             assert apart.tobytes() == together[first:last].tobytes()
 
 
@@ -106,22 +106,22 @@ def test_extreme_codes_do_not_saturate(bits: int) -> None:
     weight = np.tile(np.where(np.arange(128) % 64 == 0, -1.0, 1.0).astype(np.float32), (16, 1))
     x = np.ones((1, 128), dtype=np.float32)
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         out = np.empty((1, 16), dtype=np.float32)
-        packed(engine, weight, bits)[0].forward(engine, x, None, out)
+        packed(runner, weight, bits)[0].forward(runner, x, None, out)
         return out
 
-    exact = packed(ENGINES[TARGETS[0], 1], weight, bits)[1]
+    exact = packed(RUNNERS[TARGETS[0], 1], weight, bits)[1]
     np.testing.assert_allclose(on_every_target(run), x.astype(np.float64) @ exact.T, rtol=1e-4)
 
 
-def hidden_activations(engine: _native.Engine, source: ArrayFeedForward, x: Float32) -> Float32:
+def hidden_activations(runner: _native.Runner, source: ArrayFeedForward, x: Float32) -> Float32:
     """silu(gate) * up, by kernels that have oracles of their own: the bits that the down projection gets."""
     gate, up = np.empty((2, len(x), source.num_neurons), dtype=np.float32)
-    packed(engine, source.gate, source.bits)[0].forward(engine, x, None, gate)
-    packed(engine, source.up, source.bits)[0].forward(engine, x, None, up)
+    packed(runner, source.gate, source.bits)[0].forward(runner, x, None, gate)
+    packed(runner, source.up, source.bits)[0].forward(runner, x, None, up)
     h = np.empty(gate.size, dtype=np.float32)
-    _native.activate(engine, ACTIVATIONS.index("silu"), gate.reshape(-1), up.reshape(-1), h)
+    _native.activate(runner, ACTIVATIONS.index("silu"), gate.reshape(-1), up.reshape(-1), h)
     return h.reshape(gate.shape)
 
 
@@ -157,18 +157,18 @@ def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> 
     first, second = layout.part_offsets
     offsets = (first, second, second + layout.parts[0][0].nbytes)
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         layer = _native.FeedForward(hidden, bits, layout.stride, *offsets)
         segment = _native.Segment(layer.segment_bytes(blocks))
-        layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
+        layer.pack(runner, segment, blocks, 0, source.read(0, neurons))
         out = np.full((TOKENS, hidden), np.nan, dtype=np.float32)
-        forward = _native.FeedForwardPass(engine, layer, x, ACTIVATIONS.index("silu"))
+        forward = _native.FeedForwardPass(runner, layer, x, ACTIVATIONS.index("silu"))
         forward.add([segment])
         forward.finish(out)
         return out
 
     out = on_every_target(run)
-    h = hidden_activations(ENGINES[TARGETS[0], 1], source, x)
+    h = hidden_activations(RUNNERS[TARGETS[0], 1], source, x)
     if bits == 16:
         expected = h.astype(np.float64) @ quantise_rows(down, 16)[3].astype(np.float64)
     else:
@@ -186,15 +186,15 @@ def test_attention(heads: int, kv_heads: int, dim: int, bits: int, window: int) 
     q, k, v = (normal(tokens, n, dim, seed=n + 7 * i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     block_bytes = kv_heads * 2 * 64 * (dim * bits // 8 + (4 if bits == 8 else 0))
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         memory = np.zeros((3, block_bytes), dtype=np.uint8)
         blocks = np.array([block.ctypes.data for block in memory], dtype=np.uint64)
-        _native.testing.kv_write(engine, blocks, 0, bits, 0, k, v)
+        _native.testing.kv_write(runner, blocks, 0, bits, 0, k, v)
         out = np.full((tokens, heads * dim), np.nan, dtype=np.float32)
         for first, last in ((0, 1), (1, 70), (70, 150)):
             part = slice(first, last)
             _native.testing.attention(
-                engine, q[part], blocks, 0, bits, kv_heads, first, window, None, out[part]
+                runner, q[part], blocks, 0, bits, kv_heads, first, window, None, out[part]
             )
         return out
 
@@ -222,24 +222,24 @@ def test_what_is_not_finite_makes_every_output_of_its_token_so(bits: int, values
     broken = x.copy()
     broken[3, 70 : 70 + 16 * len(values) : 16] = values
 
-    def run(engine: _native.Engine, x: Float32) -> Float32:
+    def run(runner: _native.Runner, x: Float32) -> Float32:
         out = np.zeros((5, 40), dtype=np.float32)
-        packed(engine, weight, bits)[0].forward(engine, x, None, out)
+        packed(runner, weight, bits)[0].forward(runner, x, None, out)
         return out
 
-    out = on_every_target(lambda engine: run(engine, broken))
+    out = on_every_target(lambda runner: run(runner, broken))
     assert not np.isfinite(out[3]).any()
     others = [0, 1, 2, 4]
-    assert out[others].tobytes() == on_every_target(lambda engine: run(engine, x))[others].tobytes()
+    assert out[others].tobytes() == on_every_target(lambda runner: run(runner, x))[others].tobytes()
 
 
 def test_no_activation_makes_a_number_of_nan() -> None:
     gate, up = np.array([np.nan, 1.0, np.nan], np.float32), np.array([1.0, np.nan, np.nan], np.float32)
     for activation in range(5):
 
-        def run(engine: _native.Engine, activation: int = activation) -> Float32:
+        def run(runner: _native.Runner, activation: int = activation) -> Float32:
             out = np.zeros(3, np.float32)
-            _native.activate(engine, activation, gate, up, out)
+            _native.activate(runner, activation, gate, up, out)
             return out
 
         assert np.isnan(on_every_target(run)).all()
@@ -249,9 +249,9 @@ def test_no_activation_makes_a_number_of_nan() -> None:
 def test_rms_norm(n: int) -> None:
     x, weight = normal(3, n), normal(n, seed=1)
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         out = np.empty_like(x)
-        _native.rms_norm(engine, x, weight, 1e-5, out)
+        _native.rms_norm(runner, x, weight, 1e-5, out)
         return out
 
     wide = x.astype(np.float64)
@@ -265,12 +265,12 @@ def test_head_norm_and_rope_work_on_slices_of_a_wider_row(head_dim: int) -> None
     weight, angle = normal(head_dim, seed=1), normal(5, head_dim // 2, seed=2)
     cos, sin = np.cos(angle), np.sin(angle)
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         buffer = wide.copy()
         heads = buffer[:, 7:].reshape(5, 3, head_dim)
         assert np.shares_memory(heads, buffer)
-        _native.testing.head_norm(engine, heads, weight, 1e-6)
-        _native.testing.rope(engine, heads, cos, sin)
+        _native.testing.head_norm(runner, heads, weight, 1e-6)
+        _native.testing.rope(runner, heads, cos, sin)
         assert buffer[:, :7].tobytes() == wide[:, :7].tobytes()
         return buffer
 
@@ -298,9 +298,9 @@ def test_activations_against_float64() -> None:
         }
     for activation, values in expected.items():
 
-        def run(engine: _native.Engine, activation: int = activation) -> Float32:
+        def run(runner: _native.Runner, activation: int = activation) -> Float32:
             out = np.empty_like(gate)
-            _native.activate(engine, activation, gate, up, out)
+            _native.activate(runner, activation, gate, up, out)
             return out
 
         np.testing.assert_allclose(on_every_target(run), values * up, rtol=2e-6, atol=1e-6)
@@ -312,14 +312,14 @@ def test_quantised_rows_read_back_within_half_a_step(bits: int) -> None:
     weight[0] = 0.0
     weight[1] = 3.0
 
-    def run(engine: _native.Engine) -> Float32:
+    def run(runner: _native.Runner) -> Float32:
         groups = 3
         codes = np.zeros((33, groups * 8 * bits), dtype=np.uint8)
         scales, biases = np.zeros((2, 33, groups), dtype=np.uint16)
-        assert _native.quantize_rows(engine, weight, bits, codes, scales, biases)
+        assert _native.quantize_rows(runner, weight, bits, codes, scales, biases)
         rows = np.concatenate([codes, scales.view(np.uint8), biases.view(np.uint8)], axis=1)
         out = np.empty((33, 64 * groups), dtype=np.float32)
-        _native.dequantize_rows(engine, bits, rows, 130, out)
+        _native.dequantize_rows(runner, bits, rows, 130, out)
         return out
 
     out = on_every_target(run)[:, :130]
@@ -344,14 +344,14 @@ def test_quantising_in_place_equals_quantising_a_float32_copy(dtype: type, bits:
         source = (stored.astype(np.uint32) << 16).view(np.float32)
     else:
         stored = source
-    engine = ENGINES[TARGETS[0], 2]
+    runner = RUNNERS[TARGETS[0], 2]
     for view, plain in ((stored, source), (stored.T, np.ascontiguousarray(source.T))):
         results = []
         for x in (view, plain):
             groups = -(-x.shape[1] // 64)
             codes = np.full((len(x), groups * 8 * bits), 255, dtype=np.uint8)
             scales, biases = np.zeros((2, len(x), groups), dtype=np.uint16)
-            assert _native.quantize_rows(engine, x, bits, codes, scales, biases)
+            assert _native.quantize_rows(runner, x, bits, codes, scales, biases)
             results.append(codes.tobytes() + scales.tobytes() + biases.tobytes())
         assert results[0] == results[1]
 
@@ -363,19 +363,19 @@ def test_values_that_cannot_be_stored_are_reported(value: float) -> None:
     for bits in (4, 8, 16):
         codes = np.zeros((20, 8 * bits), dtype=np.uint8)
         scales, biases = np.zeros((2, 20, 1), dtype=np.uint16)
-        assert not _native.quantize_rows(ENGINES[TARGETS[0], 2], weight, bits, codes, scales, biases)
+        assert not _native.quantize_rows(RUNNERS[TARGETS[0], 2], weight, bits, codes, scales, biases)
 
 
 def test_arguments_are_checked_before_any_byte_is_touched() -> None:
-    engine = ENGINES[TARGETS[0], 1]
+    runner = RUNNERS[TARGETS[0], 1]
     matrix = _native.Matrix(16, 64, 4)
     codes, halves = np.zeros((16, 32), dtype=np.uint8), np.zeros((16, 1), dtype=np.uint16)
     with pytest.raises(ValueError, match="outside the matrix"):
-        matrix.load_rows(engine, 1, codes, halves, halves)
+        matrix.load_rows(runner, 1, codes, halves, halves)
     with pytest.raises(ValueError, match=r"out is \(T, rows\)"):
-        matrix.forward(engine, np.zeros((1, 64), np.float32), None, np.zeros((1, 15), np.float32))
+        matrix.forward(runner, np.zeros((1, 64), np.float32), None, np.zeros((1, 15), np.float32))
     heads = np.zeros((1, 1, 8), dtype=np.float32)
     with pytest.raises(ValueError, match="past the last KV block"):
-        _native.testing.kv_write(engine, np.zeros(0, dtype=np.uint64), 0, 8, 0, heads, heads)
+        _native.testing.kv_write(runner, np.zeros(0, dtype=np.uint64), 0, 8, 0, heads, heads)
     with pytest.raises(ValueError, match="can't run on this machine"):
-        _native.Engine(1, "sse9")
+        _native.Runner(1, "sse9")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import ACTIVATIONS, QuantConfig
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int = 0) -> Float32:
 
 
 def make_backend(target: str) -> CpuBackend:
-    return CpuBackend(make_engine(1, target), segment_neurons=64, stream_neurons=64)
+    return CpuBackend(make_runner(1, target), segment_neurons=64, piece_neurons=64)
 
 
 def one(results: list[Float32]) -> Float32:

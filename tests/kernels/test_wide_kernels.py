@@ -11,11 +11,11 @@ from ondevice.config import ACTIVATIONS, QuantConfig
 from ondevice.kernels import _native
 from tests.backends.test_token_tree import PARENTS, TokenTree
 from tests.kernels.test_gathered import Layer
-from tests.kernels.test_kernels import ENGINES, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
+from tests.kernels.test_kernels import RUNNERS, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
 from tests.support.sources import ArrayFeedForward, Bits, tiny_config
 
 EPS = 1e-5
-SCALAR = ENGINES["scalar", 1]
+SCALAR = RUNNERS["scalar", 1]
 
 
 def normed(x: Float32, weight: Float32) -> Float32:
@@ -35,11 +35,11 @@ def test_a_product_of_normed_rows_on_top_of_others(tokens: int, shape: tuple[int
     packed(SCALAR, weight, bits)[0].forward(SCALAR, normed(x, norm), bias, expected)
     expected += added
 
-    def run(engine: _native.Engine) -> Float32:
-        matrix, out = packed(engine, weight, bits)[0], added.copy()
-        matrix.forward(engine, x, bias, out, norm, EPS, out)
+    def run(runner: _native.Runner) -> Float32:
+        matrix, out = packed(runner, weight, bits)[0], added.copy()
+        matrix.forward(runner, x, bias, out, norm, EPS, out)
         apart = np.full_like(out, np.nan)
-        matrix.forward(engine, x, bias, apart, norm, EPS, added)
+        matrix.forward(runner, x, bias, apart, norm, EPS, added)
         assert apart.tobytes() == out.tobytes()
         return out
 
@@ -58,27 +58,27 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
     x, norm, blocks = normal(tokens, hidden, seed=3), normal(hidden, seed=4), -(-neurons // 64)
     first, second = layout.part_offsets
 
-    def run(engine: _native.Engine, wide: bool) -> Float32:
+    def run(runner: _native.Runner, wide: bool) -> Float32:
         up_bytes = layout.parts[0][0].nbytes
         layer = _native.FeedForward(hidden, bits, layout.stride, first, second, second + up_bytes)
         segment = _native.Segment(layer.segment_bytes(blocks))
-        layer.pack(engine, segment, blocks, 0, source.read(0, neurons))
+        layer.pack(runner, segment, blocks, 0, source.read(0, neurons))
         out, silu = x.copy(), ACTIVATIONS.index("silu")
         if not wide:
-            forward = _native.FeedForwardPass(engine, layer, normed(x, norm), silu)
+            forward = _native.FeedForwardPass(runner, layer, normed(x, norm), silu)
             forward.add([segment])
             forward.finish(out)
             return out
-        forward = _native.FeedForwardPass(engine, layer, x, silu, norm, EPS)
+        forward = _native.FeedForwardPass(runner, layer, x, silu, norm, EPS)
         forward.add([segment])
         forward.finish(out, out)
         at_once = x.copy()
-        layer.forward(engine, at_once, [segment], silu, at_once, norm, EPS, at_once)
+        layer.forward(runner, at_once, [segment], silu, at_once, norm, EPS, at_once)
         assert at_once.tobytes() == out.tobytes()
         return out
 
     expected = run(SCALAR, False) + x
-    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+    assert on_every_target(lambda runner: run(runner, True)).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -100,29 +100,29 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
     rank, bias = 5, normal(neurons, seed=5) if whole else None
     down, up = normal(rank, hidden, seed=6), normal(neurons, rank, seed=7)
 
-    def run(engine: _native.Engine, wide: bool) -> Float32:
+    def run(runner: _native.Runner, wide: bool) -> Float32:
         out, native = x.copy(), layer.native
-        narrow = packed(engine, down, bits)[0] if whole else None
-        scorer = packed(engine, up if whole else layer.source.gate, bits)[0]
+        narrow = packed(runner, down, bits)[0] if whole else None
+        scorer = packed(runner, up if whole else layer.source.gate, bits)[0]
         if wide:
             places = (slots, addresses, whole, relu, out, norm, EPS, out)
-            count = native.forward_selected(engine, x, scorer, bias, narrow, *places)
+            count = native.forward_selected(runner, x, scorer, bias, narrow, *places)
             assert 0 <= count <= neurons
             return out
         rows = given = normed(x, norm)
         if narrow is not None:
             given = np.empty((tokens, rank), dtype=np.float32)
-            narrow.forward(engine, rows, None, given)
+            narrow.forward(runner, rows, None, given)
         scores = np.empty((tokens, neurons), dtype=np.float32)
-        scorer.forward(engine, given, bias, scores)
+        scorer.forward(runner, given, bias, scores)
         ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
-        forward = _native.FeedForwardPass(engine, native, rows, relu)
+        forward = _native.FeedForwardPass(runner, native, rows, relu)
         forward.add_selected(ids, addresses[slots[ids]], whole, scores)
         forward.finish(out)
         return out
 
     expected = run(SCALAR, False) + x
-    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+    assert on_every_target(lambda runner: run(runner, True)).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -139,7 +139,7 @@ def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int
     norms = (normal(dim, seed=2), normal(dim, seed=3), EPS) if with_norms else None
     block_bytes = kv_heads * 2 * 64 * (dim * bits // 8 + (4 if bits == 8 else 0))
 
-    def run(engine: _native.Engine, wide: bool) -> Float32:
+    def run(runner: _native.Runner, wide: bool) -> Float32:
         memory = np.zeros((2, block_bytes), dtype=np.uint8)
         blocks = np.array([block.ctypes.data for block in memory], dtype=np.uint64)
         results = []
@@ -148,35 +148,35 @@ def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int
             out = np.full((last - first, heads * dim), np.nan, dtype=np.float32)
             if wide:
                 shape = (0, bits, heads, kv_heads, first, window)
-                _native.attend(engine, given, blocks, *shape, *turn, norms, nodes, out)
+                _native.attend(runner, given, blocks, *shape, *turn, norms, nodes, out)
             else:
                 parts = given.reshape(last - first, -1, dim)
                 q, k, v = np.split(parts, [heads, heads + kv_heads], axis=1)
                 for part, norm in zip((q, k), norms[:2] if norms else (None, None), strict=True):
                     if norm is not None:
-                        _native.testing.head_norm(engine, part, norm, EPS)
-                    _native.testing.rope(engine, part, *turn)
-                _native.testing.kv_write(engine, blocks, 0, bits, first, k, v)
-                _native.testing.attention(engine, q, blocks, 0, bits, kv_heads, first, window, nodes, out)
+                        _native.testing.head_norm(runner, part, norm, EPS)
+                    _native.testing.rope(runner, part, *turn)
+                _native.testing.kv_write(runner, blocks, 0, bits, first, k, v)
+                _native.testing.attention(runner, q, blocks, 0, bits, kv_heads, first, window, nodes, out)
             results += [out.tobytes(), given.tobytes()]
         return np.frombuffer(b"".join([*results, memory.tobytes()]), dtype=np.uint8)
 
     expected = run(SCALAR, False)
-    assert on_every_target(lambda engine: run(engine, True)).tobytes() == expected.tobytes()
+    assert on_every_target(lambda runner: run(runner, True)).tobytes() == expected.tobytes()
 
 
 def test_arguments_are_checked() -> None:
-    engine, none = ENGINES[TARGETS[0], 1], np.zeros(0, np.uint64)
+    runner, none = RUNNERS[TARGETS[0], 1], np.zeros(0, np.uint64)
     x, out, wrong = np.zeros((1, 64), np.float32), np.zeros((1, 16), np.float32), np.zeros(63, np.float32)
     matrix, layer = _native.Matrix(16, 64, 8), _native.FeedForward(64, 8, 204, 0, 68, 136)
     with pytest.raises(ValueError, match="as long as what it norms"):
-        matrix.forward(engine, x, None, out, wrong, EPS)
+        matrix.forward(runner, x, None, out, wrong, EPS)
     with pytest.raises(ValueError, match="shape of out"):
-        matrix.forward(engine, x, None, out, None, EPS, x)
+        matrix.forward(runner, x, None, out, None, EPS, x)
     with pytest.raises(ValueError, match="as long as what it norms"):
-        _native.FeedForwardPass(engine, layer, x, 3, wrong, EPS)
+        _native.FeedForwardPass(runner, layer, x, 3, wrong, EPS)
     with pytest.raises(ValueError, match="shape of out"):
-        _native.FeedForwardPass(engine, layer, x, 3).finish(x, out)
+        _native.FeedForwardPass(runner, layer, x, 3).finish(x, out)
     slots, places = np.zeros(16, np.int32), np.zeros(2, np.uint64)
     for wrong_slots, narrow, message in (
         (slots + 2, None, "a neuron has no slot"),
@@ -185,10 +185,10 @@ def test_arguments_are_checked() -> None:
         (slots, matrix, "follow each other"),
     ):
         with pytest.raises(ValueError, match=message):
-            layer.forward_selected(engine, x, matrix, None, narrow, wrong_slots, places, False, 3, x)
+            layer.forward_selected(runner, x, matrix, None, narrow, wrong_slots, places, False, 3, x)
     qkv, angles, context = np.zeros((1, 24), np.float32), np.zeros((1, 4), np.float32), out[:, :8].copy()
     with pytest.raises(ValueError, match="past the last KV block"):
-        _native.attend(engine, qkv, none, 0, 8, 1, 1, 0, 0, angles, angles, None, None, context)
+        _native.attend(runner, qkv, none, 0, 8, 1, 1, 0, 0, angles, angles, None, None, context)
     for heads, table, norm, to, message in (
         (3, angles, None, context, "qkv is"),
         (1, angles[:, :3].copy(), None, context, "cos and sin"),
@@ -197,4 +197,4 @@ def test_arguments_are_checked() -> None:
     ):
         norms = None if norm is None else (norm, norm, EPS)
         with pytest.raises(ValueError, match=message):
-            _native.attend(engine, qkv, none, 0, 8, heads, 1, 0, 0, table, angles, norms, None, to)
+            _native.attend(runner, qkv, none, 0, 8, heads, 1, 0, 0, table, angles, norms, None, to)

@@ -75,7 +75,7 @@ def size(difference: Float32) -> float:
 
 @pytest.mark.parametrize("parts", [PARTS, *((part,) for part in PARTS)], ids="-".join)
 def test_plain_decoding_is_of_the_adapted_model(make: Callable[..., Path], parts: tuple[str, ...]) -> None:
-    """Whatever adapters add, to each part of a layer: what the other engine says that they do."""
+    """Whatever adapters add, to each part of a layer: what the other backend says that they do."""
     adapted = make(*parts, scale=0.14 if parts == PARTS else 0.2)
     with load(adapted, speculation="off", threads=1) as model:
         prompt = model.tokenizer.encode(QUESTION)

@@ -35,7 +35,7 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
-using ondevice::Engine;
+using ondevice::Runner;
 
 int failures = 0;
 
@@ -50,7 +50,7 @@ void twice(const char* name, int bits, const std::function<void()>& op) {
   ++failures;
 }
 
-void run(Engine& engine, int bits) {
+void run(Runner& runner, int bits) {
   constexpr int64_t kRows = 100, kCols = 130, kGroups = 3, kTokens = 5;
   std::vector<float> x(kRows * kCols, 0.5f), y(kRows * kCols);
   std::vector<uint8_t> codes(static_cast<size_t>(kRows * kGroups * 8 * bits));
@@ -58,7 +58,7 @@ void run(Engine& engine, int bits) {
   const ondevice::SourceRows source{reinterpret_cast<const uint8_t*>(x.data()), ondevice::SourceType::kFloat,
                                     kCols, 1};
   twice("quantize_rows", bits, [&] {
-    ondevice::quantize_rows(engine, source, kRows, kCols, bits, codes.data(), scales.data(), biases.data());
+    ondevice::quantize_rows(runner, source, kRows, kCols, bits, codes.data(), scales.data(), biases.data());
   });
   ondevice::Matrix matrix(kRows, kCols, bits);
   const ondevice::StoredRows rows{codes.data(),
@@ -67,21 +67,21 @@ void run(Engine& engine, int bits) {
                                   kGroups * 8 * bits,
                                   2 * kGroups,
                                   2 * kGroups};
-  twice("load_rows", bits, [&] { matrix.load_rows(engine, 0, kRows, rows); });
-  twice("linear", bits, [&] { matrix.forward(engine, x.data(), kCols, kTokens, nullptr, y.data()); });
+  twice("load_rows", bits, [&] { matrix.load_rows(runner, 0, kRows, rows); });
+  twice("linear", bits, [&] { matrix.forward(runner, x.data(), kCols, kTokens, nullptr, y.data()); });
   const ondevice::Norm norm{x.data(), 1e-5f};
   twice("normed linear", bits,
-        [&] { matrix.forward(engine, x.data(), kCols, kTokens, nullptr, y.data(), norm, y.data()); });
+        [&] { matrix.forward(runner, x.data(), kCols, kTokens, nullptr, y.data(), norm, y.data()); });
 
   const int64_t row = kGroups * 8 * bits + (bits == 16 ? 0 : 4 * kGroups);
   const ondevice::FeedForward layer(kCols, bits, {3 * row, 0, row, 2 * row});
   const std::vector<uint8_t> records(static_cast<size_t>(kRows * 3 * row), 0);
   ondevice::Segment segment(layer.segment_bytes(2));
   segment.lay_out(2);
-  twice("pack", bits, [&] { layer.pack(engine, segment, 0, records.data(), kRows); });
+  twice("pack", bits, [&] { layer.pack(runner, segment, 0, records.data(), kRows); });
   const std::vector<const ondevice::Segment*> segments{&segment};
   twice("feed_forward", bits, [&] {
-    ondevice::FeedForwardPass pass(engine, layer, engine.prepare(x.data(), kCols, kTokens, kCols, bits),
+    ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), kCols, kTokens, kCols, bits),
                                    ondevice::Activation::kSilu);
     pass.add(segments);
     pass.finish(y.data());
@@ -96,7 +96,7 @@ void run(Engine& engine, int bits) {
   const ondevice::SelectedNeurons neurons{ids.data(), parts.data(), static_cast<int64_t>(ids.size()),
                                           false,      gates.data(), kRows};
   twice("feed_forward of selected neurons", bits, [&] {
-    ondevice::FeedForwardPass pass(engine, layer, engine.prepare(x.data(), kCols, kTokens, kCols, bits),
+    ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), kCols, kTokens, kCols, bits),
                                    ondevice::Activation::kRelu);
     pass.add_selected(neurons);
     pass.finish(y.data());
@@ -108,12 +108,12 @@ void run(Engine& engine, int bits) {
     places.push_back(records.data() + (3 * n + 1) * row);
   }
   twice("feed_forward of a layer in memory", bits, [&] {
-    layer.forward_selected(engine, {matrix, nullptr, nullptr}, {slots.data(), places.data(), false}, x.data(),
+    layer.forward_selected(runner, {matrix, nullptr, nullptr}, {slots.data(), places.data(), false}, x.data(),
                            kCols, kTokens, ondevice::Activation::kRelu, y.data(), norm, nullptr);
   });
 }
 
-void attention(Engine& engine, int bits) {
+void attention(Runner& runner, int bits) {
   constexpr int64_t kHeads = 4, kDim = 20, kTokens = 5;
   const int64_t head_bytes = 2 * ondevice::kKvBlock * (kDim * bits / 8 + (bits == 8 ? 4 : 0));
   ondevice::MappedBuffer memory(static_cast<size_t>(kHeads * head_bytes));
@@ -122,17 +122,17 @@ void attention(Engine& engine, int bits) {
   std::vector<float> y(q.size());
   const ondevice::KvView kv{blocks, 0, head_bytes, kHeads, kDim, bits};
   twice("attention", bits, [&] {
-    engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
+    runner.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
   });
   std::vector<float> qkv(3 * q.size(), 0.5f);
   const ondevice::Norm norm{q.data(), 1e-5f};
   twice("attention from a projection", bits, [&] {
-    engine.attend(qkv.data(), {norm, norm, q.data(), q.data()},
+    runner.attend(qkv.data(), {norm, norm, q.data(), q.data()},
                   {qkv.data(), 3 * kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
   });
   const int32_t parents[kTokens] = {-1, 0, 0, 1, 3}, depths[kTokens] = {0, 1, 1, 2, 3};
   twice("attention in a tree", bits, [&] {
-    engine.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {parents, depths}}, kTokens);
+    runner.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {parents, depths}}, kTokens);
   });
 }
 
@@ -158,9 +158,9 @@ void records(const ondevice::FileSpec& spec, const char* name, ondevice::IoMode 
 }  // namespace
 
 int main(int argc, char** argv) {
-  Engine engine(2, "auto");
-  for (const int bits : {4, 8, 16}) run(engine, bits);
-  for (const int bits : {8, 16}) attention(engine, bits);
+  Runner runner(2, "auto");
+  for (const int bits : {4, 8, 16}) run(runner, bits);
+  for (const int bits : {8, 16}) attention(runner, bits);
   const std::string path = std::string(argc > 1 ? argv[1] : ".") + "/allocations.bin";
   const ondevice::FileSpec spec = ondevice::make_up_file(path, {}).spec;
   records(spec, "records through io_uring", ondevice::IoMode::kDirect, true);

@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "../../ondevice/flash/extent_stream.h"
+#include "../../ondevice/flash/read_ahead.h"
 #include "../../ondevice/flash/flash_reader.h"
 #include "../../ondevice/flash/record_batch.h"
 #include "made_up_file.h"
@@ -216,11 +216,11 @@ void stream(const std::shared_ptr<FlashReader>& reader, const File& file, Random
     extents.push_back({random() % 16 == 0, odd_number(random, size), odd_number(random, size)});
   const size_t slot_bytes = static_cast<size_t>(kPage * one_of<int64_t>(random, {0, 1, 20, 70}));
   outcome([&] {
-    ExtentStream stream(reader, extents, slot_bytes, random() % 4, random() % 2);
+    ReadAhead stream(reader, extents, slot_bytes, random() % 4, random() % 2);
     for (size_t step = 0; step < 12; ++step) {
       const size_t at = step % extents.size();
       const Result next = outcome([&] {
-        const ExtentStream::View view = stream.next();
+        const ReadAhead::View view = stream.next();
         expect(static_cast<int64_t>(view.nbytes) == extents[at].nbytes, "an extent of another size");
         expect_bytes(file, extents[at].offset, extents[at].nbytes, view.data);
         stream.release();

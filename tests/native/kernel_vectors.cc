@@ -38,15 +38,15 @@ void keep(Vectors* out, const std::string& name, const std::vector<T>& values) {
   out->push_back({name, Bytes(first, first + values.size() * sizeof(T))});
 }
 
-void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) {
+void linear(Runner& runner, int bits, int64_t rows, int64_t cols, Vectors* out) {
   Random random(static_cast<uint64_t>(rows * 1000 + cols));
   ondevice::Matrix matrix(rows, cols, bits);
   Bytes quantized;
   for (int64_t r = 0; r < rows; ++r) {
     const Floats weights = random.values(cols);
-    const Row row = quantize(engine, bits, weights.data(), cols);
+    const Row row = quantize(runner, bits, weights.data(), cols);
     append_row(row, bits, &quantized);
-    matrix.load_rows(engine, r, 1,
+    matrix.load_rows(runner, r, 1,
                      {row.codes.data(), reinterpret_cast<const uint8_t*>(row.scales.data()),
                       reinterpret_cast<const uint8_t*>(row.biases.data()), 0, 0, 0});
   }
@@ -56,35 +56,35 @@ void linear(Engine& engine, int bits, int64_t rows, int64_t cols, Vectors* out) 
   const Floats bias = random.values(rows), x = random.values(19 * cols);
   for (const int64_t tokens : {1, 2, 3, 5, 19}) {
     Floats y(static_cast<size_t>(tokens * rows));
-    matrix.forward(engine, x.data(), cols, tokens, tokens % 2 ? bias.data() : nullptr, y.data());
+    matrix.forward(runner, x.data(), cols, tokens, tokens % 2 ? bias.data() : nullptr, y.data());
     keep(out, name + " tokens=" + std::to_string(tokens), y);
   }
   const Floats norm = random.values(cols), added = random.values(5 * rows);
   for (const int64_t tokens : {1, 5}) {
     Floats y(added.begin(), added.begin() + tokens * rows);
-    matrix.forward(engine, x.data(), cols, tokens, bias.data(), y.data(), {norm.data(), 1e-5f}, y.data());
+    matrix.forward(runner, x.data(), cols, tokens, bias.data(), y.data(), {norm.data(), 1e-5f}, y.data());
     keep(out, name + " normed tokens=" + std::to_string(tokens), y);
   }
   Floats tiny = random.values(cols), y(static_cast<size_t>(rows));
   for (float& value : tiny) value *= 0x1p-130f;
-  matrix.forward(engine, tiny.data(), cols, 1, nullptr, y.data());
+  matrix.forward(runner, tiny.data(), cols, 1, nullptr, y.data());
   keep(out, name + " tiny", y);
   // Activations that aren't finite, with finite ones behind them in the same lane.
   for (const float broken : {std::numeric_limits<float>::infinity(), std::nanf("")}) {
     Floats input = random.values(cols);
     input[static_cast<size_t>(cols / 2)] = broken;
-    matrix.forward(engine, input.data(), cols, 1, nullptr, y.data());
+    matrix.forward(runner, input.data(), cols, 1, nullptr, y.data());
     keep(out, name + " not finite", y);
   }
 }
 
-ondevice::Matrix gate_matrix(Engine& engine, int bits, int64_t hidden, const Records& records) {
+ondevice::Matrix gate_matrix(Runner& runner, int bits, int64_t hidden, const Records& records) {
   const int64_t stride = records.shape.stride;
   const int64_t neurons = static_cast<int64_t>(records.bytes.size()) / stride;
   const int64_t groups = groups_of(hidden), codes = groups * kGroup * bits / 8;
   const uint8_t* rows = records.bytes.data();
   ondevice::Matrix gate(neurons, hidden, bits);
-  gate.load_rows(engine, 0, neurons, {rows, rows + codes, rows + codes + 2 * groups, stride, stride, stride});
+  gate.load_rows(runner, 0, neurons, {rows, rows + codes, rows + codes + 2 * groups, stride, stride, stride});
   return gate;
 }
 
@@ -99,7 +99,7 @@ void add_selected(ondevice::FeedForwardPass& pass, const Records& records, const
   pass.add_selected({ids.data(), parts.data(), count, false, gates.data(), neurons});
 }
 
-Floats forward_selected(Engine& engine, const ondevice::FeedForward& layer, const Records& records,
+Floats forward_selected(Runner& runner, const ondevice::FeedForward& layer, const Records& records,
                         const ondevice::Matrix& gate, const Floats& x, const ondevice::Norm& norm,
                         int64_t tokens, Activation act) {
   std::vector<int32_t> slots;
@@ -109,15 +109,15 @@ Floats forward_selected(Engine& engine, const ondevice::FeedForward& layer, cons
     parts.push_back(records.bytes.data() + slots.back() * records.shape.stride + records.shape.up);
   }
   Floats y(x.begin(), x.begin() + tokens * layer.hidden());
-  layer.forward_selected(engine, {gate, nullptr, nullptr}, {slots.data(), parts.data(), false}, y.data(),
+  layer.forward_selected(runner, {gate, nullptr, nullptr}, {slots.data(), parts.data(), false}, y.data(),
                          layer.hidden(), tokens, act, y.data(), norm, y.data());
   return y;
 }
 
 // The same neurons in one segment, or split: in segments of one block, and for activations that make zeros,
 // only the neurons that fire. Equal bytes are kept under equal names.
-void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
-  const Records records = make_records(engine, bits, hidden, neurons);
+void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
+  const Records records = make_records(runner, bits, hidden, neurons);
   const ondevice::FeedForward layer(hidden, bits, records.shape);
   const int64_t blocks = (neurons + kGroup - 1) / kGroup, step = split ? 1 : blocks;
   std::vector<ondevice::Segment> segments;
@@ -126,20 +126,20 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
     segments.back().lay_out(step);
     const int64_t first = block * kGroup;
     const int64_t count = neurons - first < step * kGroup ? neurons - first : step * kGroup;
-    layer.pack(engine, segments.back(), 0, records.bytes.data() + first * records.shape.stride, count);
+    layer.pack(runner, segments.back(), 0, records.bytes.data() + first * records.shape.stride, count);
   }
   std::vector<const ondevice::Segment*> order;
   for (const auto& segment : segments) order.push_back(&segment);
   const Floats x = Random(7).values(17 * hidden), weight = Random(8).values(hidden);
-  const ondevice::Matrix gate = gate_matrix(engine, bits, hidden, records);
+  const ondevice::Matrix gate = gate_matrix(runner, bits, hidden, records);
   const ondevice::Norm norm{weight.data(), 1e-5f};
   for (int act = 0; act < 5; ++act)
     for (const int64_t tokens : {1, 2, 5, 17}) {
       Floats y(static_cast<size_t>(tokens * hidden)), gates(static_cast<size_t>(tokens * neurons));
-      gate.forward(engine, x.data(), hidden, tokens, nullptr, gates.data());
+      gate.forward(runner, x.data(), hidden, tokens, nullptr, gates.data());
       const Activation activation = static_cast<Activation>(act);
       const bool selected = split && (activation == Activation::kRelu || activation == Activation::kRelu2);
-      ondevice::FeedForwardPass pass(engine, layer, engine.prepare(x.data(), hidden, tokens, hidden, bits),
+      ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
                                      activation);
       if (selected)
         add_selected(pass, records, gates);
@@ -151,16 +151,16 @@ void feed_forward(Engine& engine, int bits, int64_t hidden, int64_t neurons, boo
                                " tokens=" + std::to_string(tokens);
       keep(out, name, y);
       if (selected) {
-        y = forward_selected(engine, layer, records, gate, x, norm, tokens, activation);
+        y = forward_selected(runner, layer, records, gate, x, norm, tokens, activation);
       } else {
         y.assign(x.begin(), x.begin() + tokens * hidden);
-        layer.forward(engine, order, y.data(), hidden, tokens, activation, y.data(), norm, y.data());
+        layer.forward(runner, order, y.data(), hidden, tokens, activation, y.data(), norm, y.data());
       }
       keep(out, name + " normed", y);
     }
 }
 
-void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
+void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
                Vectors* out) {
   constexpr int64_t kLength = 150;
   Random random(static_cast<uint64_t>(bits * dim + window));
@@ -180,11 +180,11 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
   for (const int64_t tokens : {1, 70, 9, 1, 69}) {
     const Floats k = random.values(tokens * kv_heads * dim), v = random.values(tokens * kv_heads * dim);
     for (int64_t t = 0; t < tokens; ++t)
-      engine.kernels().kv_write(kv, position + t, k.data() + t * kv_heads * dim,
+      runner.kernels().kv_write(kv, position + t, k.data() + t * kv_heads * dim,
                                 v.data() + t * kv_heads * dim);
     const Floats q = random.values(tokens * heads * dim);
     Floats y(static_cast<size_t>(tokens * heads * dim));
-    engine.attention({q.data(), heads * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
+    runner.attention({q.data(), heads * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
                      tokens);
     keep(out, name + " position=" + std::to_string(position), y);
     // The same tokens as a tree: most follow the one before them, each fifth one two tokens earlier.
@@ -193,19 +193,19 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
       parents.push_back(t % 5 == 4 ? t - 3 : t - 1);
       depths.push_back(t == 0 ? 0 : depths[static_cast<size_t>(parents.back())] + 1);
     }
-    engine.attention(
+    runner.attention(
         {q.data(), heads * dim, heads, kv, position, window, y.data(), {parents.data(), depths.data()}},
         tokens);
     keep(out, name + " tree position=" + std::to_string(position), y);
     Floats qkv = random.values(tokens * (heads + 2 * kv_heads) * dim);
     const Floats weight = random.values(dim), turn = random.values(tokens * dim / 2);
     const ondevice::Norm norm{weight.data(), 1e-5f};
-    engine.attend(
+    runner.attend(
         qkv.data(), {norm, norm, turn.data(), turn.data()},
         {qkv.data(), (heads + 2 * kv_heads) * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
         tokens);
     keep(out, name + " from a projection position=" + std::to_string(position), y);
-    if (tokens > 2) engine.kernels().kv_move(kv, position + 2, position + 1);
+    if (tokens > 2) runner.kernels().kv_move(kv, position + 2, position + 1);
     position += tokens;
   }
   Bytes cache;
@@ -214,8 +214,8 @@ void attention(Engine& engine, int bits, int64_t heads, int64_t kv_heads, int64_
   keep(out, name + " cache", cache);
 }
 
-void vector_ops(Engine& engine, Vectors* out) {
-  const ondevice::KernelTable& kernels = engine.kernels();
+void vector_ops(Runner& runner, Vectors* out) {
+  const ondevice::KernelTable& kernels = runner.kernels();
   Random random(3);
   for (const int64_t n : {1, 15, 16, 17, 100, 256}) {
     const Floats x = random.values(n), weight = random.values(n);
@@ -237,7 +237,7 @@ void vector_ops(Engine& engine, Vectors* out) {
   }
   for (const int bits : {4, 8}) {
     const Floats x = random.values(200);
-    const Row row = quantize(engine, bits, x.data(), 200);
+    const Row row = quantize(runner, bits, x.data(), 200);
     Floats y(256);
     kernels.dequantize_row(bits, row.codes.data(), row.scales.data(), row.biases.data(), 4, y.data());
     keep(out, "dequantize_row bits=" + std::to_string(bits), y);
@@ -245,12 +245,12 @@ void vector_ops(Engine& engine, Vectors* out) {
 }
 
 // Every finite float16, and floats at, below and above the midpoints between neighbours.
-void halves(Engine& engine, Vectors* out) {
+void halves(Runner& runner, Vectors* out) {
   Halves all;
   for (uint32_t h = 0; h < 0x10000; ++h)
     if ((h & 0x7c00) != 0x7c00) all.push_back(static_cast<uint16_t>(h));
   Floats wide(all.size());
-  engine.kernels().half_to_float(all.data(), wide.data(), static_cast<int64_t>(all.size()));
+  runner.kernels().half_to_float(all.data(), wide.data(), static_cast<int64_t>(all.size()));
   keep(out, "half_to_float", wide);
   Floats between;
   for (size_t i = 0; i + 1 < wide.size(); i += 7) {
@@ -259,15 +259,15 @@ void halves(Engine& engine, Vectors* out) {
       between.push_back(middle * scale);
   }
   Halves narrow(between.size());
-  engine.kernels().float_to_half(between.data(), narrow.data(), static_cast<int64_t>(between.size()));
+  runner.kernels().float_to_half(between.data(), narrow.data(), static_cast<int64_t>(between.size()));
   keep(out, "float_to_half", narrow);
 }
 
-void import_rows(Engine& engine, Vectors* out) {
+void import_rows(Runner& runner, Vectors* out) {
   constexpr int64_t kRows = 21, kCols = 130, kGroups = 3;
   const Floats source = Random(11).values(kRows * kCols);
   Halves half(source.size()), brain(source.size());
-  engine.kernels().float_to_half(source.data(), half.data(), kRows * kCols);
+  runner.kernels().float_to_half(source.data(), half.data(), kRows * kCols);
   for (size_t i = 0; i < source.size(); ++i) {
     uint32_t bits;
     std::memcpy(&bits, &source[i], sizeof(bits));
@@ -286,7 +286,7 @@ void import_rows(Engine& engine, Vectors* out) {
         Halves scales(static_cast<size_t>(rows * groups)), biases(scales.size());
         const ondevice::SourceRows from{static_cast<const uint8_t*>(data), type, transposed ? 1 : kCols,
                                         transposed ? kCols : 1};
-        ondevice::quantize_rows(engine, from, rows, cols, bits, codes.data(), scales.data(), biases.data());
+        ondevice::quantize_rows(runner, from, rows, cols, bits, codes.data(), scales.data(), biases.data());
         const std::string name = "import type=" + std::to_string(static_cast<int>(type)) +
                                  (transposed ? " transposed" : "") + " bits=" + std::to_string(bits);
         keep(out, name + " codes", codes);
@@ -309,25 +309,25 @@ void checksums(bool hardware, Vectors* out) {
 }
 
 Vectors run(const std::string& target, int threads, bool hardware_checksums) {
-  Engine engine(threads, target);
+  Runner runner(threads, target);
   const bool split = threads > 1;
   Vectors out;
   for (const int bits : {4, 8, 16}) {
     for (const auto& [rows, cols] :
          std::vector<std::pair<int, int>>{{1, 1}, {16, 64}, {17, 65}, {37, 100}, {200, 320}})
-      linear(engine, bits, rows, cols, &out);
+      linear(runner, bits, rows, cols, &out);
     for (const auto& [hidden, neurons] : std::vector<std::pair<int, int>>{{64, 64}, {100, 130}, {192, 321}})
-      feed_forward(engine, bits, hidden, neurons, split, &out);
+      feed_forward(runner, bits, hidden, neurons, split, &out);
   }
   for (const int bits : {8, 16})
     for (const int64_t window : {0, 1, 37})
       for (const int64_t dim : {8, 20, 64}) {
-        attention(engine, bits, 4, 4, dim, window, &out);
-        attention(engine, bits, 6, 2, dim, window, &out);
+        attention(runner, bits, 4, 4, dim, window, &out);
+        attention(runner, bits, 6, 2, dim, window, &out);
       }
-  vector_ops(engine, &out);
-  halves(engine, &out);
-  import_rows(engine, &out);
+  vector_ops(runner, &out);
+  halves(runner, &out);
+  import_rows(runner, &out);
   checksums(hardware_checksums, &out);
   return out;
 }

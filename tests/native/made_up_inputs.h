@@ -4,12 +4,12 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/engine.h"
+#include "kernels/runner.h"
 #include "kernels/feed_forward.h"
 
 namespace {
 
-using ondevice::Engine;
+using ondevice::Runner;
 using ondevice::groups_of;
 using ondevice::kGroup;
 
@@ -49,13 +49,13 @@ struct Row {
   Halves scales, biases;
 };
 
-Row quantize(Engine& engine, int bits, const float* x, int64_t cols) {
+Row quantize(Runner& runner, int bits, const float* x, int64_t cols) {
   const auto groups = static_cast<size_t>(groups_of(cols));
   Row row{Bytes(groups * kGroup * static_cast<size_t>(bits) / 8), Halves(groups), Halves(groups)};
   if (bits == 16)
-    engine.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
+    runner.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
   else
-    engine.kernels().quantize_row(bits, x, cols, row.codes.data(), row.scales.data(), row.biases.data());
+    runner.kernels().quantize_row(bits, x, cols, row.codes.data(), row.scales.data(), row.biases.data());
   return row;
 }
 
@@ -74,18 +74,18 @@ struct Records {
   Bytes bytes;
 };
 
-Records make_records(Engine& engine, int bits, int64_t hidden, int64_t neurons) {
+Records make_records(Runner& runner, int bits, int64_t hidden, int64_t neurons) {
   Random random(static_cast<uint64_t>(hidden * 1000 + neurons));
   Records records{};
   for (int64_t n = 0; n < neurons; ++n) {
     const Floats rows = random.values(3 * hidden);
     const int64_t start = static_cast<int64_t>(records.bytes.size());
-    append_row(quantize(engine, bits, rows.data(), hidden), bits, &records.bytes);
+    append_row(quantize(runner, bits, rows.data(), hidden), bits, &records.bytes);
     records.bytes.resize(records.bytes.size() + 32);
     records.shape.up = static_cast<int64_t>(records.bytes.size()) - start;
-    append_row(quantize(engine, bits, rows.data() + hidden, hidden), bits, &records.bytes);
+    append_row(quantize(runner, bits, rows.data() + hidden, hidden), bits, &records.bytes);
     records.shape.down = static_cast<int64_t>(records.bytes.size()) - start;
-    append_row(quantize(engine, bits, rows.data() + 2 * hidden, hidden), bits, &records.bytes);
+    append_row(quantize(runner, bits, rows.data() + 2 * hidden, hidden), bits, &records.bytes);
     records.shape.stride = static_cast<int64_t>(records.bytes.size()) - start;
   }
   return records;

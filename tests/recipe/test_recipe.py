@@ -123,8 +123,8 @@ def test_weights_are_rounded_as_a_bundle_rounds_them(bits: int) -> None:
     weight = torch.randn(96, 128, generator=generator)
     weight[0, :64] = 0
     weight[1, :64] = weight[1, :64].abs()
-    engine = _native.Engine(1, "auto")
-    exact = torch.from_numpy(dequantize(quantize(engine, weight.numpy(), bits, "w"), bits, 128))
+    runner = _native.Runner(1, "auto")
+    exact = torch.from_numpy(dequantize(quantize(runner, weight.numpy(), bits, "w"), bits, 128))
     torch.testing.assert_close(model.stored(weight, bits), exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model.stored(weight.t(), bits, dim=0), exact.t(), rtol=1e-5, atol=1e-6)
     assert model.stored(weight, 0) is weight

@@ -17,7 +17,7 @@ from ondevice.api import load
 from ondevice.converters.checkpoints.base import SourceFile
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import OndeviceError
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from tests.malformed.rules import overwrite
 from tests.support.bundles import copy_files
@@ -88,7 +88,7 @@ def test_a_closed_reader_has_no_file_open_and_reads_nothing(three_records: Recor
     with none_left_open():
         reader = FlashReader([three_records.checked], threads=2, ring=ring)
         extents = [Extent(0, HEADER_BYTES, 100)]
-        stream = ExtentStream(reader, extents, slot_bytes(extents), 3, cyclic=True)
+        stream = ReadAhead(reader, extents, slot_bytes(extents), 3, cyclic=True)
         stream.next()
         reader.close()
         reader.close()

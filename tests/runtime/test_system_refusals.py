@@ -132,7 +132,7 @@ with ondevice.load(sys.argv[1], threads=1) as model:
     under_limit(lambda: model.logits(list(range(3, 90))))
     under_limit(lambda: model.generate("hello " * 20, max_tokens=4))
     assert model.generate("hello", max_tokens=40).tokens == expected
-under_limit(lambda: _native.Engine(32))
+under_limit(lambda: _native.Runner(32))
 # Without it a thread may start with no memory for its first lines: Python's own start() then waits for ever.
 under_limit(lambda: ondevice.load(sys.argv[1], threads=1), 1 << 20)
 """

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.budget.sizes import stream_shape
+from ondevice.budget.sizes import buffer_shape
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
 from ondevice.errors import FlashReadError, OndeviceError
@@ -45,17 +45,17 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @contextmanager
 def pooled(folder: Path) -> Iterator[tuple[Transformer, SegmentPool, FlashReader]]:
     bundle = Bundle.open(folder)
-    stream = stream_shape(bundle.config, bundle.quant)
+    buffers = buffer_shape(bundle.config, bundle.quant)
     with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
-        backend = CpuBackend(make_engine(2), segment_neurons=SEGMENT_NEURONS, stream_neurons=stream.neurons)
+        backend = CpuBackend(make_runner(2), segment_neurons=SEGMENT_NEURONS, piece_neurons=buffers.neurons)
         model = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
         pool = SegmentPool(
             backend.feed_forwards,
             reader,
             segment_bytes=backend.feed_forwards[0].native.segment_bytes(1),
-            stream_neurons=stream.neurons,
-            slot_bytes=stream.slot_bytes,
-            slots=stream.slots,
+            piece_neurons=buffers.neurons,
+            slot_bytes=buffers.slot_bytes,
+            slots=buffers.slots,
         )
         yield model, pool, reader
         pool.close()

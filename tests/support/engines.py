@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import load_file
 
 import ondevice.runtime.engine
-from ondevice.backends.cpu import CpuBackend, make_engine
+from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.budget.sizes import segment_shape, stream_shape
+from ondevice.budget.sizes import buffer_shape, segment_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled
@@ -37,24 +37,24 @@ def running(folder: Path, backend: BackendName = "reference") -> Iterator[Transf
     bundle = Bundle.open(folder)
     with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
         if backend == "reference":
-            engine = ReferenceBackend()
-            yield Transformer(bundle.config, engine, load_weights(bundle, reader, engine))
+            reference = ReferenceBackend()
+            yield Transformer(bundle.config, reference, load_weights(bundle, reader, reference))
             return
-        segments, stream = (
+        segments, buffers = (
             segment_shape(bundle.config, bundle.quant),
-            stream_shape(bundle.config, bundle.quant),
+            buffer_shape(bundle.config, bundle.quant),
         )
         cpu = CpuBackend(
-            make_engine(threads=1), segment_neurons=segments.neurons, stream_neurons=stream.neurons
+            make_runner(threads=1), segment_neurons=segments.neurons, piece_neurons=buffers.neurons
         )
         weights = load_weights(bundle, reader, cpu)
         pool = SegmentPool(
             cpu.feed_forwards,
             reader,
             segment_bytes=segments.nbytes,
-            stream_neurons=stream.neurons,
-            slot_bytes=stream.slot_bytes,
-            slots=stream.slots,
+            piece_neurons=buffers.neurons,
+            slot_bytes=buffers.slot_bytes,
+            slots=buffers.slots,
         )
         pool.resize(segments.quota(segments.total))
         yield Transformer(bundle.config, cpu, weights)

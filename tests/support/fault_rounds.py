@@ -135,7 +135,7 @@ def _assert_nothing_leaked(model: Model) -> None:
     for layer, share in enumerate(cache._shares):
         assert cache._counts[layer] + cache._reserved[layer] <= share
     assert all(batch.done() for reads in neurons._reads for batch, _ in reads._batches)
-    assert model._engine._reader.staging_bytes <= model.plan.stream.nbytes
+    assert model._engine._reader.staging_bytes <= model.plan.buffers.nbytes
 
 
 class Rounds:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ondevice.bundle.reader import CheckedFile
-from ondevice.flash.extent_stream import Extent
+from ondevice.flash.read_ahead import Extent
 from ondevice.kernels import _native
 
 HEADER_BYTES = 4096

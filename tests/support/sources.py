@@ -228,7 +228,7 @@ class RecordSource(NeuronSource):
         self.streams = 0
         """Layers that were streamed."""
 
-    def stream(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes]:
+    def offloaded(self, layer: int, batch: ForwardBatch) -> Iterable[Bytes]:
         if batch.resident_only:
             return ()
         self.streams += 1

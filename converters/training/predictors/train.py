@@ -234,15 +234,15 @@ def store_predictor(
 
     The runtime's own kernels compute the scores.
     """
-    engine = _native.Engine(usable_cores(), "auto")
+    runner = _native.Runner(usable_cores(), "auto")
     (neurons, _), width = predictor.up.shape, predictor.down.shape[1]
     rank = padded(predictor.rank, GROUP_SIZE)
     matrices = _padded(predictor.down, rank, width), _padded(predictor.up, neurons, rank)
-    down, up = (quantize(engine, matrix, stored_bits, "a predictor") for matrix in matrices)
-    first, second = _matrix(engine, down, width, stored_bits), _matrix(engine, up, rank, stored_bits)
+    down, up = (quantize(runner, matrix, stored_bits, "a predictor") for matrix in matrices)
+    first, second = _matrix(runner, down, width, stored_bits), _matrix(runner, up, rank, stored_bits)
 
     def scores(x: Samples) -> Float32:
-        return _scores(engine, first, second, predictor.bias, x)
+        return _scores(runner, first, second, predictor.bias, x)
 
     ids = held.calibrating
     found = thresholds(scores(inputs[ids]), bits(fired, ids, neurons), held.block)
@@ -253,7 +253,7 @@ def store_predictor(
 
 
 def _scores(
-    engine: _native.Engine,
+    runner: _native.Runner,
     down: _native.Matrix,
     up: _native.Matrix,
     bias: Float32,
@@ -264,14 +264,14 @@ def _scores(
     for start in range(0, len(inputs), SCORED_TOKENS):
         x = inputs[start : start + SCORED_TOKENS].astype(np.float32)
         hidden = np.empty((len(x), down.rows), dtype=np.float32)
-        down.forward(engine, x, None, hidden)
-        up.forward(engine, hidden, bias, scores[start : start + len(x)])
+        down.forward(runner, x, None, hidden)
+        up.forward(runner, hidden, bias, scores[start : start + len(x)])
     return scores
 
 
-def _matrix(engine: _native.Engine, rows: QuantizedRows, cols: int, bits: int) -> _native.Matrix:
+def _matrix(runner: _native.Runner, rows: QuantizedRows, cols: int, bits: int) -> _native.Matrix:
     matrix = _native.Matrix(len(rows.codes), cols, bits)
-    matrix.load_rows(engine, 0, rows.codes, rows.scales.view(np.uint16), rows.biases.view(np.uint16))
+    matrix.load_rows(runner, 0, rows.codes, rows.scales.view(np.uint16), rows.biases.view(np.uint16))
     return matrix
 
 

@@ -184,8 +184,8 @@ def initial_parameters(streams: MultiStreams, config: ModelConfig, seed: int) ->
 
 def stored_parameters(arrays: Mapping[str, Float32], bits: int) -> dict[str, mx.array]:
     """The arrays as they read back once quantised. Raises CheckpointError for values beyond float16."""
-    engine = _native.Engine(usable_cores(), "auto")
-    rows = {name: quantize(engine, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}
+    runner = _native.Runner(usable_cores(), "auto")
+    rows = {name: quantize(runner, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}
     read = {name: dequantize(of, bits, arrays[name].shape[1]) for name, of in rows.items()}
     return {name: mx.array(read.get(name, of)) for name, of in arrays.items()}
 

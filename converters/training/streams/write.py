@@ -120,10 +120,10 @@ def _tensor_bytes(
 
     Raises CheckpointError for values beyond float16.
     """
-    engine = _native.Engine(usable_cores(), "auto")
+    runner = _native.Runner(usable_cores(), "auto")
     yield _flat(arrays[EMBEDDINGS].astype("<f4"))
     for name in facts.matrices(config):
-        rows = quantize(engine, np.ascontiguousarray(arrays[name]), facts.bits, name)
+        rows = quantize(runner, np.ascontiguousarray(arrays[name]), facts.bits, name)
         affine = () if facts.bits == 16 else (rows.scales, rows.biases)
         for array in (rows.codes, *affine):
             yield _flat(array)

@@ -1,6 +1,6 @@
 """Reading flash against the best that fio gets from the same file: direct reads, in order and scattered.
 
-In order: `ExtentStream`, with slots as the memory plan has them, over 7B-shape records, every checksum
+In order: `ReadAhead`, with slots as the memory plan has them, over 7B-shape records, every checksum
 compared, and a consumer that does nothing. fio (libaio, O_DIRECT) reads 1 and 4 MiB at depths 1, 4 and 16.
 
 Scattered: `RecordBatch`, two batches of random records under way as in a pass over a model, every checksum
@@ -33,7 +33,7 @@ import numpy as np
 
 from ondevice.bundle.reader import CheckedFile
 from ondevice.errors import BackendUnavailableError
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import DEFAULT_THREADS, FlashReader
 from ondevice.kernels import _native
 from ondevice.sparsity.fetch import BATCHES
@@ -136,7 +136,7 @@ def records_scattered(file: CheckedFile, seed: int) -> float:
 
 
 def stream_once(file: CheckedFile, extent_bytes: int, slots: int, threads: int) -> dict[str, float]:
-    """One pass of an `ExtentStream` over the file by a consumer that does nothing."""
+    """One pass of an `ReadAhead` over the file by a consumer that does nothing."""
     records = (file.nbytes - HEADER_BYTES) // STRIDE
     whole = math.lcm(STRIDE, 4096) // STRIDE  # extents end on pages
     per_extent = max(extent_bytes // STRIDE // whole, 1) * whole
@@ -146,7 +146,7 @@ def stream_once(file: CheckedFile, extent_bytes: int, slots: int, threads: int) 
     ]
     with FlashReader([file], io="direct", threads=threads) as reader:
         start = time.perf_counter()
-        with ExtentStream(reader, extents, per_extent * STRIDE, slots, cyclic=False) as stream:
+        with ReadAhead(reader, extents, per_extent * STRIDE, slots, cyclic=False) as stream:
             for _ in extents:
                 stream.next()
                 stream.release()

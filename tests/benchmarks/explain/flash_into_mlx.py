@@ -25,7 +25,7 @@ from ondevice.budget.mlx_memory import MlxMemory
 from ondevice.bundle.layout import DATA_OFFSET, RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from tests.benchmarks.lib.measure import machine, spread
 from tests.support.paths import ROOT
@@ -33,7 +33,7 @@ from tests.support.paths import ROOT
 BAR = 0.95
 
 
-def rate(stream: ExtentStream, count: int) -> float:
+def rate(stream: ReadAhead, count: int) -> float:
     """Bytes per second of so many extents."""
     started, nbytes = time.perf_counter(), 0
     for _ in range(count):
@@ -51,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     bundle = Bundle.open(args.model)
     config, layout = bundle.config, bundle.neuron_layout
-    shape = MlxMemory(config, bundle.quant, RuntimeConfig(), operand_bytes=compute_type().size).stream
+    shape = MlxMemory(config, bundle.quant, RuntimeConfig(), operand_bytes=compute_type().size).buffers
     files = [bundle.neuron_file(layer) for layer in range(config.num_layers)]
     extents = [
         Extent(file, DATA_OFFSET + first * layout.stride, count * layout.stride)
@@ -69,9 +69,9 @@ def main() -> int:
         for number in range(args.rounds):
             for name in ("mlx", "plain") if number % 2 else ("plain", "mlx"):
                 view = memory.view if name == "mlx" else None
-                with ExtentStream(reader, extents, shape.slot_bytes, shape.slots, True, view) as stream:
+                with ReadAhead(reader, extents, shape.slot_bytes, shape.slots, True, view) as stream:
                     rates[name].append(rate(stream, count))
-        with ExtentStream(reader, extents, shape.slot_bytes, shape.slots, True, memory.view) as stream:
+        with ReadAhead(reader, extents, shape.slot_bytes, shape.slots, True, memory.view) as stream:
             records = stream.next().reshape(-1, layout.stride)
             found = memory.matrix(records, 0, row, compute_type()).arrays[0]
             read = reader.read(extents[0].file, extents[0].offset, extents[0].nbytes).reshape(records.shape)

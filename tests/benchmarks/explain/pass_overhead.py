@@ -35,7 +35,7 @@ from tests.support.paths import ROOT
 MODES: tuple[Sparsity, ...] = ("dense", "exact", "predicted")
 PROMPT = "Find me a restaurant in London for tomorrow evening."
 PASS: list[tuple[Any, str]] = [(Transformer, "run"), (Transformer, "logits"), (Transformer, "check_finite")]
-CLASSES = ("Matrix", "FeedForward", "FeedForwardPass", "FlashReader", "RecordBatch", "ExtentStream")
+CLASSES = ("Matrix", "FeedForward", "FeedForwardPass", "FlashReader", "RecordBatch", "ReadAhead")
 
 
 class Clock:

@@ -1,4 +1,4 @@
-#include "engine.h"
+#include "runner.h"
 
 #include <cstring>
 #include <stdexcept>
@@ -24,10 +24,10 @@ void FeedForwardScratch::trim() {
     *buffer = MappedBuffer();
 }
 
-Engine::Engine(int threads, const std::string& target)
+Runner::Runner(int threads, const std::string& target)
     : pool_(new ThreadPool(threads)), table_(require_target(target, &target_)) {}
 
-InputRows Engine::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
+InputRows Runner::prepare(const float* x, int64_t x_stride, int64_t tokens, int64_t cols, int bits,
                           const Norm& norm) {
   ++input_version_;
   InputRows rows{tokens, {nullptr, nullptr, nullptr, nullptr, groups_of(cols)}, nullptr};
@@ -38,7 +38,7 @@ InputRows Engine::prepare(const float* x, int64_t x_stride, int64_t tokens, int6
   return rows;
 }
 
-void Engine::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibble_order, const Norm& norm,
+void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibble_order, const Norm& norm,
                       InputRows* rows) {
   const int64_t groups = rows->quantized.groups, n = rows->tokens * groups;
   x_codes_.grow(static_cast<size_t>(n * kGroup));
@@ -62,7 +62,7 @@ void Engine::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibbl
   });
 }
 
-void Engine::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows) {
+void Runner::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& norm, InputRows* rows) {
   const int64_t padded_cols = rows->quantized.groups * kGroup;
   x_padded_.grow(static_cast<size_t>(rows->tokens * padded_cols) * sizeof(float));
   float* out = x_padded_.as<float>();
@@ -76,7 +76,7 @@ void Engine::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& nor
   }
 }
 
-void Engine::attention(const AttentionArgs& args, int64_t tokens) {
+void Runner::attention(const AttentionArgs& args, int64_t tokens) {
   const int64_t shared = args.heads / args.kv.heads;
   const int64_t queries = shared >= kQueryRows ? 1 : kQueryRows / shared;
   const int64_t pieces = (tokens + queries - 1) / queries;
@@ -92,7 +92,7 @@ void Engine::attention(const AttentionArgs& args, int64_t tokens) {
   });
 }
 
-void Engine::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
+void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens) {
   const int64_t dim = args.kv.head_dim, keys_at = args.heads * dim, values_at = keys_at + args.kv.heads * dim;
   pool_->parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
@@ -108,12 +108,12 @@ void Engine::attend(float* qkv, const HeadTransform& transform, const AttentionA
   attention(args, tokens);
 }
 
-float* Engine::scratch(int64_t floats) {
+float* Runner::scratch(int64_t floats) {
   scratch_.grow(static_cast<size_t>(floats * pool_->threads()) * sizeof(float));
   return scratch_.as<float>();
 }
 
-void Engine::trim() {
+void Runner::trim() {
   ++input_version_;
   for (MappedBuffer* buffer : {&x_codes_, &x_scales_, &x_sums_, &x_int_sums_, &x_padded_, &scratch_})
     *buffer = MappedBuffer();

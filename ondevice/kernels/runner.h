@@ -47,10 +47,10 @@ struct FeedForwardScratch {
   void trim();
 };
 
-class Engine {
+class Runner {
  public:
   // Throws std::invalid_argument if this machine can't run the target.
-  Engine(int threads, const std::string& target);
+  Runner(int threads, const std::string& target);
 
   const KernelTable& kernels() const { return *table_; }
   const std::string& target() const { return target_; }

@@ -1,4 +1,4 @@
-#include "extent_stream.h"
+#include "read_ahead.h"
 
 #include <algorithm>
 #include <chrono>
@@ -13,14 +13,14 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 
 }  // namespace
 
-ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
+ReadAhead::ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
                            size_t slot_bytes, size_t slots, bool cyclic, SlotMemory memory)
     : reader_(std::move(reader)),
       slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
       cyclic_(cyclic),
       slots_(slots) {
   reader_->pool().require_running();
-  if (slots < 2) throw std::invalid_argument("a stream needs at least 2 slots, not " + std::to_string(slots));
+  if (slots < 2) throw std::invalid_argument("reading ahead needs at least 2 slots, not " + std::to_string(slots));
   schedule_ = planned(extents);
   if (memory.data == nullptr) {
     auto own = std::make_shared<MappedBuffer>(slot_bytes_ * slots);
@@ -35,8 +35,8 @@ ExtentStream::ExtentStream(std::shared_ptr<FlashReader> reader, const std::vecto
   reader_->pool().add(this, false);
 }
 
-std::vector<ExtentStream::Planned> ExtentStream::planned(const std::vector<Extent>& extents) const {
-  if (extents.empty()) throw std::invalid_argument("a stream needs at least one extent");
+std::vector<ReadAhead::Planned> ReadAhead::planned(const std::vector<Extent>& extents) const {
+  if (extents.empty()) throw std::invalid_argument("reading ahead needs at least one extent");
   int64_t needed = 0;
   std::vector<Planned> schedule;
   for (const Extent& extent : extents) {
@@ -53,7 +53,7 @@ std::vector<ExtentStream::Planned> ExtentStream::planned(const std::vector<Exten
   return schedule;
 }
 
-bool ExtentStream::take(Piece* piece) {
+bool ReadAhead::take(Piece* piece) {
   if (paused_ || closed_ || !open_slot_left() || (!cyclic_ && issued_ == schedule_.size())) return false;
   size_t index = issued_ % slots_.size();
   Slot& slot = slots_[index];
@@ -73,20 +73,20 @@ bool ExtentStream::take(Piece* piece) {
   return true;
 }
 
-void ExtentStream::complete(const Piece& piece, const std::string& error) {
+void ReadAhead::complete(const Piece& piece, const std::string& error) {
   Slot& slot = slots_[piece.tag];
   if (!error.empty() && slot.error.empty()) slot.error = error;
   if (--slot.pending == 0) arrived_->notify_all();
 }
 
-void ExtentStream::pool_stopped() { arrived_->notify_all(); }
+void ReadAhead::pool_stopped() { arrived_->notify_all(); }
 
-void ExtentStream::require_open() const {
-  if (closed_) throw std::invalid_argument("the stream is closed");
-  if (reader_->pool().stopped()) throw std::invalid_argument("the stream's reader is closed");
+void ReadAhead::require_open() const {
+  if (closed_) throw std::invalid_argument("the read-ahead is closed");
+  if (reader_->pool().stopped()) throw std::invalid_argument("the read-ahead's reader is closed");
 }
 
-ExtentStream::View ExtentStream::next() {
+ReadAhead::View ReadAhead::next() {
   std::unique_lock<std::mutex> lock(reader_->pool().mutex());
   require_open();
   if (held_ + 1 >= slots_.size() || taken_ - released_ == slots_.size())
@@ -116,12 +116,12 @@ ExtentStream::View ExtentStream::next() {
           static_cast<size_t>(planned.nbytes), memory_};
 }
 
-void ExtentStream::advance_past_skipped() {
+void ReadAhead::advance_past_skipped() {
   while (released_ < taken_ && slots_[released_ % slots_.size()].skip) ++released_;
   reader_->pool().notify();
 }
 
-void ExtentStream::release() {
+void ReadAhead::release() {
   std::lock_guard<std::mutex> lock(reader_->pool().mutex());
   require_open();
   if (held_ == 0) throw std::invalid_argument("no extent is held");
@@ -130,7 +130,7 @@ void ExtentStream::release() {
   advance_past_skipped();
 }
 
-void ExtentStream::rewind() {
+void ReadAhead::rewind() {
   std::unique_lock<std::mutex> lock(reader_->pool().mutex());
   require_open();
   held_ = 0;
@@ -140,7 +140,7 @@ void ExtentStream::rewind() {
   reader_->pool().notify();
 }
 
-void ExtentStream::reschedule(const std::vector<Extent>& extents) {
+void ReadAhead::reschedule(const std::vector<Extent>& extents) {
   std::vector<Planned> schedule = planned(extents);
   std::unique_lock<std::mutex> lock(reader_->pool().mutex());
   require_open();
@@ -149,14 +149,14 @@ void ExtentStream::reschedule(const std::vector<Extent>& extents) {
   reader_->pool().notify();
 }
 
-void ExtentStream::restart(std::unique_lock<std::mutex>& lock) {
+void ReadAhead::restart(std::unique_lock<std::mutex>& lock) {
   paused_ = true;
   reader_->pool().drain(this, lock);
   paused_ = false;
   issued_ = taken_ = released_ = issued_pieces_ = held_ = 0;
 }
 
-void ExtentStream::close() {
+void ReadAhead::close() {
   {
     std::lock_guard<std::mutex> lock(reader_->pool().mutex());
     if (closed_) return;
@@ -169,7 +169,7 @@ void ExtentStream::close() {
   memory = std::move(memory_);
 }
 
-StreamStats ExtentStream::stats() {
+ReadAheadStats ReadAhead::stats() {
   std::lock_guard<std::mutex> lock(reader_->pool().mutex());
   return {meter.snapshot(), wait_seconds_};
 }

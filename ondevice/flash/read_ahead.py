@@ -1,4 +1,4 @@
-"""Dense streaming: extents are read in a fixed order into a ring of slots, ahead of the compute on them.
+"""Read-ahead: extents are read in a fixed order into a ring of slots, ahead of the compute on them.
 
 Every token uses every weight that isn't resident, in the same order, so the next extent is always known. The
 reader threads run ahead through the schedule as far as slots are free, so compute overlaps the reads.
@@ -31,12 +31,12 @@ class Extent:
 
 @dataclass(frozen=True)
 class ReadAheadStats(FlashStats):
-    """One stream's share of the reader's work. wait_seconds: time that the consumer waited in `next()`."""
+    """One ring's share of the reader's work. wait_seconds: time that the consumer waited in `next()`."""
 
     wait_seconds: float
 
 
-class ExtentStream:
+class ReadAhead:
     """Hands out the extents of a schedule in order.
 
     One consumer at a time; any thread may call `close()`. Raises ValueError if slots are too few or too
@@ -62,9 +62,7 @@ class ExtentStream:
         cyclic: bool,
         memory: NDArray[np.uint8] | None = None,
     ) -> None:
-        self._native = _native.ExtentStream(
-            reader.native, _tuples(extents), slot_bytes, slots, cyclic, memory
-        )
+        self._native = _native.ReadAhead(reader.native, _tuples(extents), slot_bytes, slots, cyclic, memory)
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +105,7 @@ class ExtentStream:
         """Stops reading ahead; waits for the pieces in flight (1 MiB each), not for the whole schedule."""
         self._native.close()
 
-    def __enter__(self) -> ExtentStream:
+    def __enter__(self) -> ReadAhead:
         return self
 
     def __exit__(

@@ -1,8 +1,8 @@
-// Stress of FlashReader and ExtentStream from many threads, made to be run under ThreadSanitizer.
+// Stress of FlashReader and ReadAhead from many threads, made to be run under ThreadSanitizer.
 //
-//   c++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/native/stream_stress.cc ondevice/flash/crc32c.cc
+//   c++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/native/read_ahead_stress.cc ondevice/flash/crc32c.cc
 //       ondevice/flash/flash_file.cc ondevice/flash/read_pool.cc ondevice/flash/flash_reader.cc
-//       ondevice/flash/extent_stream.cc ondevice/kernels/mapped_buffer.cc -o stream_stress && ./stream_stress
+//       ondevice/flash/read_ahead.cc ondevice/kernels/mapped_buffer.cc -o read_ahead_stress && ./read_ahead_stress
 //       FOLDER [rounds]
 //
 // Exits 1 with a message at the first wrong byte, missing error or wrong refusal.
@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../ondevice/flash/extent_stream.h"
+#include "../../ondevice/flash/read_ahead.h"
 #include "../../ondevice/flash/flash_reader.h"
 #include "made_up_file.h"
 
@@ -58,13 +58,13 @@ void consume(const std::shared_ptr<FlashReader>& reader, const MadeUpFile& data,
   std::mt19937 random(seed);
   std::vector<int64_t> order = all_extents();
   const size_t slots = 2 + random() % 4;
-  ExtentStream stream(reader, make_extents(order), kSlotBytes, slots, true);
+  ReadAhead ahead(reader, make_extents(order), kSlotBytes, slots, true);
   size_t at = 0, held = 0;
   for (int step = 0; step < steps; ++step) {
     if (order[at] == kDamaged) {
-      expect(throws<FlashError>([&] { stream.next(); }), "damage went unnoticed");
+      expect(throws<FlashError>([&] { ahead.next(); }), "damage went unnoticed");
     } else {
-      ExtentStream::View view = stream.next();
+      ReadAhead::View view = ahead.next();
       expect(view.nbytes == kPerExtent * kStride, "an extent of the wrong size");
       expect(memcmp(view.data, data.record(order[at] * kPerExtent), view.nbytes) == 0,
              "an extent's bytes are wrong");
@@ -73,19 +73,19 @@ void consume(const std::shared_ptr<FlashReader>& reader, const MadeUpFile& data,
     at = (at + 1) % order.size();
     // Failed extents behind a held one fill the ring too; hold one less than the ring allows.
     while (held > 0 && (held + 2 > slots - 1 || random() % 2)) {
-      stream.release();
+      ahead.release();
       --held;
     }
     if (random() % 23 == 0) {
-      stream.rewind();
+      ahead.rewind();
       at = held = 0;
     }
     if (random() % 11 == 0) {
       order = shuffled(random);
-      stream.reschedule(make_extents(order));
+      ahead.reschedule(make_extents(order));
       at = held = 0;
     }
-    (void)stream.stats();
+    (void)ahead.stats();
   }
 }
 
@@ -109,21 +109,21 @@ void read_records(const std::shared_ptr<FlashReader>& reader, const MadeUpFile& 
 
 constexpr size_t kClosedSlots = 3;
 
-// Closes the stream, or its reader, while another thread consumes and reschedules.
+// Closes the read-ahead, or its reader, while another thread consumes and reschedules.
 void close_under_a_consumer(const MadeUpFile& data, bool close_reader, unsigned pause_us) {
   auto reader = std::make_shared<FlashReader>(std::vector<FileSpec>{data.spec}, IoMode::kAuto, 3, false);
-  ExtentStream stream(reader, make_extents(all_extents()), kSlotBytes, kClosedSlots, true);
+  ReadAhead ahead(reader, make_extents(all_extents()), kSlotBytes, kClosedSlots, true);
   std::atomic<bool> refused{false};
   std::thread consumer([&] {
     std::mt19937 random(pause_us);
     while (!refused) {
       try {
-        if (random() % 4 == 0) stream.reschedule(make_extents(shuffled(random)));
-        ExtentStream::View view = stream.next();
+        if (random() % 4 == 0) ahead.reschedule(make_extents(shuffled(random)));
+        ReadAhead::View view = ahead.next();
         expect(view.data >= view.owner.get() &&
                    view.data + view.nbytes <= view.owner.get() + kClosedSlots * (kSlotBytes + kPage),
                "a view outside its owner");
-        stream.release();
+        ahead.release();
       } catch (const FlashError&) {
       } catch (const std::invalid_argument&) {
         refused = true;
@@ -134,7 +134,7 @@ void close_under_a_consumer(const MadeUpFile& data, bool close_reader, unsigned 
   if (close_reader)
     reader->close();
   else
-    stream.close();
+    ahead.close();
   consumer.join();
 }
 
@@ -142,11 +142,11 @@ void close_under_a_consumer(const MadeUpFile& data, bool close_reader, unsigned 
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    fprintf(stderr, "usage: stream_stress FOLDER [rounds]\n");
+    fprintf(stderr, "usage: read_ahead_stress FOLDER [rounds]\n");
     return 2;
   }
   const int rounds = argc > 2 ? atoi(argv[2]) : 3;
-  const std::string path = std::string(argv[1]) + "/stream_stress.bin";
+  const std::string path = std::string(argv[1]) + "/read_ahead_stress.bin";
   const MadeUpFile data = make_up_file(path, {2 * kDamaged * kPerExtent + 5});
   for (int round = 0; round < rounds; ++round) {
     for (IoMode io : {IoMode::kAuto, IoMode::kBuffered}) {
@@ -161,6 +161,6 @@ int main(int argc, char** argv) {
     for (unsigned i = 0; i < 10; ++i) close_under_a_consumer(data, i % 2 == 1, 300 * i);
   }
   unlink(path.c_str());
-  printf("stream_stress: passed\n");
+  printf("read_ahead_stress: passed\n");
   return 0;
 }

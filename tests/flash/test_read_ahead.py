@@ -1,4 +1,4 @@
-"""Dense streaming: the schedule's bytes in order, held slots never overwritten, errors in their place."""
+"""Read-ahead: the schedule's bytes in order, held slots never overwritten, errors in their place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.errors import FlashReadError
-from ondevice.flash.extent_stream import Extent, ExtentStream
+from ondevice.flash.read_ahead import Extent, ReadAhead
 from ondevice.flash.reader import FlashReader
 from tests.support.flash_files import (
     HEADER_BYTES,
@@ -32,17 +32,15 @@ def extent_of(first: int, count: int, file: int = 0) -> Extent:
     return Extent(file, HEADER_BYTES + first * STRIDE, count * STRIDE)
 
 
-def open_stream(
-    reader: FlashReader, extents: list[Extent], slots: int = 3, cyclic: bool = True
-) -> ExtentStream:
-    return ExtentStream(reader, extents, slot_bytes(extents), slots, cyclic)
+def open_ahead(reader: FlashReader, extents: list[Extent], slots: int = 3, cyclic: bool = True) -> ReadAhead:
+    return ReadAhead(reader, extents, slot_bytes(extents), slots, cyclic)
 
 
-def settle(stream: ExtentStream) -> int:
+def settle(ahead: ReadAhead) -> int:
     """Bytes read once reading ahead has come to its end."""
     before = -1
-    while stream.stats.bytes_read != before:
-        before = stream.stats.bytes_read
+    while ahead.stats.bytes_read != before:
+        before = ahead.stats.bytes_read
         time.sleep(0.1)
     return before
 
@@ -63,20 +61,20 @@ def test_the_schedule_in_order(
     steps: int,
 ) -> None:
     extents = [extent_of(first, min(count, RECORDS - first)) for first, count in spans]
-    with open_stream(reader, extents, slots) as stream:
+    with open_ahead(reader, extents, slots) as ahead:
         held: list[tuple[np.ndarray, np.ndarray]] = []
         for step in range(steps):
             extent = extents[step % len(extents)]
-            held.append((stream.next(), records.bytes_at(extent.offset, extent.nbytes)))
+            held.append((ahead.next(), records.bytes_at(extent.offset, extent.nbytes)))
             if len(held) == min(hold, slots - 1):
                 for view, expected in held:  # the oldest has been held longest
                     np.testing.assert_array_equal(view, expected)
-                stream.release()
+                ahead.release()
                 held.pop(0)
         for _ in held:
-            stream.release()
+            ahead.release()
         with pytest.raises(ValueError, match="no extent is held"):
-            stream.release()
+            ahead.release()
 
 
 @settings(max_examples=40, deadline=None)
@@ -90,98 +88,98 @@ def test_extents_with_ragged_bounds(
 ) -> None:
     size = RECORDS * STRIDE
     extents = [Extent(0, HEADER_BYTES + at, min(nbytes, size - at)) for at, nbytes in bounds]
-    with open_stream(reader, extents, cyclic=False) as stream:
+    with open_ahead(reader, extents, cyclic=False) as ahead:
         for extent in extents:
-            np.testing.assert_array_equal(stream.next(), records.bytes_at(extent.offset, extent.nbytes))
-            stream.release()
+            np.testing.assert_array_equal(ahead.next(), records.bytes_at(extent.offset, extent.nbytes))
+            ahead.release()
         with pytest.raises(IndexError, match="ended"):
-            stream.next()
-        stream.rewind()
-        np.testing.assert_array_equal(stream.next(), records.bytes_at(extents[0].offset, extents[0].nbytes))
+            ahead.next()
+        ahead.rewind()
+        np.testing.assert_array_equal(ahead.next(), records.bytes_at(extents[0].offset, extents[0].nbytes))
 
 
 def test_reading_ahead_stops_at_the_last_free_slot(reader: FlashReader, records: RecordFile) -> None:
     extents = [extent_of(16 * i, 16) for i in range(10)]
     one = 16 * STRIDE  # a whole number of pages
-    with open_stream(reader, extents, slots=4) as stream:
+    with open_ahead(reader, extents, slots=4) as ahead:
         with_pages = -(-slot_bytes(extents) // 4096) * 4096
-        assert stream.nbytes == 4 * with_pages
-        assert settle(stream) == 4 * one
-        views = [stream.next() for _ in range(3)]
+        assert ahead.nbytes == 4 * with_pages
+        assert settle(ahead) == 4 * one
+        views = [ahead.next() for _ in range(3)]
         with pytest.raises(ValueError, match=r"release\(\).*3 of 4"):
-            stream.next()
-        assert settle(stream) == 4 * one
+            ahead.next()
+        assert settle(ahead) == 4 * one
         for i, view in enumerate(views):
             np.testing.assert_array_equal(view, records.data[16 * i : 16 * i + 16].reshape(-1))
             assert not view.flags.writeable
             # Records keep the alignment they have on flash.
             assert view.ctypes.data % 4096 == extents[i].offset % 4096
-        stream.release()
-        assert settle(stream) == 5 * one
-        stream.release()
-        stream.release()
+        ahead.release()
+        assert settle(ahead) == 5 * one
+        ahead.release()
+        ahead.release()
         with pytest.raises(ValueError, match="no extent is held"):
-            stream.release()
+            ahead.release()
 
 
 def test_large_extents_are_read_once_and_shared_by_threads(records: RecordFile) -> None:
     extents = [extent_of(0, 2000), extent_of(2000, 2000)]  # about 3.5 MB each
     with (
         FlashReader([records.checked], threads=4) as reader,
-        open_stream(reader, extents, 2, False) as stream,
+        open_ahead(reader, extents, 2, False) as ahead,
     ):
         for extent in extents:
-            np.testing.assert_array_equal(stream.next(), records.bytes_at(extent.offset, extent.nbytes))
-            stream.release()
-        assert stream.stats.bytes_read == 4000 * STRIDE
-        assert stream.stats.read_seconds > 0
-        assert stream.stats.cpu_seconds > 0
-        assert stream.stats.wait_seconds >= 0
-        assert reader.stats.bytes_read == stream.stats.bytes_read
+            np.testing.assert_array_equal(ahead.next(), records.bytes_at(extent.offset, extent.nbytes))
+            ahead.release()
+        assert ahead.stats.bytes_read == 4000 * STRIDE
+        assert ahead.stats.read_seconds > 0
+        assert ahead.stats.cpu_seconds > 0
+        assert ahead.stats.wait_seconds >= 0
+        assert reader.stats.bytes_read == ahead.stats.bytes_read
 
 
 def test_reschedule_goes_on_with_another_schedule_in_the_same_slots(
     reader: FlashReader, records: RecordFile
 ) -> None:
-    with open_stream(reader, [extent_of(16 * i, 16) for i in range(5)], slots=3) as stream:
+    with open_ahead(reader, [extent_of(16 * i, 16) for i in range(5)], slots=3) as ahead:
         for first in (0, 160, 48):
-            stream.next()  # held, and slots behind it read ahead
-            stream.reschedule([extent_of(first, 16), extent_of(first + 32, 8)])
+            ahead.next()  # held, and slots behind it read ahead
+            ahead.reschedule([extent_of(first, 16), extent_of(first + 32, 8)])
             for start, count in 2 * ((first, 16), (first + 32, 8)):
-                np.testing.assert_array_equal(stream.next(), records.data[start : start + count].reshape(-1))
-                stream.release()
+                np.testing.assert_array_equal(ahead.next(), records.data[start : start + count].reshape(-1))
+                ahead.release()
         for wrong, error in (([], ValueError), ([extent_of(0, 2000)], ValueError)):
             with pytest.raises(error):
-                stream.reschedule(wrong)
-        np.testing.assert_array_equal(stream.next(), records.data[48:64].reshape(-1))
+                ahead.reschedule(wrong)
+        np.testing.assert_array_equal(ahead.next(), records.data[48:64].reshape(-1))
 
 
 def test_rewind(reader: FlashReader, records: RecordFile) -> None:
     extents = [extent_of(16 * i, 16) for i in range(5)]
 
-    def expect(stream: ExtentStream, index: int) -> None:
-        np.testing.assert_array_equal(stream.next(), records.data[16 * index : 16 * index + 16].reshape(-1))
+    def expect(ahead: ReadAhead, index: int) -> None:
+        np.testing.assert_array_equal(ahead.next(), records.data[16 * index : 16 * index + 16].reshape(-1))
 
-    with open_stream(reader, extents, slots=3) as stream:
+    with open_ahead(reader, extents, slots=3) as ahead:
         for steps in (1, 2, 7, 4):
             for step in range(steps):
-                expect(stream, step % 5)
+                expect(ahead, step % 5)
                 if step % 2 == 0:
-                    stream.release()
+                    ahead.release()
                     continue
-                stream.rewind()  # gives back what is held, too
+                ahead.rewind()  # gives back what is held, too
                 with pytest.raises(ValueError, match="no extent is held"):
-                    stream.release()
+                    ahead.release()
                 break
-            stream.rewind()
+            ahead.rewind()
         # At its start a cyclic schedule keeps what it has read ahead, after a whole turn as well.
         for _ in range(2):
-            before = settle(stream)
-            stream.rewind()
-            assert settle(stream) == before
+            before = settle(ahead)
+            ahead.rewind()
+            assert settle(ahead) == before
             for step in range(5):
-                expect(stream, step)
-                stream.release()
+                expect(ahead, step)
+                ahead.release()
 
 
 def test_errors_come_in_order_and_pass(tmp_path: Path) -> None:
@@ -190,31 +188,31 @@ def test_errors_come_in_order_and_pass(tmp_path: Path) -> None:
     damaged = (0, 4, 5, 9)
     for index in damaged:
         flip_byte(records.checked.path, extents[index].offset + 5 * STRIDE)
-    with FlashReader([records.checked], threads=3) as reader, open_stream(reader, extents, 4) as stream:
+    with FlashReader([records.checked], threads=3) as reader, open_ahead(reader, extents, 4) as ahead:
         for _ in range(3):
             held = 0
             for index in range(10):
                 if index in damaged:
                     with pytest.raises(FlashReadError, match=f"from {extents[index].offset + 5 * STRIDE} "):
-                        stream.next()
+                        ahead.next()
                     continue
-                view = stream.next()
+                view = ahead.next()
                 np.testing.assert_array_equal(view, records.bytes_at(extents[index].offset, view.size))
                 held += 1
                 while held and index != 3:  # which is held across the errors behind it
-                    stream.release()
+                    ahead.release()
                     held -= 1
-            stream.rewind()
-        settle(stream)  # the first extents are read before the repair
+            ahead.rewind()
+        settle(ahead)  # the first extents are read before the repair
         for index in damaged:
             flip_byte(records.checked.path, extents[index].offset + 5 * STRIDE)
         # What was read ahead before the repair is still bad; a rewind from inside the schedule reads again.
         with pytest.raises(FlashReadError):
-            stream.next()
-        stream.rewind()
+            ahead.next()
+        ahead.rewind()
         for index in range(10):
-            np.testing.assert_array_equal(stream.next(), records.bytes_at(extents[index].offset, 16 * STRIDE))
-            stream.release()
+            np.testing.assert_array_equal(ahead.next(), records.bytes_at(extents[index].offset, 16 * STRIDE))
+            ahead.release()
 
 
 def test_only_errors_behind_a_held_extent_fill_the_ring(tmp_path: Path) -> None:
@@ -222,44 +220,44 @@ def test_only_errors_behind_a_held_extent_fill_the_ring(tmp_path: Path) -> None:
     extents = [extent_of(16 * i, 16) for i in range(4)]
     for index in (1, 2, 3):
         flip_byte(records.checked.path, extents[index].offset)
-    with FlashReader([records.checked], threads=1) as reader, open_stream(reader, extents, 3) as stream:
-        stream.next()
+    with FlashReader([records.checked], threads=1) as reader, open_ahead(reader, extents, 3) as ahead:
+        ahead.next()
         for _ in range(2):
             with pytest.raises(FlashReadError):
-                stream.next()
+                ahead.next()
         with pytest.raises(ValueError, match=r"release\(\)"):
-            stream.next()  # the held slot and two failed ones: nothing left to read into
-        stream.release()
+            ahead.next()  # the held slot and two failed ones: nothing left to read into
+        ahead.release()
         with pytest.raises(FlashReadError):
-            stream.next()
-        np.testing.assert_array_equal(stream.next(), records.data[:16].reshape(-1))
+            ahead.next()
+        np.testing.assert_array_equal(ahead.next(), records.data[:16].reshape(-1))
 
 
-def test_a_file_cut_while_streaming(tmp_path: Path) -> None:
+def test_a_file_cut_while_reading_ahead(tmp_path: Path) -> None:
     records = write_records(tmp_path / "records.flash", 160)
     extents = [extent_of(16 * i, 16) for i in range(10)]
-    with FlashReader([records.checked], threads=2) as reader, open_stream(reader, extents, 2) as stream:
-        stream.next()
+    with FlashReader([records.checked], threads=2) as reader, open_ahead(reader, extents, 2) as ahead:
+        ahead.next()
         with records.checked.path.open("r+b") as file:
             file.truncate(extents[5].offset + 1000)
-        stream.release()
+        ahead.release()
         for _ in range(4):
-            stream.next()
-            stream.release()
+            ahead.next()
+            ahead.release()
         for _ in range(5):
             with pytest.raises(FlashReadError, match=r"records\.flash"):
-                stream.next()
-        stream.next()
+                ahead.next()
+        ahead.next()
 
 
-def test_two_streams_and_record_reads_share_the_threads(records: RecordFile, tmp_path: Path) -> None:
+def test_two_read_aheads_and_record_reads_share_the_threads(records: RecordFile, tmp_path: Path) -> None:
     plain, data = write_plain(tmp_path / "plain.flash", 5_000_000, 1 << 20)
     first = [extent_of(300 * i, 300) for i in range(13)]
     second = [Extent(1, 700_000 * i, 700_000) for i in range(7)]
     with (
         FlashReader([records.checked, plain], threads=2) as reader,
-        open_stream(reader, first, 3) as a,
-        ExtentStream(reader, second, slot_bytes(second, 1 << 20), 2, True) as b,
+        open_ahead(reader, first, 3) as a,
+        ReadAhead(reader, second, slot_bytes(second, 1 << 20), 2, True) as b,
     ):
         rows = np.empty((2, STRIDE), np.uint8)
         for step in range(60):
@@ -280,51 +278,51 @@ def test_a_slot_holds_whole_units_and_pages_and_no_more(reader: FlashReader, rec
     # Sixteen records are seven pages; two units within one page; one unit across the end of a page.
     for offset, nbytes, needed in ((0, 16 * STRIDE, 7 * 4096), (100, 640, 4096), (4000, 100, 2 * 4096)):
         extent = Extent(0, HEADER_BYTES + offset, nbytes)
-        with ExtentStream(reader, [extent], needed, 2, True) as stream:
+        with ReadAhead(reader, [extent], needed, 2, True) as ahead:
             for _ in range(5):
-                np.testing.assert_array_equal(stream.next(), records.bytes_at(extent.offset, nbytes))
-                stream.release()
+                np.testing.assert_array_equal(ahead.next(), records.bytes_at(extent.offset, nbytes))
+                ahead.release()
         with pytest.raises(ValueError, match=f"can't hold the largest extent \\({needed} bytes"):
-            ExtentStream(reader, [extent], needed - 4096, 2, True)
+            ReadAhead(reader, [extent], needed - 4096, 2, True)
 
 
-def test_impossible_streams(reader: FlashReader) -> None:
+def test_impossible_schedules(reader: FlashReader) -> None:
     extent, needed = extent_of(0, 16), 16 * STRIDE
     with pytest.raises(ValueError, match="at least 2 slots"):
-        ExtentStream(reader, [extent], needed, 1, True)
+        ReadAhead(reader, [extent], needed, 1, True)
     with pytest.raises(ValueError, match="at least one extent"):
-        ExtentStream(reader, [], needed, 2, True)
+        ReadAhead(reader, [], needed, 2, True)
     for bad in (Extent(1, HEADER_BYTES, 1), Extent(0, 0, 8192), extent_of(RECORDS, 1), Extent(0, 4096, 0)):
         with pytest.raises(IndexError):
-            ExtentStream(reader, [bad], 1 << 20, 2, True)
+            ReadAhead(reader, [bad], 1 << 20, 2, True)
 
 
-def test_views_outlive_a_closed_stream_and_reader(records: RecordFile) -> None:
+def test_views_outlive_a_closed_read_ahead_and_reader(records: RecordFile) -> None:
     reader = FlashReader([records.checked], threads=2)
-    stream = open_stream(reader, [extent_of(0, 16)])
-    view = stream.next()
-    other = open_stream(reader, [extent_of(0, 16)])
-    stream.close()
-    stream.close()
-    for call in (stream.next, stream.release, stream.rewind):
-        with pytest.raises(ValueError, match="stream is closed"):
+    ahead = open_ahead(reader, [extent_of(0, 16)])
+    view = ahead.next()
+    other = open_ahead(reader, [extent_of(0, 16)])
+    ahead.close()
+    ahead.close()
+    for call in (ahead.next, ahead.release, ahead.rewind):
+        with pytest.raises(ValueError, match="read-ahead is closed"):
             call()
     reader.close()
     with pytest.raises(ValueError, match="reader is closed"):
         other.next()
     with pytest.raises(ValueError, match="closed"):
-        open_stream(reader, [extent_of(0, 16)])
+        open_ahead(reader, [extent_of(0, 16)])
     other.close()
-    del stream, other, reader
+    del ahead, other, reader
     np.testing.assert_array_equal(view, records.data[:16].reshape(-1))
 
 
-def test_a_stream_dropped_without_close(records: RecordFile) -> None:
+def test_a_read_ahead_dropped_without_close(records: RecordFile) -> None:
     for _ in range(20):
         with FlashReader([records.checked], threads=2) as reader:
-            stream = open_stream(reader, [extent_of(0, 2000), extent_of(2000, 2000)])
-            stream.next()
-            del stream
+            ahead = open_ahead(reader, [extent_of(0, 2000), extent_of(2000, 2000)])
+            ahead.next()
+            del ahead
             # What it was reading ended with it; the reader goes on.
             np.testing.assert_array_equal(reader.read(0, HEADER_BYTES, STRIDE), records.data[0])
 
@@ -335,16 +333,16 @@ def test_reads_land_in_memory_that_is_lent(reader: FlashReader, records: RecordF
     room = np.zeros(3 * slot + 4096, dtype=np.uint8)
     start = -room.ctypes.data % 4096
     memory = room[start : start + 3 * slot]
-    with ExtentStream(reader, extents, slot, 3, False, memory) as stream:
-        assert stream.nbytes == memory.nbytes
+    with ReadAhead(reader, extents, slot, 3, False, memory) as ahead:
+        assert ahead.nbytes == memory.nbytes
         for index, extent in enumerate(extents):
-            found = stream.next()
+            found = ahead.next()
             assert 0 <= found.ctypes.data - memory.ctypes.data - index * slot < slot
             assert (found == records.bytes_at(extent.offset, extent.nbytes)).all()
-            stream.release()
+            ahead.release()
     for wrong in (memory[:-4096], room[start + 1 : start + 1 + 3 * slot]):
         with pytest.raises(ValueError, match="memory"):
-            ExtentStream(reader, extents, slot, 3, False, wrong)
+            ReadAhead(reader, extents, slot, 3, False, wrong)
 
 
 def test_lent_memory_lives_as_long_as_who_uses_it(reader: FlashReader, records: RecordFile) -> None:
@@ -353,10 +351,10 @@ def test_lent_memory_lives_as_long_as_who_uses_it(reader: FlashReader, records: 
     room = mmap.mmap(-1, 2 * slot)
     owner = np.frombuffer(room, dtype=np.uint8)
     gone = weakref.ref(owner)
-    stream = ExtentStream(reader, extents, slot, 2, True, owner)
+    ahead = ReadAhead(reader, extents, slot, 2, True, owner)
     del owner
-    found = stream.next()
-    stream.close()
+    found = ahead.next()
+    ahead.close()
     assert gone() is not None
     assert (found == records.bytes_at(extents[0].offset, extents[0].nbytes)).all()
     del found

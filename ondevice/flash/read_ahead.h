@@ -20,12 +20,12 @@ struct Extent {
   int64_t offset = 0, nbytes = 0;
 };
 
-struct StreamStats {
+struct ReadAheadStats {
   ReadStats reads;
   double wait_seconds = 0;  // spent waiting in next()
 };
 
-// Memory for slots that the caller allocated. If empty, the stream allocates its own.
+// Memory for slots that the caller allocated. If empty, the read-ahead allocates its own.
 struct SlotMemory {
   std::shared_ptr<uint8_t> data;  // keeps the memory alive
   size_t nbytes = 0;
@@ -34,14 +34,14 @@ struct SlotMemory {
 // The reader's threads run ahead of the consumer through the schedule, as far as slots are free. Extents are
 // cut into pieces, so that several threads read one extent. The threads also compare the checksums. One
 // consumer at a time; close() may be called from any thread.
-class ExtentStream : public PieceSource {
+class ReadAhead : public PieceSource {
  public:
   // A slot must hold the largest extent, widened to whole checked units and to page boundaries. Throws
   // std::invalid_argument for fewer than 2 slots, slots that are too small, memory of another size or not
   // page-aligned, or an empty schedule, and std::out_of_range for an extent outside its file.
-  ExtentStream(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
+  ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
                size_t slots, bool cyclic, SlotMemory memory = {});
-  ~ExtentStream() override {
+  ~ReadAhead() override {
     if (!reader_->pool().inherited()) close();
   }
 
@@ -53,7 +53,7 @@ class ExtentStream : public PieceSource {
 
   // The next extent's bytes, valid until its release() or rewind(). Throws FlashError for an extent that
   // failed, which is then skipped and needs no release, std::out_of_range past the end of a schedule that
-  // isn't cyclic, and std::invalid_argument if all slots but one are held or the stream is closed.
+  // isn't cyclic, and std::invalid_argument if all slots but one are held or it is closed.
   View next();
   // Releases the oldest extent held. Throws std::invalid_argument if none is held.
   void release();
@@ -68,7 +68,7 @@ class ExtentStream : public PieceSource {
 
   // Slot memory.
   size_t nbytes() const { return slot_bytes_ * slots_.size(); }
-  StreamStats stats();
+  ReadAheadStats stats();
 
   bool take(Piece* piece) override;
   void complete(const Piece& piece, const std::string& error) override;
