@@ -67,16 +67,17 @@ $(STAMPS)/installed: $(STAMPS)/venv pyproject.toml $(NATIVE_SOURCES)
 	@$(PIP) --no-build-isolation -e .
 	@touch $@
 
+# Bytecode is written as modules are imported, as most of these never are.
 # torch first and exactly: what depends on it would otherwise bring another build of it.
 $(STAMPS)/torch: $(STAMPS)/venv pyproject.toml
 	@$(REQUIRES) project optional-dependencies test | grep '^torch==' > $(STAMPS)/torch.txt
-	@$(PIP) -r $(STAMPS)/torch.txt
+	@$(PIP) --no-compile -r $(STAMPS)/torch.txt
 	@touch $@
 
 define extra
 	@echo "installing what '$@' needs ..." >&2
 	@$(REQUIRES) project optional-dependencies $(notdir $@) > $(STAMPS)/$(notdir $@).txt
-	@$(PIP) -r $(STAMPS)/$(notdir $@).txt
+	@$(PIP) --no-compile -r $(STAMPS)/$(notdir $@).txt
 	@touch $@
 endef
 

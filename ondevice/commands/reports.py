@@ -125,7 +125,7 @@ def parts(plan: Plan) -> list[tuple[str, int]]:
         ("predictors", plan.predictor_bytes),
         ("KV cache", plan.kv_cache_bytes),
         ("feed-forward, resident", plan.neuron_cache_bytes),
-        ("streaming buffers", plan.staging_bytes),
+        ("read buffers", plan.staging_bytes),
         ("scratch memory", plan.activation_bytes),
         ("drafts", plan.draft_bytes),
         ("process", plan.process_bytes),

@@ -70,19 +70,19 @@ def test_logits_have_the_dense_bits(tmp_path: Path, quant: str, hidden_act: str)
             assert model.logits(tokens).tobytes() == expected.tobytes(), options
 
 
-def test_one_text_for_ten_budgets_and_all_policies(
+def test_one_text_for_four_budgets_and_all_policies(
     relu_bundle: Path, dense: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, sampled = text(dense), text(dense, temperature=0.9, seed=3)
     rates: dict[str, list[float]] = {}
     for policy in POLICIES:
         fetch_with(monkeypatch, policy=policy)
-        for ninths in range(10) if policy == POLICIES[0] else (0, 5):
+        for ninths in (0, 3, 6, 9) if policy == POLICIES[0] else (0, 6):
             with load(relu_bundle, sparsity="exact") as model:
                 hold(model, ninths)
                 response = model.generate(PROMPT, max_tokens=TOKENS, logit_bias={EOS: -math.inf})
                 assert response.tokens == expected, (policy, ninths)
-                if ninths in (0, 5):
+                if ninths in (0, 6):
                     assert text(model, temperature=0.9, seed=3) == sampled, (policy, ninths)
                 assert response.stats.sparsity == "exact"
                 rates.setdefault(policy, []).append(response.stats.neuron_cache_hit_rate)

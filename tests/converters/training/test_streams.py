@@ -193,7 +193,7 @@ def losses_of(
     return found, losses
 
 
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
+@pytest.mark.parametrize("mode", ["lossless", pytest.param("shared", marks=pytest.mark.slow)])
 def test_the_loss_falls_on_a_text_that_repeats_itself(bundle: Path, tmp_path: Path, mode: str) -> None:
     found, losses = losses_of(bundle, tmp_path / "left", mode=mode, steps=40)
     # What the model itself isn't sure of stays: a lossless loss has its entropies for a floor.
