@@ -18,7 +18,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[1] / "memory.md"
 _EXAMPLE = re.compile(r"^    \$ (?P<command>ondevice .*)\n(?P<output>(?:    .*\n|RECORDED\n)+)", re.MULTILINE)
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?: ?(?:[kMG]?B|%))?")
-_OPTIONAL = re.compile(r"; prefetched [^;]*|; guessed [^;]*")
+_OPTIONAL = re.compile(r"; prefetched [^;]*")
 
 
 def example(page: str) -> re.Match[str]:

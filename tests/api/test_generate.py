@@ -351,8 +351,8 @@ def test_common_prefix() -> None:
     ]
 
 
-class OneGuess(Drafter):
-    """The same guess, sure of it, behind whatever comes."""
+class OneToken(Drafter):
+    """The same draft token with a chance of 1, behind whatever comes."""
 
     def __init__(self, token: int) -> None:
         self._token = token
@@ -362,15 +362,15 @@ class OneGuess(Drafter):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
-def test_what_is_broken_behind_a_wrong_guess_is_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits behind likely guesses come along with those asked for; plain decoding never sees them."""
+def test_what_is_broken_behind_a_wrong_draft_token_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits behind draft tokens come along with those asked for; plain decoding never sees them."""
     always_draft(monkeypatch, [4])
     broken = 200
     model: Any = CountingTransformer(successor_model({}, broken))
     alone = Generator(model, ByteTokenizer(), frozenset({EOS}), max_context=256)
     sampling = SamplingConfig(max_tokens=8)
     expected = [event.token for event in alone.stream([10], cache(), sampling)]
-    drafting = replace(alone, drafting=Drafting(OneGuess(broken), 4))
+    drafting = replace(alone, drafting=Drafting(OneToken(broken), 4))
     assert [event.token for event in drafting.stream([10], cache(), sampling)] == expected
     with pytest.raises(BundleError, match="not finite"):
         list(drafting.stream([broken], cache(), sampling))

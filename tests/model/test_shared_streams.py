@@ -141,11 +141,11 @@ def test_drafters_leave_every_token_as_it_is(
             continue
         drafted = sum(drafts, DraftStats())
         assert drafted.draft_tokens > 2 * drafted.drafts > 40
-        # Streams that nobody trained guess hardly anything right.
+        # Hardly any draft token of untrained streams is right.
         assert drafter == "streams" or sum(drafted.accepted_by_depth) > 10
 
 
-def test_a_model_that_guesses_its_own_tokens_has_its_adapters(
+def test_a_model_that_drafts_its_own_tokens_has_its_adapters(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always_draft(monkeypatch, [3])
@@ -162,7 +162,7 @@ def test_a_model_that_guesses_its_own_tokens_has_its_adapters(
 def test_any_tree_leaves_every_token_as_it_is(
     bundle: Path, plain_texts: list[tuple[int, ...]], sparsity: str, drafter: str, resident: bool
 ) -> None:
-    """Right guesses, so that paths are accepted; nodes left out half-way, and others with streams."""
+    """Right draft tokens, so that paths are accepted; nodes left out half-way, and others with streams."""
     with load(bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
         if not resident:
             squeeze(model, model.plan.segment.least + 1)

@@ -1,4 +1,4 @@
-"""Reads begun from a guess: whatever becomes of them, the text is the same, and they pay or rest."""
+"""Prefetches: whatever becomes of them, the text is the same, and they pay or are turned off for a while."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def prefetching(model: Model) -> Prefetcher:
 
 @pytest.fixture
 def slow_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers take so long that all guesses are read, where these small ones would leave no time."""
+    """Layers take so long that all prefetches are read, where these small ones would leave no time."""
 
-    def waiting(guess: Prefetcher, *arguments: Any, original: Any = Prefetcher.prefetch) -> None:
-        original(guess, *arguments)
-        while not all(it.reads.done() for it in guess._prefetches):
+    def waiting(prefetcher: Prefetcher, *arguments: Any, original: Any = Prefetcher.prefetch) -> None:
+        original(prefetcher, *arguments)
+        while not all(it.reads.done() for it in prefetcher._prefetches):
             time.sleep(0.0001)
 
     monkeypatch.setattr(Prefetcher, "prefetch", waiting)
@@ -72,7 +72,7 @@ def always(monkeypatch: pytest.MonkeyPatch, slow_layers: None) -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_guesses_hit_and_change_nothing(model: Model, expected: tuple[int, ...]) -> None:
+def test_prefetches_hit_and_change_nothing(model: Model, expected: tuple[int, ...]) -> None:
     response = model.generate("Once upon a time", max_tokens=1)
     assert greedy(model, TOKENS) == expected
     quality, stats = prefetching(model).quality, model.stats
@@ -92,7 +92,7 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
     model.generate("Once upon a time", max_tokens=1)
     own, count = prefetching(model), 3000
 
-    def guess() -> None:
+    def prefetch_twice() -> None:
         wanted: dict[int, set[int]] = {}
         for layer in (0, 1):
             absent = own._cache.absent(layer)
@@ -101,21 +101,21 @@ def test_what_a_draft_lacked_is_read_first(model: Model, expected: tuple[int, ..
             own.expect(layer, scores)
             wanted[layer] = set(absent[:9].tolist())
         own.begin_expected()
-        assert [set(guess.reservation.ids.tolist()) for guess in own._prefetches] == [wanted[0]]
+        assert [set(one.reservation.ids.tolist()) for one in own._prefetches] == [wanted[0]]
         own.prefetch(1, 1, lambda: np.full((1, count), -1, np.float32))
-        assert [set(guess.reservation.ids.tolist()) for guess in own._prefetches] == [wanted[0], wanted[1]]
+        assert [set(one.reservation.ids.tolist()) for one in own._prefetches] == [wanted[0], wanted[1]]
         own.drop()
         own.begin_expected()
         assert not own._prefetches
 
-    model._owner.call(guess)
+    model._owner.call(prefetch_twice)
     assert greedy(model, TOKENS) == expected
     assert_nothing_leaked(model)
 
 
 @pytest.mark.usefixtures("always")
-def test_guesses_know_a_real_model() -> None:
-    """Half of what is read from a guess is wanted, where a fourteenth of all neurons fires."""
+def test_prefetches_know_a_real_model() -> None:
+    """Half of what is prefetched is wanted, where a fourteenth of all neurons fires."""
     with load(shipped_folder() / "small-relu", sparsity="exact") as model:
         squeeze(model, model.plan.segment.total // 3)
         model.generate("It was a cold morning, and the old man", max_tokens=60)
@@ -125,14 +125,14 @@ def test_guesses_know_a_real_model() -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_a_guess_that_fails_is_read_again(
+def test_a_prefetch_that_fails_is_read_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A third of the guesses fails after all; what they had adopted is absent then, and read once more."""
+    """A third of the prefetches fails after all; their neurons are absent then, and read once more."""
     finish, failed = Prefetcher._ends, []
 
-    def failing(guess: Prefetcher, one: Any) -> bool:
-        assert finish(guess, one)
+    def failing(prefetcher: Prefetcher, one: Any) -> bool:
+        assert finish(prefetcher, one)
         failed.append(len(failed) % 3 == 0)
         return not failed[-1]
 
@@ -143,7 +143,7 @@ def test_a_guess_that_fails_is_read_again(
 
 
 @pytest.mark.usefixtures("always")
-def test_a_pass_given_up_leaves_no_guess_behind(model: Model, expected: tuple[int, ...]) -> None:
+def test_a_pass_given_up_leaves_no_prefetch_behind(model: Model, expected: tuple[int, ...]) -> None:
     for most in (1, 3, 7):
         stream = model.stream("Once upon a time", max_tokens=TOKENS)
         for _, _ in zip(range(most), stream, strict=False):
@@ -154,19 +154,19 @@ def test_a_pass_given_up_leaves_no_guess_behind(model: Model, expected: tuple[in
 
 
 @pytest.mark.usefixtures("slow_layers")
-def test_guesses_that_only_cost_rest_and_try_again(
+def test_prefetches_that_only_cost_are_off_and_try_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unlikeliest(guess: Prefetcher, layer: int, scores: Float32) -> Int32:
-        ids = guess._cache.absent(layer)
+    def unlikeliest(prefetcher: Prefetcher, layer: int, scores: Float32) -> Int32:
+        ids = prefetcher._cache.absent(layer)
         return np.sort(ids[np.argsort(scores[ids])[:200]]).astype(np.int32)
 
     monkeypatch.setattr(Prefetcher, "_likeliest", unlikeliest)
     on = []
 
-    def passing(guess: Prefetcher, original: Any = Prefetcher.next_pass) -> None:
-        original(guess)
-        on.append(guess.on)
+    def passing(prefetcher: Prefetcher, original: Any = Prefetcher.next_pass) -> None:
+        original(prefetcher)
+        on.append(prefetcher.on)
 
     monkeypatch.setattr(Prefetcher, "next_pass", passing)
     while len(on) < 2 * (TRIAL_PASSES + BACK_OFF_PASSES):
@@ -178,16 +178,16 @@ def test_guesses_that_only_cost_rest_and_try_again(
 
 
 @pytest.mark.usefixtures("slow_layers")
-def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predicted_text_is_the_same_with_prefetches_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     shipped: dict[bool, tuple[int, ...]] = {}
-    for guess in (True, False):
+    for prefetch in (True, False):
         with monkeypatch.context() as patch:
-            if not guess:
+            if not prefetch:
                 patch.setattr(Prefetcher, "prefetch", lambda *arguments: None)
             with load(sparsity="predicted") as loaded:
                 squeeze(loaded, 2)
-                shipped[guess] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
-                assert (prefetching(loaded).quality.begun > 0) is guess
+                shipped[prefetch] = loaded.generate("Once upon a time", max_tokens=TOKENS).tokens
+                assert (prefetching(loaded).quality.begun > 0) is prefetch
     assert shipped[True] == shipped[False]
 
 
@@ -195,26 +195,26 @@ def test_predicted_text_is_the_same_with_guesses_and_without(monkeypatch: pytest
 def test_what_was_filled_ahead_meanwhile_is_not_read_into_a_slot_that_is_free(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a guess and its turn the same neurons are filled ahead; the guess's own slots stay taken."""
+    """Between a prefetch and its turn the same neurons are filled ahead; its own slots stay taken."""
     twice = []
 
-    def meanwhile(guess: Prefetcher, layer: int, original: Any = Prefetcher.commit) -> Int32:
-        cache = guess._cache
+    def meanwhile(prefetcher: Prefetcher, layer: int, original: Any = Prefetcher.commit) -> Int32:
+        cache = prefetcher._cache
         for reservation, halt in [
-            (it.reservation, it.halt) for it in guess._prefetches if it.reservation.layer == layer
+            (it.reservation, it.halt) for it in prefetcher._prefetches if it.reservation.layer == layer
         ]:
             count = min(halt(), 20)
             reads = ReservedReads(model._engine._reader, cache, UP_AND_DOWN, gap_bytes=0)
-            filled = reads.begin(guess._layers[layer].source.file, layer, reservation.ids[:count])
+            filled = reads.begin(prefetcher._layers[layer].source.file, layer, reservation.ids[:count])
             assert filled is not None
             assert reads.ends()
             cache.commit(layer, filled.ids, filled.slots)
-            ids = original(guess, layer)
+            ids = original(prefetcher, layer)
             assert not np.isin(reservation.ids[:count], ids).any()
             assert not np.isin(reservation.slots[:count], cache._free[: cache._num_free]).any()
             twice.append(count)
             return ids
-        return original(guess, layer)
+        return original(prefetcher, layer)
 
     monkeypatch.setattr(Prefetcher, "commit", meanwhile)
     assert greedy(model, TOKENS) == expected

@@ -1,4 +1,4 @@
-"""What `--speculation auto` costs where nothing can be guessed: random text, drawn at temperature 1.5.
+"""What `--speculation auto` costs where no draft token can be right: random text, drawn at temperature 1.5.
 
 A prompt of random tokens is continued with `auto` and with `off`, in pairs that take turns at going first;
 all texts must be equal. Prints the median of the pairs' ratios of tokens per second and its spread, ends with
