@@ -6,7 +6,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,21 @@ from tests.support.small_tokenizers import train_sentencepiece
 # What a shell starts in the background is deaf to Ctrl-C, and so is what it starts; several tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Reports go from one process to another, and names that aren't UTF-8 can't: they are escaped."""
+    report = yield
+    report.sections = [(name, sendable(text)) for name, text in report.sections]
+    if report.failed and sendable(report.longreprtext) != report.longreprtext:
+        report.longrepr = sendable(report.longreprtext)
+    return report
+
+
+def sendable(text: str) -> str:
+    """The text with escapes in place of what UTF-8 can't say."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @pytest.fixture(scope="session", autouse=True)

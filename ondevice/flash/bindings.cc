@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "crc32c.h"
-#include "read_ahead.h"
 #include "flash_reader.h"
+#include "read_ahead.h"
 #include "record_batch.h"
 
 namespace nb = nanobind;
@@ -181,15 +181,15 @@ void bind_read_ahead(nb::module_& m) {
   nb::class_<ReadAhead>(m, "ReadAhead")
       .def(
           "__init__",
-          [](ReadAhead* self, std::shared_ptr<FlashReader> reader, const Extents& extents,
-             size_t slot_bytes, size_t slots, bool cyclic, std::optional<OutBytes> memory) {
+          [](ReadAhead* self, std::shared_ptr<FlashReader> reader, const Extents& extents, size_t slot_bytes,
+             size_t slots, bool cyclic, std::optional<OutBytes> memory) {
             SlotMemory slots_memory;
             // The array counts its references; releasing the last one takes the GIL.
             if (memory)
               slots_memory = {std::shared_ptr<uint8_t>(memory->data(), [memory](uint8_t*) {}),
                               memory->size()};
-            new (self) ReadAhead(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic,
-                                    slots_memory);
+            new (self)
+                ReadAhead(std::move(reader), make_extents(extents), slot_bytes, slots, cyclic, slots_memory);
           },
           nb::arg("reader"), nb::arg("extents"), nb::arg("slot_bytes"), nb::arg("slots"), nb::arg("cyclic"),
           nb::arg("memory").noconvert().none())

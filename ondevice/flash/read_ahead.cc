@@ -14,13 +14,14 @@ constexpr int64_t kPieceBytes = int64_t{1} << 20;
 }  // namespace
 
 ReadAhead::ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents,
-                           size_t slot_bytes, size_t slots, bool cyclic, SlotMemory memory)
+                     size_t slot_bytes, size_t slots, bool cyclic, SlotMemory memory)
     : reader_(std::move(reader)),
       slot_bytes_(static_cast<size_t>(page_up(static_cast<int64_t>(slot_bytes)))),
       cyclic_(cyclic),
       slots_(slots) {
   reader_->pool().require_running();
-  if (slots < 2) throw std::invalid_argument("reading ahead needs at least 2 slots, not " + std::to_string(slots));
+  if (slots < 2)
+    throw std::invalid_argument("reading ahead needs at least 2 slots, not " + std::to_string(slots));
   schedule_ = planned(extents);
   if (memory.data == nullptr) {
     auto own = std::make_shared<MappedBuffer>(slot_bytes_ * slots);

@@ -40,7 +40,7 @@ class ReadAhead : public PieceSource {
   // std::invalid_argument for fewer than 2 slots, slots that are too small, memory of another size or not
   // page-aligned, or an empty schedule, and std::out_of_range for an extent outside its file.
   ReadAhead(std::shared_ptr<FlashReader> reader, const std::vector<Extent>& extents, size_t slot_bytes,
-               size_t slots, bool cyclic, SlotMemory memory = {});
+            size_t slots, bool cyclic, SlotMemory memory = {});
   ~ReadAhead() override {
     if (!reader_->pool().inherited()) close();
   }

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "runner.h"
 #include "matrix.h"
+#include "runner.h"
 
 namespace ondevice {
 

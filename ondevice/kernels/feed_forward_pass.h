@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "runner.h"
 #include "feed_forward.h"
+#include "runner.h"
 
 namespace ondevice {
 

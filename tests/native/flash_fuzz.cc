@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-#include "../../ondevice/flash/read_ahead.h"
 #include "../../ondevice/flash/flash_reader.h"
+#include "../../ondevice/flash/read_ahead.h"
 #include "../../ondevice/flash/record_batch.h"
 #include "made_up_file.h"
 

@@ -4,14 +4,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels/runner.h"
 #include "kernels/feed_forward.h"
+#include "kernels/runner.h"
 
 namespace {
 
-using ondevice::Runner;
 using ondevice::groups_of;
 using ondevice::kGroup;
+using ondevice::Runner;
 
 using Bytes = std::vector<uint8_t>;
 using Floats = std::vector<float>;

@@ -1,9 +1,10 @@
 // Stress of FlashReader and ReadAhead from many threads, made to be run under ThreadSanitizer.
 //
-//   c++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/native/read_ahead_stress.cc ondevice/flash/crc32c.cc
+//   c++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/native/read_ahead_stress.cc
+//   ondevice/flash/crc32c.cc
 //       ondevice/flash/flash_file.cc ondevice/flash/read_pool.cc ondevice/flash/flash_reader.cc
-//       ondevice/flash/read_ahead.cc ondevice/kernels/mapped_buffer.cc -o read_ahead_stress && ./read_ahead_stress
-//       FOLDER [rounds]
+//       ondevice/flash/read_ahead.cc ondevice/kernels/mapped_buffer.cc -o read_ahead_stress &&
+//       ./read_ahead_stress FOLDER [rounds]
 //
 // Exits 1 with a message at the first wrong byte, missing error or wrong refusal.
 #include <string.h>
@@ -19,8 +20,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../ondevice/flash/read_ahead.h"
 #include "../../ondevice/flash/flash_reader.h"
+#include "../../ondevice/flash/read_ahead.h"
 #include "made_up_file.h"
 
 using namespace ondevice;

@@ -146,12 +146,12 @@ def stream_once(file: CheckedFile, extent_bytes: int, slots: int, threads: int) 
     ]
     with FlashReader([file], io="direct", threads=threads) as reader:
         start = time.perf_counter()
-        with ReadAhead(reader, extents, per_extent * STRIDE, slots, cyclic=False) as stream:
+        with ReadAhead(reader, extents, per_extent * STRIDE, slots, cyclic=False) as ahead:
             for _ in extents:
-                stream.next()
-                stream.release()
+                ahead.next()
+                ahead.release()
             seconds = time.perf_counter() - start
-            stats = stream.stats
+            stats = ahead.stats
     gigabytes = stats.bytes_read / 1e9
     return {"rate": gigabytes / seconds, "cpu_seconds_per_gigabyte": stats.cpu_seconds / gigabytes}
 

@@ -1,7 +1,7 @@
 """Streams from flash into the memory of MLX arrays against streams into memory of their own.
 
 The neuron records of a bundle are streamed as the MLX backend streams them, a segment at a time, through the
-same reader: into the stream's own slots, and into slots that lie in an MLX array. Rounds alternate; as many
+same reader: into the ring's own slots, and into slots that lie in an MLX array. Rounds alternate; as many
 bytes are read in each. Ends with one JSON line; exits 0 if the median ratio of rates is at least 0.95. Fails
 if MLX's array doesn't hold what was read.
 
@@ -33,12 +33,12 @@ from tests.support.paths import ROOT
 BAR = 0.95
 
 
-def rate(stream: ReadAhead, count: int) -> float:
+def rate(ahead: ReadAhead, count: int) -> float:
     """Bytes per second of so many extents."""
     started, nbytes = time.perf_counter(), 0
     for _ in range(count):
-        nbytes += stream.next().nbytes
-        stream.release()
+        nbytes += ahead.next().nbytes
+        ahead.release()
     return nbytes / (time.perf_counter() - started)
 
 
@@ -69,10 +69,10 @@ def main() -> int:
         for number in range(args.rounds):
             for name in ("mlx", "plain") if number % 2 else ("plain", "mlx"):
                 view = memory.view if name == "mlx" else None
-                with ReadAhead(reader, extents, shape.slot_bytes, shape.slots, True, view) as stream:
-                    rates[name].append(rate(stream, count))
-        with ReadAhead(reader, extents, shape.slot_bytes, shape.slots, True, memory.view) as stream:
-            records = stream.next().reshape(-1, layout.stride)
+                with ReadAhead(reader, extents, shape.slot_bytes, shape.slots, True, view) as ahead:
+                    rates[name].append(rate(ahead, count))
+        with ReadAhead(reader, extents, shape.slot_bytes, shape.slots, True, memory.view) as ahead:
+            records = ahead.next().reshape(-1, layout.stride)
             found = memory.matrix(records, 0, row, compute_type()).arrays[0]
             read = reader.read(extents[0].file, extents[0].offset, extents[0].nbytes).reshape(records.shape)
             codes = np.ascontiguousarray(np.array(found)).view(np.uint8)
