@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ondevice.api import Name, load, open_model
 from ondevice.bundle.manifest import TokenizerInfo
 from ondevice.bundle.predictors import OperatingPoint, Predictors
-from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import BackendName, QuantConfig, RuntimeConfig
@@ -162,6 +162,25 @@ def train_thresholds(
     return found
 
 
+class MultiStreamKeywords(TypedDict, total=False):
+    """Keyword options of `train_streams`: the fields of MultiStreamOptions, which holds their defaults."""
+
+    mode: MultiStreamMode
+    gamma: int
+    layers: int
+    attention_rank: int
+    feed_forward_rank: int
+    pruning_rank: int
+    most_of_model: float
+    bits: Literal[4, 8, 16]
+    tokens: int
+    learning_rate: float
+    batch_tokens: int
+    run_tokens: int
+    steps: int
+    seed: int
+
+
 def train_streams(
     model: Name | None = None,
     text: Text | None = None,
@@ -171,7 +190,7 @@ def train_streams(
     replace: bool = False,
     on_progress: OnProgress = ignore_progress,
     on_step: Callable[[int, float], None] = lambda tokens, loss: None,
-    **options: Any,
+    **options: Unpack[MultiStreamKeywords],
 ) -> MultiStreams:
     """Train streams on `text`, adapters that draft several tokens at once. Adds them to the model.
 
@@ -180,7 +199,7 @@ def train_streams(
         replace: replace the model's own streams, if it has some already and there is no output.
         on_step: called after each step with the number of tokens whose streams have been trained, and the
             loss in nats.
-        options: fields of `MultiStreamOptions`, such as `mode`. "lossless" leaves the model as it is;
+        options: how they are trained, such as `mode`. "lossless" leaves the model as it is;
             "shared" changes the model too.
 
     An interrupted training continues where it stopped if it is called again with the same arguments, and
@@ -191,9 +210,11 @@ def train_streams(
     too little text, streams that would be lost, an output that exists, a model that can't be written to, or
     remains of a training with other arguments. Raises what `load` raises.
     """
+    from ondevice.converters.training.streams.options import MultiStreamOptions
+
     training = _stream_training()
-    require_fields(training.MultiStreamOptions, options)
-    chosen = training.MultiStreamOptions(**options)
+    require_fields(MultiStreamOptions, options)
+    chosen = MultiStreamOptions(**options)
     resolved = open_model(model, RuntimeConfig())
     pieces = _pieces(resolved, text, pieces, chosen.tokens)
     training.check(resolved.bundle, pieces, chosen)

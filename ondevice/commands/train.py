@@ -23,6 +23,7 @@ from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
     from ondevice.bundle.streams import MultiStreamMode
+    from ondevice.training import MultiStreamKeywords
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,15 +159,15 @@ def streams(
 
     content = TextParts(text)
     take_interrupts()
-    chosen: dict[str, Any] = {} if steps is None else {"steps": steps}
+    chosen: MultiStreamKeywords = {"mode": mode, "tokens": tokens}
+    if steps is not None:
+        chosen["steps"] = steps
     with progress() as show:
         found = training.train_streams(
             model,
             content,
-            mode=mode,
             output=output,
             replace=replace,
-            tokens=tokens,
             on_progress=show,
             **chosen,
         )

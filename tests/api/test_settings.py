@@ -9,6 +9,7 @@ from typing import get_type_hints
 import pytest
 
 from ondevice.config import RuntimeConfig, RuntimeOptions, SamplingConfig, SamplingOptions
+from ondevice.converters.training.streams.options import MultiStreamOptions
 from ondevice.errors import UsageError
 from ondevice.settings import (
     RUNTIME_OPTIONS,
@@ -22,6 +23,7 @@ from ondevice.settings import (
     variable,
     with_model_defaults,
 )
+from ondevice.training import MultiStreamKeywords
 
 
 def test_every_option_has_the_default_of_its_dataclass() -> None:
@@ -33,7 +35,12 @@ def test_every_option_has_the_default_of_its_dataclass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "config"), [(RuntimeOptions, RuntimeConfig), (SamplingOptions, SamplingConfig)]
+    ("options", "config"),
+    [
+        (RuntimeOptions, RuntimeConfig),
+        (SamplingOptions, SamplingConfig),
+        (MultiStreamKeywords, MultiStreamOptions),
+    ],
 )
 def test_typed_options_are_the_fields_of_their_dataclass(options: type, config: type) -> None:
     freer = {"stop", "logit_bias"}

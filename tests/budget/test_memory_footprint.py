@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ondevice.budget.mlx_memory import MLX_LIBRARY_BYTES
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.predictors.layer_predictor import LayerPredictor
 from ondevice.converters.training.predictors.operating_points import HeldBack
@@ -300,7 +301,7 @@ def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     assert least * total <= peak <= total
 
 
-@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 600), ("8GB", 1000)])
+@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 300), ("8GB", 1000), LONG[0]])
 def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int) -> None:
     options = {"max_context": 1024, "sparsity": "exact"}
     peak, allowed, total, _ = run(relu_bundle, budget, prompt, **options)
@@ -368,8 +369,11 @@ MLX = {"max_context": 64, "backend": "mlx", "speculation": "off"}
 def test_two_models_together_keep_to_the_larger_budget(
     bundle: Path, second: str, rounds: int, options: dict[str, int | str]
 ) -> None:
+    libraries = 0
     if options.get("backend") == "mlx":
         pytest.importorskip("mlx.core", exc_type=ImportError)
+        # Planned for what little of it an installation some time ago takes.
+        libraries = MLX_LIBRARY_BYTES
     done = subprocess.run(
         [sys.executable, "-c", TWO_MODELS, str(bundle), second, json.dumps(options), str(rounds)],
         stdout=subprocess.PIPE,
@@ -378,7 +382,7 @@ def test_two_models_together_keep_to_the_larger_budget(
     )
     peak, budget, total, first_total = json.loads(done.stdout)
     assert first_total < total <= budget
-    assert 0.75 * total <= peak <= budget
+    assert 0.75 * (total - libraries) <= peak <= budget
 
 
 @pytest.mark.slow

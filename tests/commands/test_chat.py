@@ -84,7 +84,8 @@ def test_chat_commands(ondevice: Run, chat_bundle: Path, tmp_path: Path) -> None
 def test_a_command_that_fails_ends_a_piped_chat(
     ondevice: Run, chat_bundle: Path, line: str, code: int, message: str
 ) -> None:
-    result = ondevice("chat", "-m", chat_bundle, "--max-tokens", 4, stdin=f"Hello\n{line}\nmore\n")
+    options = ("-m", chat_bundle, "--max-tokens", 4, "--temp", 0)
+    result = ondevice("chat", *options, stdin=f"Hello\n{line}\nmore\n")
     assert result.code == code
     assert message in result.err
     assert "line 2 of stdin, and what follows it, wasn't answered" in result.err

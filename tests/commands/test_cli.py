@@ -46,7 +46,8 @@ def test_from_checkpoint_to_chat(ondevice: Run, shared_data: Path, tmp_path: Pat
     assert "plan: budget" in told.err
     assert "40 tokens," in told.err
 
-    chatted = ondevice("chat", "--model", "stories", "--max-tokens", 5, stdin="Hello\n\nWho are you?\n")
+    options = ("--model", "stories", "--max-tokens", 5, "--temp", 0)
+    chatted = ondevice("chat", *options, stdin="Hello\n\nWho are you?\n")
     assert chatted.code == 0
     assert chatted.out.count("\n") == 2
 

@@ -364,7 +364,7 @@ def test_passes_are_counted_run_by_run() -> None:
 
 
 def test_a_bundle_gets_the_acceptance_of_all_chats_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream's guesses over those that were asked of it, in replies; a novel has none."""
+    """Each stream's draft tokens over those that were asked of it, in replies; a novel has none."""
 
     def figures(tokens: int, right: list[int], asked: list[int]) -> dict[str, Any]:
         return {"tokens": tokens, "all": {"counts": {"right": right, "asked": asked}}}

@@ -152,9 +152,9 @@ def test_losses_and_their_gradients_are_those_of_the_recipe(
 
     Both take the mean over the positions that are trained, and of all streams there (lossless) or a tenth of
     each beside the mean over all of the text's next tokens (shared). MLX takes a run of positions, the recipe
-    one in every few: here those of the run. Where what a stream guesses lies behind the window, the recipe
+    one in every few: here those of the run. Where what a stream drafts lies behind the window, the recipe
     leaves that stream out, and MLX takes no such position, nor does this run, which goes as far as may be.
-    Of the pruning adapter's guesses the recipe takes one in four: here all.
+    Of the pruning adapter's draft tokens the recipe takes one in four: here all.
     """
     bundle = shipped[0]
     assert bundle.streams is not None

@@ -200,11 +200,11 @@ def test_so_many_neurons_are_multiplied(bundle: Path) -> None:
     assert shares == pytest.approx([0.75, 0.5, 0.1], abs=0.05)
 
 
-def test_guesses_know_the_thresholds(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetches_know_the_thresholds(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth counts, where half of the gates are above zero."""
     shares: list[float] = []
 
-    def seen(guess: Prefetcher, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
+    def seen(prefetcher: Prefetcher, layer: int, tokens: int, scores: Callable[[], Float32]) -> None:
         shares.append(float(np.mean(scores() > 0)))
 
     monkeypatch.setattr(Prefetcher, "prefetch", seen)

@@ -27,11 +27,11 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
 from ondevice.backends.mlx_ops import MlxLinear, activate
-from ondevice.backends.token_tree import MAX_DEPTH
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, MultiStreams, layer_prefix
 from ondevice.config import Activation, ModelConfig
 from ondevice.converters.quantize import dequantize, quantize
+from ondevice.converters.training.streams.options import longest_run
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
@@ -188,11 +188,6 @@ def stored_parameters(arrays: Mapping[str, Float32], bits: int) -> dict[str, mx.
     rows = {name: quantize(runner, of, bits, name) for name, of in arrays.items() if name != EMBEDDINGS}
     read = {name: dequantize(of, bits, arrays[name].shape[1]) for name, of in rows.items()}
     return {name: mx.array(read.get(name, of)) for name, of in arrays.items()}
-
-
-def longest_run(streams: int) -> int:
-    """Most tokens of a run: the run and a token's streams form one path of the forward pass's tree."""
-    return MAX_DEPTH + 1 - streams
 
 
 def stream_loss(

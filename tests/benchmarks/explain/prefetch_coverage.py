@@ -1,9 +1,9 @@
-"""How much of a layer a guess must name to include every neuron that fires.
+"""How much of a layer a prefetch must name to include every neuron that fires.
 
-The guess is the next layer's own gate, or predictor, on the stream before this layer's feed-forward, as the
-engine makes it. If a guess surely had all that fires, MLX needn't be waited for to know the selection. Per
-layer: neurons that fire for a token, the share of them that the guess scores above zero, and the median of
-how many a guess must name, best first, to have them all. Ends with one JSON line.
+A prefetch scores the next layer's neurons by that layer's own gate, or predictor, on the stream before this
+layer's feed-forward, as the engine does. If it surely had all that fires, MLX needn't be waited for to know
+the selection. Per layer: neurons that fire for a token, the share of them with a prefetch score above zero,
+and the median of how many a prefetch must name, best first, to have them all. Ends with one JSON line.
 
     python -m tests.benchmarks.explain.prefetch_coverage [--model DIR] [--sparsity MODE] [--tokens 80]
 """
@@ -28,25 +28,25 @@ Scores = NDArray[np.float32]
 
 
 class Watched(mlx.MlxBackend):
-    """Keeps what a layer is guessed to select, and what it then does, of passes over one token."""
+    """Keeps a layer's prefetch scores and the scores that it then has, of passes over one token."""
 
     seen: ClassVar[dict[int, list[tuple[Scores, Scores]]]] = {}
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.guesses: dict[int, Scores] = {}
+        self.prefetched: dict[int, Scores] = {}
 
     def prefetch(self, x: Any, norm: Any, weight: Any) -> None:
-        self.guesses[self.feed_forwards.index(weight)] = self._scores(x, weight, norm)
+        self.prefetched[self.feed_forwards.index(weight)] = self._scores(x, weight, norm)
         super().prefetch(x, norm, weight)
 
     def feed_forward(  # type: ignore[override]
         self, x: Any, weight: Any, activation: Any, batch: Any, norm: Any = None, **more: Any
     ) -> Any:
         layer = self.feed_forwards.index(weight)
-        guess = self.guesses.pop(layer, None)
-        if guess is not None and len(guess) == 1:
-            self.seen.setdefault(layer, []).append((guess[0], self._scores(x, weight, norm)[0]))
+        early = self.prefetched.pop(layer, None)
+        if early is not None and len(early) == 1:
+            self.seen.setdefault(layer, []).append((early[0], self._scores(x, weight, norm)[0]))
         return super().feed_forward(x, weight, activation, batch, norm=norm, **more)
 
     def _scores(self, x: Any, weight: Any, norm: Any) -> Scores:
@@ -68,20 +68,20 @@ def main() -> None:
         neurons = model.config.intermediate_size
     found = []
     for layer, pairs in sorted(Watched.seen.items()):
-        guesses, scores = (np.stack(side) for side in zip(*pairs, strict=True))
+        early, scores = (np.stack(side) for side in zip(*pairs, strict=True))
         fires = scores > 0
-        # The lowest guess of a neuron that fires decides how far down the list one must go.
-        lowest = np.where(fires, guesses, np.inf).min(axis=1, keepdims=True)
+        # The lowest prefetch score of a neuron that fires decides how far down the list one must go.
+        lowest = np.where(fires, early, np.inf).min(axis=1, keepdims=True)
         it = {
             "layer": layer,
             "tokens": len(pairs),
             "fires": float(fires.sum(axis=1).mean()),
-            "found": float((fires & (guesses > 0)).sum() / fires.sum()),
-            "named_for_all": float(np.median((guesses >= lowest).sum(axis=1))),
+            "found": float((fires & (early > 0)).sum() / fires.sum()),
+            "named_for_all": float(np.median((early >= lowest).sum(axis=1))),
         }
         found.append(it)
         print(
-            f"layer {layer}: {it['fires']:.0f} of {neurons} fire, a guess finds {it['found']:.2f} of them; "
+            f"layer {layer}: {it['fires']:.0f} of {neurons} fire, a prefetch finds {it['found']:.2f}; "
             f"to have all it must name {it['named_for_all']:.0f} ({it['named_for_all'] / neurons:.0%})"
         )
     print(json.dumps({"neurons": neurons, "sparsity": args.sparsity, "layers": found, **machine()}))

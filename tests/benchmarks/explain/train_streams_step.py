@@ -52,7 +52,7 @@ CONFIG = ModelConfig(
 
 def facts(mode: Any) -> MultiStreams:
     """The streams that the command would train, but in STREAM_LAYERS layers."""
-    from ondevice.converters.training.streams.train import MultiStreamOptions
+    from ondevice.converters.training.streams.options import MultiStreamOptions
 
     options = MultiStreamOptions(mode=mode)
     return MultiStreams(
@@ -111,7 +111,8 @@ def step(spec: dict[str, Any]) -> dict[str, Any]:
     import mlx.core as mx
 
     from ondevice.converters.training.streams.loss import Window
-    from ondevice.converters.training.streams.train import MultiStreamOptions, Training
+    from ondevice.converters.training.streams.options import MultiStreamOptions
+    from ondevice.converters.training.streams.train import Training
     from ondevice.training import PIECE_TOKENS
 
     mx.set_default_device(mx.cpu)
@@ -164,7 +165,7 @@ def measured(spec: dict[str, Any], blas: str | None) -> dict[str, Any]:
 
 def projected(mode: str, windows: int, tokens: int | None, row: dict[str, Any]) -> dict[str, Any]:
     """Hours for `tokens`, or as many as the default options train, and what was trained."""
-    from ondevice.converters.training.streams.train import MultiStreamOptions
+    from ondevice.converters.training.streams.options import MultiStreamOptions
 
     options, streams = MultiStreamOptions(), facts(mode)
     tokens = tokens or options.steps * options.windows * options.run_tokens

@@ -48,7 +48,7 @@ from ondevice.converters.training.streams.loss import (  # noqa: E402
     states,
     stream_loss,
 )
-from ondevice.converters.training.streams.train import MultiStreamOptions  # noqa: E402
+from ondevice.converters.training.streams.options import MultiStreamOptions  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 Arrays = dict[str, NDArray[Any]]

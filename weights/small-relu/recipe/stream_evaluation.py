@@ -51,7 +51,7 @@ BATCH = 4
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Drafts:
     """Draft tokens of the streams of every token, compared with the base's.
 
     right, in_top: (n, T, G) bool, true where the base's token is a stream's likeliest, or one of its
@@ -105,7 +105,7 @@ def held_out(
     return torch.from_numpy(windows.astype(np.int64)), own
 
 
-def guesses(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, residency_tokens: int) -> Guesses:
+def drafts(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, residency_tokens: int) -> Drafts:
     """The draft tokens of the streams of all tokens of (n, T) windows, compared with the base's.
 
     main: the base, or the main stream of the shared mode. residency_tokens: as in `Batch`.
@@ -130,7 +130,7 @@ def guesses(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, resi
         for nodes, found in best.items():
             found.append(_best_first(likeliest, true.flatten(0, 1), nodes - 1))
     best_first = {nodes: np.concatenate(found).reshape(ids.shape) for nodes, found in best.items()}
-    return Guesses(np.concatenate(right), np.concatenate(in_top), best_first)
+    return Drafts(np.concatenate(right), np.concatenate(in_top), best_first)
 
 
 def _best_first(likeliest: Tensor, true: Tensor, nodes: int) -> NDArray[np.int64]:
@@ -221,17 +221,17 @@ def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, row
         ids, own = held_out(main, build, domain, style, rows)
         figures: dict[str, Any] = {"tokens": int(own.sum())}
         for name, residency in (("all", 0), ("resident", RESIDENCY_TOKENS)):
-            guessed = guesses(base, main, streams, ids, residency)
-            counts = given_before(guessed.right, own)
+            drafted = drafts(base, main, streams, ids, residency)
+            counts = given_before(drafted.right, own)
             figures[name] = {
                 "counts": counts,
                 "right": shares(counts),
-                "in_top": shares(given_before(guessed.in_top, own)),
-                "chain": round(tokens_per_pass(guessed.chain, own), 3),
-                "tree": round(tokens_per_pass(guessed.tree, own), 3),
+                "in_top": shares(given_before(drafted.in_top, own)),
+                "chain": round(tokens_per_pass(drafted.chain, own), 3),
+                "tree": round(tokens_per_pass(drafted.tree, own), 3),
                 "best_first": {
                     str(nodes): round(tokens_per_pass(accepted, own), 3)
-                    for nodes, accepted in guessed.best_first.items()
+                    for nodes, accepted in drafted.best_first.items()
                 },
             }
         figures["pruning"] = pruning_figures(main, streams, ids, own)
