@@ -1,0 +1,100 @@
+"""A small model embedded in a larger shape: the same text, and neurons beside it that fire like its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.api import load
+from ondevice.config import Sparsity
+from ondevice.measure.prompts import BUILT_IN
+from tests.benchmarks.lib.embedded_model import TINY, EmbeddedModel, embed, firing
+from tests.benchmarks.lib.stored_model import pair_places, read_model, small_in_q4
+from tests.support.paths import SHIPPED
+
+TOKENS = 512
+"""Of text for the fillers' thresholds; enough for what is asked of them here."""
+PROMPTS = [
+    words for task in BUILT_IN if task.name in ("dialogue", "sql", "story") for words in task.prompts[:2]
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EmbeddedModel, Path]:
+    """The embedded model and the folder of both bundles."""
+    folder = tmp_path_factory.mktemp("embedded")
+    return embed(SHIPPED, TINY, folder, TOKENS), folder
+
+
+@pytest.mark.parametrize(("sparsity", "temperature"), [("dense", 0.0), ("exact", 0.0), ("exact", 0.9)])
+def test_it_says_what_the_small_one_says(
+    made: tuple[EmbeddedModel, Path], sparsity: Sparsity, temperature: float
+) -> None:
+    texts = []
+    for name in ("small", "large"):
+        with load(made[1] / name, sparsity=sparsity, speculation="off", threads=1) as model:
+            prompts = [model.chat_ids([{"role": "user", "content": words}]) for words in PROMPTS]
+            texts.append(
+                [
+                    model.generate(tokens=p, max_tokens=20, temperature=temperature, seed=1).tokens
+                    for p in prompts
+                ]
+            )
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) > len(PROMPTS) / 2
+
+
+def test_its_logits_have_the_same_bits_and_no_other_token_can_win(made: tuple[EmbeddedModel, Path]) -> None:
+    embedded, folder = made
+    with load(folder / "small", threads=1) as small, load(folder / "large", threads=1) as large:
+        prompt = small.chat_ids([{"role": "user", "content": PROMPTS[0]}])
+        expected, found = small.logits(prompt), large.logits(prompt)
+    vocabulary = embedded.small.config.vocab_size
+    assert np.array_equal(found[..., :vocabulary], expected)
+    assert found.shape[-1] == TINY.vocab_size > vocabulary
+    assert found[..., vocabulary:].max() < -1e6 < expected.min()
+
+
+def test_wider_heads_change_nothing_but_rounding(tmp_path: Path) -> None:
+    """Scores, rotary pairs and contexts; a pair at another frequency would change every logit by more."""
+    found = []
+    for head_dim in (64, 128):
+        small_in_q4(SHIPPED, head_dim, tmp_path / str(head_dim))
+        with load(tmp_path / str(head_dim), speculation="off", threads=1) as model:
+            prompt = model.chat_ids([{"role": "user", "content": PROMPTS[0]}])
+            found.append(model.logits(prompt))
+    difference = np.abs(found[0] - found[1]).max() / np.abs(found[0]).max()
+    assert 0 < difference < 0.05
+    assert pair_places(4, 8).tolist() == [0, 2, 4, 6]
+
+
+def test_fillers_fire_like_the_trained_neurons(made: tuple[EmbeddedModel, Path]) -> None:
+    found = firing(*made, tokens=256)
+    small, fillers = found["small"], found["fillers alone"]
+    for name, tolerance in {"share": 0.3, "spread": 0.3, "again": 0.3, "run": 0.1, "in_16": 0.2}.items():
+        assert abs(fillers[name] / small[name] - 1) < tolerance, (name, found)
+
+
+def test_fillers_are_no_copies(made: tuple[EmbeddedModel, Path]) -> None:
+    """Of a trained row or of each other, in real layers and in others; their down rows are zero."""
+    embedded, _ = made
+    codes = embedded.small.config.hidden_size // 2
+    real = {row.tobytes() for gate, _, _ in embedded.small.neurons for row in gate.codes}
+    for layer in (0, embedded.layers[0]):
+        gate, _, down = embedded.neurons(layer)
+        own = embedded.filler_places(layer)
+        rows = [row.tobytes() for row in gate.codes[own, :codes]]
+        assert len(set(rows)) == len(rows)
+        assert real.isdisjoint(rows)
+        assert not down.scales[own].any()
+        assert not down.biases[own].any()
+
+
+def test_a_shape_that_would_round_is_refused(made: tuple[EmbeddedModel, Path]) -> None:
+    embedded, folder = made
+    for shape in (replace(TINY, hidden_size=512), replace(TINY, num_layers=5), replace(TINY, head_dim=64)):
+        with pytest.raises(ValueError, match=r"isn't|can't|fewer"):
+            EmbeddedModel(read_model(folder / "small"), shape, embedded._text)
