@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
-from ondevice.api import load
+from ondevice.api import load, verify
+from ondevice.bundle.reader import Bundle
 from ondevice.config import Sparsity
 from ondevice.measure.prompts import BUILT_IN
-from tests.benchmarks.lib.embedded_model import TINY, EmbeddedModel, embed, firing
+from tests.benchmarks.lib.embedded_model import TINY, embed, firing
+from tests.benchmarks.lib.embedded_sidecars import predicted_rates
+from tests.benchmarks.lib.embedded_weights import EmbeddedModel
+from tests.benchmarks.lib.filler_neurons import own_text, record
 from tests.benchmarks.lib.stored_model import pair_places, read_model, small_in_q4
+from tests.support.bundles import open_sound
+from tests.support.engines import always_draft
 from tests.support.paths import SHIPPED
 
 TOKENS = 512
@@ -58,6 +65,54 @@ def test_its_logits_have_the_same_bits_and_no_other_token_can_win(made: tuple[Em
     assert found[..., vocabulary:].max() < -1e6 < expected.min()
 
 
+def test_streams_draft_the_same_tokens(
+    made: tuple[EmbeddedModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of equal size whatever time they take: texts are equal, and so are the passes that they take."""
+    embedded, folder = made
+    always_draft(monkeypatch, [8])
+    found = []
+    for name in ("small", "large"):
+        with load(folder / name, sparsity="dense", speculation="streams", threads=1) as model:
+            prompts = [model.chat_ids([{"role": "user", "content": words}]) for words in PROMPTS]
+            answers = [model.generate(tokens=p, max_tokens=32, temperature=0.0) for p in prompts]
+            found.append([(answer.tokens, answer.stats.decode_passes) for answer in answers])
+    assert found[0] == found[1]
+    tokens, passes = (sum(values) for values in zip(*((len(t), p) for t, p in found[0]), strict=True))
+    assert tokens > 1.3 * passes
+    streams = Bundle.open(folder / "large").streams
+    assert streams is not None
+    assert len(streams.layers(embedded.config)) > len(embedded.layers) - 3
+
+
+def test_predictors_select_the_same_neurons(made: tuple[EmbeddedModel, Path]) -> None:
+    """The bits of logits in mode `predicted`, which aren't those of every neuron that fires."""
+    embedded, folder = made
+    found = {}
+    for name, sparsity in (("small", "predicted"), ("large", "predicted"), ("large", "exact")):
+        with load(folder / name, sparsity=cast(Sparsity, sparsity), threads=1) as model:
+            prompt = model.chat_ids([{"role": "user", "content": PROMPTS[0]}])
+            found[name, sparsity] = model.logits(prompt)[..., : embedded.small.config.vocab_size]
+    assert np.array_equal(found["small", "predicted"], found["large", "predicted"])
+    assert not np.array_equal(found["large", "exact"], found["large", "predicted"])
+
+
+def test_fillers_are_predicted_like_the_trained_neurons(made: tuple[EmbeddedModel, Path]) -> None:
+    embedded, folder = made
+    rates = predicted_rates(embedded, record(embedded.small, own_text(folder / "small", 256, 1)))
+    assert rates["fillers"]["missed"] < rates["trained"]["missed"] + 0.05
+    assert 0.5 < rates["fillers"]["selected"] / rates["trained"]["selected"] < 1.5
+
+
+def test_sidecars_are_whole(made: tuple[EmbeddedModel, Path]) -> None:
+    for name in ("small", "large"):
+        bundle = open_sound(made[1] / name)
+        assert bundle.predictors
+        assert bundle.streams
+        assert bundle.hotness
+        verify(made[1] / name)
+
+
 def test_wider_heads_change_nothing_but_rounding(tmp_path: Path) -> None:
     """Scores, rotary pairs and contexts; a pair at another frequency would change every logit by more."""
     found = []
@@ -97,4 +152,4 @@ def test_a_shape_that_would_round_is_refused(made: tuple[EmbeddedModel, Path]) -
     embedded, folder = made
     for shape in (replace(TINY, hidden_size=512), replace(TINY, num_layers=5), replace(TINY, head_dim=64)):
         with pytest.raises(ValueError, match=r"isn't|can't|fewer"):
-            EmbeddedModel(read_model(folder / "small"), shape, embedded._text)
+            EmbeddedModel(read_model(folder / "small"), shape, embedded.text)

@@ -1,29 +1,17 @@
 """A large model that says what a small one says: a trained bundle embedded in a larger Llama shape.
 
-Speed depends on shapes, on which neurons fire and on which tokens are drafted, and text on a trained model.
-Here a trained small model's function lies in a large one's shape, bit for bit: every logit of its vocabulary
-has the bits that the small model in q4 gives it. So text and acceptance are the small model's and the cost is
-the large one's. Whatever is measured on it is to be called that: measured on an embedded model.
+Speed depends on shapes, on which neurons fire and on which tokens are drafted, and these on a trained model.
+The large model's text, its drafts and their acceptance are the small model's, and its cost is that of its
+shape. Whatever is measured on it is to be called that: measured on an embedded model.
 
-How it is the same function, on the `cpu` backend:
+    python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
 
-- The residual stream has the small model's values first, and zeros. The widths' ratio is a power of 4, so
-  norms differ by a power of 2 and nothing is rounded: weights and epsilon take it back.
-- The small model is rounded to q4 with heads as wide as the large model's (`stored_model.small_in_q4`);
-  its codes are then copied. Added columns, rows, heads, neurons and layers have codes of their own with
-  scales of zero where they would write.
-- The real neurons stay in their aligned blocks of 64, within which the down projection rounds activations.
-- One channel is a constant, 2^-24: too small to change a norm's sum of squares, which the norms' weights
-  make large where it is wanted. Through it the ids that no token has get a logit below all that the model
-  can give, and fillers their thresholds.
-
-Layers of the small model stand evenly among the others, which add nothing to the stream, so that streams
-cross many. Fillers (`filler_neurons.py`) fire like the trained neurons.
+It writes DIR/small, the shipped model in q4, and DIR/large, and prints how their neurons fire. How the
+function stays the same is told in `embedded_weights.py`; streams, predictors and hotness come from
+`embedded_sidecars.py`, and neurons beside the real ones from `filler_neurons.py`.
 
 What it doesn't imitate: between trained layers the stream doesn't change, so a prefetch of the next layer's
-neurons finds all that fire. The head's rows of ids without tokens are full rows to multiply.
-
-Legend: D the small model's width, F its neurons a layer, T tokens.
+neurons finds all that fire.
 """
 
 from __future__ import annotations
@@ -31,276 +19,22 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
-from ondevice.config import GROUP_SIZE, ModelConfig
-from ondevice.converters.quantize import QuantizedRows, dequantize
 from ondevice.converters.training.activations import record_activations
-from tests.benchmarks.lib.filler_neurons import (
-    Fillers,
-    Recorded,
-    facts_line,
-    make_fillers,
-    mean_of,
-    own_text,
-    record,
-    source_layers,
-    statistics,
-)
+from tests.benchmarks.lib.embedded_sidecars import copy_sidecars, embed_sidecars, predicted_rates
+from tests.benchmarks.lib.embedded_weights import EmbeddedModel
+from tests.benchmarks.lib.filler_neurons import facts_line, mean_of, own_text, record, statistics
 from tests.benchmarks.lib.random_model import LLAMA_7B, Shape
-from tests.benchmarks.lib.stored_model import (
-    AttentionRows,
-    Neurons,
-    StoredModel,
-    random_codes,
-    small_in_q4,
-    spread,
-    write_bundle,
-)
+from tests.benchmarks.lib.stored_model import small_in_q4, write_bundle
 from tests.support.paths import SHIPPED
 
 TINY = Shape("tiny", 1024, 14, 2816, 8, vocab_size=4608, head_dim=128)
 SHAPES = {"7b": LLAMA_7B, "tiny": TINY}
 CALIBRATION_TOKENS, MEASURED_TOKENS = 3072, 512
-BITS = 4
-CONSTANT = np.float32(2.0**-24)
-"""Value of the constant channel in the stream, the least that a float16 scale gives."""
-HEAD_ROWS = 4096
-"""Rows of the head and the embedding that are made at a time."""
-
-
-class EmbeddedModel:
-    """The large model's weights, layer by layer.
-
-    Raises ValueError for a shape that can't hold the small model bit for bit.
-    """
-
-    def __init__(self, small: StoredModel, shape: Shape, text: Recorded) -> None:
-        own = small.config
-        ratio = shape.hidden_size / own.hidden_size
-        if ratio < 4 or np.log2(ratio) % 2:
-            raise ValueError(f"the width {shape.hidden_size} isn't {own.hidden_size} times 4, 16, 64 ...")
-        head_dim = shape.head_dim or shape.hidden_size // shape.num_heads
-        if head_dim != own.head_dim or shape.num_heads < own.num_heads:
-            raise ValueError(
-                f"{shape.num_heads} heads of {head_dim} can't hold {own.num_heads} of {own.head_dim}"
-            )
-        if own.hidden_size % GROUP_SIZE or own.intermediate_size % GROUP_SIZE or shape.intermediate_size % 64:
-            raise ValueError("widths and neurons are to be multiples of 64")
-        if shape.num_layers < own.num_layers or shape.vocab_size < own.vocab_size:
-            raise ValueError(f"{shape.name} has fewer layers or tokens than the small model")
-        self.small, self.shape, self._text = small, shape, text
-        self._root = np.float32(ratio**0.5)
-        self.channel = own.hidden_size // GROUP_SIZE
-        """The group of columns of which the first is the constant channel."""
-        self.columns = np.arange(self.channel)
-        self.groups = shape.hidden_size // GROUP_SIZE
-        self.layers = even_places(own.num_layers, shape.num_layers)
-        self.heads = even_places(own.num_heads, shape.num_heads)
-        self.blocks = even_places(own.intermediate_size // 64, shape.intermediate_size // 64)
-        self.sources = source_layers(own, self.layers, shape.num_layers)
-        self.lowest = _bound_of_logits(small)
-        eps = own.rms_norm_eps
-        self._frequency = [
-            (
-                dequantize(neurons[0], BITS, own.hidden_size) @ text.fed(i, rows.feed_forward_norm, eps).T > 0
-            ).mean(1)
-            for i, (neurons, rows) in enumerate(zip(small.neurons, small.attention, strict=True))
-        ]
-
-    @property
-    def config(self) -> ModelConfig:
-        own, shape = self.small.config, self.shape
-        return replace(
-            own,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_heads,
-            intermediate_size=shape.intermediate_size,
-            vocab_size=shape.vocab_size,
-            rms_norm_eps=own.rms_norm_eps / float(self._root) ** 2,
-            tie_embeddings=False,
-            layer_windows=(0,) * shape.num_layers,
-        )
-
-    def norm(self, weights: Float32, constant: float = 0.0) -> Float32:
-        """A norm's weights. The constant channel becomes `constant` / root mean square of the stream."""
-        found = np.zeros(self.shape.hidden_size, np.float32)
-        found[: len(weights)] = weights / self._root
-        found[len(weights)] = constant / float(self._root) / float(CONSTANT)
-        return found
-
-    def is_real(self, layer: int) -> bool:
-        return layer in self.layers
-
-    def attention(self) -> Iterator[AttentionRows]:
-        """Every layer's attention; heads that aren't the small model's attend, and write nothing."""
-        for layer, source in enumerate(self.sources):
-            random, rows = np.random.default_rng([31, layer]), self.small.attention[source]
-            qkv = self._made_up(rows.qkv, 3 * self.shape.num_heads * self.small.config.head_dim, random)
-            out = self._silent(
-                self.shape.hidden_size, self.shape.num_heads * self.small.config.head_dim, random
-            )
-            if self.is_real(layer):
-                _put(qkv, self.qkv_rows(), spread(rows.qkv, BITS, self.groups, self.columns, random))
-                found = spread(rows.out, BITS, out.scales.shape[1], self.context_groups(), random)
-                _put(out, np.arange(len(rows.out.codes)), found)
-            yield AttentionRows(
-                self.norm(rows.attention_norm), qkv, out, self.norm(rows.feed_forward_norm, constant=1.0)
-            )
-
-    def qkv_rows(self) -> NDArray[np.int64]:
-        """Where the small model's rows of q, k and v are."""
-        width = self.small.config.head_dim
-        heads = np.concatenate([np.array(self.heads) + part * self.shape.num_heads for part in range(3)])
-        return np.asarray((heads[:, None] * width + np.arange(width)).ravel(), np.int64)
-
-    def context_groups(self) -> NDArray[np.int64]:
-        """The groups of columns that meet the contexts of the small model's heads."""
-        groups = self.small.config.head_dim // GROUP_SIZE
-        return np.asarray((np.array(self.heads)[:, None] * groups + np.arange(groups)).ravel(), np.int64)
-
-    def neuron_places(self, layer: int) -> NDArray[np.int64]:
-        """Where the small model's neurons are, if the layer has them."""
-        blocks = np.array(self.blocks if self.is_real(layer) else [], np.int64)
-        return (blocks[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE)).ravel()
-
-    def filler_places(self, layer: int) -> NDArray[np.int64]:
-        """Where the fillers are."""
-        return np.setdiff1d(np.arange(self.shape.intermediate_size), self.neuron_places(layer))
-
-    def fillers(self, layer: int) -> Fillers:
-        """A layer's fillers, which read what the layer reads."""
-        source, own, text = self.sources[layer], self.small.config, self._text
-        random = np.random.default_rng([32, layer])
-        passed = sum(place < layer for place in self.layers)
-        states = text.before[source] if self.is_real(layer) else text.entering[passed]
-        count, blocks = len(self.filler_places(layer)) // 64, own.intermediate_size // 64
-        like = np.concatenate([random.permutation(blocks) for _ in range(-(-count // blocks))])[:count]
-        gate = dequantize(self.small.neurons[source][0], BITS, own.hidden_size)
-        norm = self.small.attention[source].feed_forward_norm, own.rms_norm_eps
-        return make_fillers(gate, self._frequency[source], states, norm, like, random)
-
-    def neurons(self, layer: int) -> Neurons:
-        """A layer's neurons: the small model's, if it has any there, among fillers."""
-        random, source = np.random.default_rng([33, layer]), self.sources[layer]
-        found, places = self.fillers(layer), self.filler_places(layer)
-        neurons = self.small.neurons[source]
-        gate = self._rows_of(found.gate, random)
-        gate.scales[:, self.channel] = found.offset
-        gate.codes[:, self.channel * GROUP_SIZE * BITS // 8] = 1
-        up = self._rows_of(_recoded(neurons[1], found.first, random), random)
-        down = self._silent(len(found.first), self.shape.hidden_size, random)
-        whole = []
-        for fillers, real in zip((gate, up, down), neurons, strict=True):
-            rows = self._silent(self.shape.intermediate_size, self.shape.hidden_size, random)
-            _put(rows, places, fillers)
-            if self.is_real(layer):
-                _put(rows, self.neuron_places(layer), self._rows_of(real, random))
-            whole.append(rows)
-        return whole[0], whole[1], whole[2]
-
-    def embedding(self) -> Iterator[QuantizedRows]:
-        """The embedding, whose rows all have the constant channel."""
-        for start, random, rows in self._vocabulary(34):
-            if start >= self.small.config.vocab_size:
-                rows = _recoded(rows, np.arange(len(rows.codes)), random)
-            found = self._rows_of(rows, random)
-            self._set_channel(found, float(CONSTANT))
-            yield found
-
-    def head(self) -> Iterator[QuantizedRows]:
-        """The head. Rows of ids without tokens multiply the constant channel alone, by -1."""
-        for start, random, rows in self._vocabulary(35):
-            found = self._rows_of(rows, random)
-            if start >= self.small.config.vocab_size:
-                found = self._silent(len(rows.codes), self.shape.hidden_size, random)
-                self._set_channel(found, -1.0)
-            yield found
-
-    def final_norm(self) -> Float32:
-        """The last norm, after which the constant channel is larger than any logit of the model."""
-        return self.norm(self.small.final_norm, constant=self.lowest)
-
-    def _vocabulary(self, seed: int) -> Iterator[tuple[int, np.random.Generator, QuantizedRows]]:
-        """(first id, generator, rows) of pieces; ids without tokens have rows of others."""
-        real, table = self.small.config.vocab_size, self.small.embedding
-        starts = [*range(0, real, HEAD_ROWS), *range(real, self.shape.vocab_size, HEAD_ROWS)]
-        for start in starts:
-            stop = min(start + HEAD_ROWS, real if start < real else self.shape.vocab_size)
-            yield start, np.random.default_rng([seed, start]), _taken(table, np.arange(start, stop) % real)
-
-    def _rows_of(self, rows: QuantizedRows, random: np.random.Generator) -> QuantizedRows:
-        return spread(rows, BITS, self.groups, self.columns, random)
-
-    def _set_channel(self, rows: QuantizedRows, value: float) -> None:
-        """Give all rows `value` in the constant channel and zeros beside it."""
-        first = self.channel * GROUP_SIZE * BITS // 8
-        rows.codes[:, first : first + GROUP_SIZE * BITS // 8] = 0
-        rows.codes[:, first] = 1
-        rows.scales[:, self.channel] = value
-
-    def _silent(self, rows: int, cols: int, random: np.random.Generator) -> QuantizedRows:
-        """Rows with codes and without a function."""
-        scales = np.zeros((rows, cols // GROUP_SIZE), np.float16)
-        return QuantizedRows(random_codes(random, rows, cols * BITS // 8), scales, scales.copy())
-
-    def _made_up(self, like: QuantizedRows, rows: int, random: np.random.Generator) -> QuantizedRows:
-        """Rows of the scales of `like`, with codes of their own."""
-        picked = random.integers(0, len(like.codes), rows)
-        return self._rows_of(_recoded(like, picked, random), random)
-
-
-def even_places(count: int, among: int) -> list[int]:
-    """`count` of `among` places, evenly."""
-    return [(2 * i + 1) * among // (2 * count) for i in range(count)]
-
-
-def _taken(rows: QuantizedRows, ids: NDArray[np.int64]) -> QuantizedRows:
-    return QuantizedRows(rows.codes[ids], rows.scales[ids], rows.biases[ids])
-
-
-def _recoded(rows: QuantizedRows, ids: NDArray[np.int64], random: np.random.Generator) -> QuantizedRows:
-    """The rows `ids` with other codes."""
-    codes = random_codes(random, len(ids), rows.codes.shape[1])
-    return QuantizedRows(codes, rows.scales[ids], rows.biases[ids])
-
-
-def _put(rows: QuantizedRows, places: NDArray[np.int64], found: QuantizedRows) -> None:
-    """Replace the rows at `places`."""
-    rows.codes[places], rows.scales[places], rows.biases[places] = found.codes, found.scales, found.biases
-
-
-def _bound_of_logits(small: StoredModel) -> float:
-    """A power of 2 above |logit| times the root mean square of the last stream, whatever the text.
-
-    A normed stream is at most the root of D long, an attention's context is a mean of values, and a product
-    is at most its matrices' norms long. Streams' rows and rounded activations have the factor of 16.
-    """
-    config, width = small.config, float(np.sqrt(small.config.hidden_size))
-
-    def length(rows: QuantizedRows, cols: int) -> float:
-        return float(np.linalg.norm(dequantize(rows, BITS, cols)))
-
-    reach = float(np.linalg.norm(dequantize(small.embedding, BITS, config.hidden_size), axis=1).max())
-    for rows, (gate, up, down) in zip(small.attention, small.neurons, strict=True):
-        first, second = (
-            float(np.abs(w).max()) * width for w in (rows.attention_norm, rows.feed_forward_norm)
-        )
-        reach += length(rows.qkv, config.hidden_size) * first * length(rows.out, config.query_size)
-        gates = length(gate, config.hidden_size) * length(up, config.hidden_size) * second**2
-        reach += gates * length(down, config.hidden_size)
-    head = dequantize(small.embedding, BITS, config.hidden_size) * small.final_norm
-    logit = float(np.linalg.norm(head, axis=1).max()) * width
-    return float(2.0 ** np.ceil(np.log2(16 * logit * reach / width)))
 
 
 def embed(source: Path, shape: Shape, folder: Path, tokens: int = CALIBRATION_TOKENS) -> EmbeddedModel:
@@ -312,6 +46,7 @@ def embed(source: Path, shape: Shape, folder: Path, tokens: int = CALIBRATION_TO
     small = small_in_q4(source, head_dim, folder / "small")
     text = record(small, own_text(small.bundle.path, tokens, 0))
     model = EmbeddedModel(small, shape, text)
+    copy_sidecars(source, small.bundle.path, np.array(model.frequencies), len(text.entering[0]))
     name = small.bundle.manifest.provenance.source
     note = f"embedded model: the function of {name} in q4, in the shape {shape.name}"
     write_bundle(
@@ -325,6 +60,7 @@ def embed(source: Path, shape: Shape, folder: Path, tokens: int = CALIBRATION_TO
         head=model.head(),
         notes=(note,),
     )
+    embed_sidecars(model, folder / "large")
     return model
 
 
@@ -360,11 +96,16 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=SHIPPED)
     args = parser.parse_args()
     model = embed(args.source, SHAPES[args.shape], args.output)
-    found = firing(model, args.output)
+    text = record(model.small, own_text(args.output / "small", MEASURED_TOKENS, 1))
+    found, rates = firing(model, args.output), predicted_rates(model, text)
     print("firing, an embedded model        " + "".join(f"{name:>9}" for name in found["small"]))
     for name, row in found.items():
         print(facts_line(name, row))
-    print(json.dumps({"embedded_model": args.shape, "layers": model.layers, "firing": found}))
+    for name, rate in rates.items():
+        missed, selected = rate["missed"], rate["selected"]
+        print(f"predictors of an embedded model, {name}: {missed:.1%} missed, {selected:.1%} selected")
+    facts = {"embedded_model": args.shape, "layers": model.layers, "firing": found, "predictors": rates}
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":
