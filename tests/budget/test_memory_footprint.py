@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -186,9 +187,9 @@ def make_bundle(folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def threshold_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def threshold_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with thresholds: about half of the neurons count."""
-    folder = make_bundle(tmp_path_factory.mktemp("threshold"))
+    folder = copytree(bundle, tmp_path_factory.mktemp("threshold") / "bundle")
     layers, neurons = SHAPE["num_hidden_layers"], SHAPE["intermediate_size"]
     layer = LayerThresholds(np.ones(neurons, dtype=np.float32), (0.2,), (0.5,))
     write_thresholds(Bundle.open(folder), [layer] * layers, folder, [0.5], 0, 0)
@@ -196,9 +197,9 @@ def threshold_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def predicted_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def predicted_bundle(relu_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The ReLU model with predictors of high rank, which select about half of the neurons at random."""
-    folder = make_bundle(tmp_path_factory.mktemp("predicted"), hidden_act="relu")
+    folder = copytree(relu_bundle, tmp_path_factory.mktemp("predicted") / "bundle")
     hidden, neurons = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     random = np.random.default_rng(0)
     down = random.standard_normal((PREDICTOR_RANK, hidden), np.float32)
@@ -213,9 +214,9 @@ def predicted_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_bundle(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with adapters of high rank in its last two layers, for every token."""
-    folder = make_bundle(tmp_path_factory.mktemp("shared"))
+    folder = copytree(bundle, tmp_path_factory.mktemp("shared") / "bundle")
     ranks = {"attention_rank": ADAPTER_RANK, "feed_forward_rank": ADAPTER_RANK}
     add_streams(folder, layers=2, mode="shared", scale=0.01, **ranks)
     return folder
@@ -262,6 +263,13 @@ def test_no_heap_keeps_what_mlx_computed_with(bundle: Path) -> None:
     assert most < 24 << 20
 
 
+def keep_to_the_plan(bundle: Path, budget: str, prompt: int, sparsity: str) -> None:
+    # The smallest cache is full after one round, and never holds everything.
+    rounds = 5 if budget == "smallest" else 20
+    peak, allowed, total, _ = run(bundle, budget, prompt, rounds, max_context=1024, sparsity=sparsity)
+    assert 0.80 * total <= peak <= total <= allowed
+
+
 def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
     peak, allowed, total, _ = run(bundle, "smallest", 4, max_context=64)
     assert 0.85 * total <= peak <= allowed
@@ -301,27 +309,21 @@ def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     assert least * total <= peak <= total
 
 
-@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 300), ("8GB", 1000), LONG[0]])
+@pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), ("smallest", 600), ("8GB", 1000)])
 def test_neurons_that_fire_keep_to_the_plan(relu_bundle: Path, budget: str, prompt: int) -> None:
-    options = {"max_context": 1024, "sparsity": "exact"}
-    peak, allowed, total, _ = run(relu_bundle, budget, prompt, **options)
-    assert 0.80 * total <= peak <= total <= allowed
+    keep_to_the_plan(relu_bundle, budget, prompt, "exact")
 
 
 @pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), *LONG])
 def test_neurons_that_count_keep_to_the_plan(threshold_bundle: Path, budget: str, prompt: int) -> None:
-    options = {"max_context": 1024, "sparsity": "threshold"}
-    peak, allowed, total, _ = run(threshold_bundle, budget, prompt, **options)
-    assert 0.80 * total <= peak <= total <= allowed
+    keep_to_the_plan(threshold_bundle, budget, prompt, "threshold")
 
 
 @pytest.mark.parametrize(("budget", "prompt"), [("smallest", 4), *LONG])
 def test_neurons_that_are_predicted_keep_to_the_plan(
     predicted_bundle: Path, budget: str, prompt: int
 ) -> None:
-    options = {"max_context": 1024, "sparsity": "predicted"}
-    peak, allowed, total, _ = run(predicted_bundle, budget, prompt, **options)
-    assert 0.80 * total <= peak <= total <= allowed
+    keep_to_the_plan(predicted_bundle, budget, prompt, "predicted")
 
 
 @pytest.mark.parametrize("sparsity", ["dense", "exact"])

@@ -93,7 +93,7 @@ class Machine:
             raise Killed
 
 
-@pytest.mark.parametrize("power_lost", [False, True])
+@pytest.mark.parametrize("power_lost", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_kill_at_every_step_resumes_to_the_same_bytes(
     power_lost: bool, tmp_path: Path, whole: dict[str, bytes]
 ) -> None:

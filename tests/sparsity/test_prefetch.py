@@ -169,7 +169,7 @@ def test_prefetches_that_only_cost_are_off_and_try_again(
         on.append(prefetcher.on)
 
     monkeypatch.setattr(Prefetcher, "next_pass", passing)
-    while len(on) < 2 * (TRIAL_PASSES + BACK_OFF_PASSES):
+    while len(on) <= 2 * TRIAL_PASSES + BACK_OFF_PASSES:
         assert greedy(model, TOKENS) == expected
     changes = [index for index in range(1, len(on)) if on[index] != on[index - 1]]
     again = TRIAL_PASSES + BACK_OFF_PASSES

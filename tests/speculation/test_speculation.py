@@ -83,7 +83,9 @@ def test_any_tree_leaves_every_token_as_it_is(
             assert answer.stats.forward_passes < 60
 
 
-@pytest.mark.parametrize("sparsity", ["dense", "exact", "predicted"])
+@pytest.mark.parametrize(
+    "sparsity", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dense", "exact")), "predicted"]
+)
 @pytest.mark.parametrize("drafter", ALONE)
 def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
     drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
