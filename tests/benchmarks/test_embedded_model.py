@@ -129,7 +129,14 @@ def test_wider_heads_change_nothing_but_rounding(tmp_path: Path) -> None:
 def test_fillers_fire_like_the_trained_neurons(made: tuple[EmbeddedModel, Path]) -> None:
     found = firing(*made, tokens=256)
     small, fillers = found["small"], found["fillers alone"]
-    for name, tolerance in {"share": 0.3, "spread": 0.3, "again": 0.3, "run": 0.1, "in_16": 0.2}.items():
+    for name, tolerance in {
+        "share": 0.3,
+        "spread": 0.3,
+        "again": 0.3,
+        "run": 0.1,
+        "read": 0.2,
+        "in_16": 0.2,
+    }.items():
         assert abs(fillers[name] / small[name] - 1) < tolerance, (name, found)
 
 

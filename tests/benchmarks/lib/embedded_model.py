@@ -104,7 +104,12 @@ def main() -> None:
     for name, rate in rates.items():
         missed, selected = rate["missed"], rate["selected"]
         print(f"predictors of an embedded model, {name}: {missed:.1%} missed, {selected:.1%} selected")
-    facts = {"embedded_model": args.shape, "layers": model.layers, "firing": found, "predictors": rates}
+    large = Bundle.open(args.output / "large")
+    crossed = 0 if large.streams is None else len(large.streams.layers(large.config))
+    print(f"streams of an embedded model cross {crossed} of {large.config.num_layers} layers")
+    facts: dict[str, object] = {"embedded_model": args.shape, "layers": model.layers}
+    facts |= {"stream_layers": crossed, "bundle_bytes": large.bundle_bytes}
+    facts |= {"firing": found, "predictors": rates}
     print(json.dumps(facts))
 
 

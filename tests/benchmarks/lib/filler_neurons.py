@@ -33,6 +33,8 @@ MIXED = (0.5, 0.8)
 """Least and largest angle, in radians, between a filler and the first of its rows; the second is at a right
 angle, where gates have a standard deviation of one."""
 PIECE_TOKENS = 256
+GAP_RECORDS = 4
+"""Records between two that fire which a merged read reads along: 28 KB at the 7B shape, a usual gap."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +183,10 @@ def statistics(fired: NDArray[np.bool_]) -> dict[str, float]:
     """How neurons fire, fired (T, F): shares, overlap between tokens, and runs of neighbours.
 
     share: mean share of neurons that fire for a token. spread: standard deviation of that over tokens, as a
-    part of the mean. again: share of what fires that fired for the token before. run: mean number of
-    neighbours that are one read. run_2: share of what fires that has a neighbour in its read. in_4, in_16:
-    share of neurons that 4 or 16 tokens in a row use.
+    part of the mean. again: share of what fires that fired for the token before. in_4, in_16: share of
+    neurons that 4 or 16 tokens in a row use. run: mean number of neighbours that fire together. run_2: share
+    of what fires that has such a neighbour. read, fired: mean records of a read that is merged over
+    GAP_RECORDS, and those of them that fire.
     """
     share = fired.mean(axis=1)
     both = (fired[1:] & fired[:-1]).sum()
@@ -198,6 +201,12 @@ def statistics(fired: NDArray[np.bool_]) -> dict[str, float]:
         "run": float(total / max(1, int(starts.sum()))),
         "run_2": float(joined.sum() / total),
     }
+    token, neuron = np.nonzero(fired)
+    begins = np.flatnonzero((np.diff(token, prepend=-1) > 0) | (np.diff(neuron, prepend=0) > GAP_RECORDS + 1))
+    if len(begins):
+        lasts = np.append(begins[1:], len(neuron)) - 1
+        found["read"] = float((neuron[lasts] - neuron[begins] + 1).mean())
+        found["fired"] = total / len(begins)
     for tokens in (4, 16):
         whole = fired[: len(fired) // tokens * tokens].reshape(-1, tokens, fired.shape[1])
         found[f"in_{tokens}"] = float(whole.any(axis=1).mean())
