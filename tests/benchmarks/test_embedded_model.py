@@ -36,7 +36,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[EmbeddedModel, Path]
     return embed(SHIPPED, TINY, folder, TOKENS), folder
 
 
-@pytest.mark.parametrize(("sparsity", "temperature"), [("dense", 0.0), ("exact", 0.0), ("exact", 0.9)])
+@pytest.mark.parametrize(
+    ("sparsity", "temperature"),
+    [("exact", 0.0), *(pytest.param(*it, marks=pytest.mark.slow) for it in (("dense", 0.0), ("exact", 0.9)))],
+)
 def test_it_says_what_the_small_one_says(
     made: tuple[EmbeddedModel, Path], sparsity: Sparsity, temperature: float
 ) -> None:
