@@ -101,12 +101,12 @@ def _copy_documents(source: Path, output: Path) -> None:
 
 
 def write_tensors(
-    sidecar: Sidecar, tensors: Mapping[str, TensorSpec], arrays: Iterable[NDArray[np.uint8]], output: Path
+    sidecar: Sidecar, tensors: Mapping[str, TensorSpec], arrays: Iterable[NDArray[np.generic]], output: Path
 ) -> tuple[str, tuple[int, ...]]:
     """Write the file of tensors, durably, and return its sha256 and checksums.
 
-    arrays: the bytes of each tensor, (n,), in the order of `tensors`. The JSON file is deleted first, so that
-    no crash leaves one that doesn't describe the tensors.
+    arrays: each tensor's values as they are stored, in the order of `tensors`. The JSON file is deleted
+    first, so that no crash leaves one that doesn't describe the tensors.
     """
     layout = tensors_layout(tensors)
     digest = FileDigest(layout, _native.crc32c)
@@ -114,7 +114,8 @@ def write_tensors(
     with disk_errors(path, _REMEDY):
         (output / sidecar.manifest).unlink(missing_ok=True)
         with temporary_path(path).open("wb") as file:
-            for data in (np.frombuffer(layout.header, np.uint8), *arrays):
+            for array in (np.frombuffer(layout.header, np.uint8), *arrays):
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
                 file.write(data.data)
                 digest.update(data)
             file.flush()

@@ -232,7 +232,7 @@ def write_thresholds(
     measured: int,
 ) -> Thresholds:
     """Write both files, the JSON file last."""
-    arrays = (layer.importance.astype("<f4").view(np.uint8) for layer in layers)
+    arrays = (layer.importance.astype("<f4") for layer in layers)
     sha256, crcs = write_tensors(THRESHOLDS_SIDECAR, threshold_tensors(bundle.config), arrays, output)
     thresholds = Thresholds(
         model=weights_digest(bundle.manifest),

@@ -229,8 +229,7 @@ def test_stories_greedy_tokens_are_those_of_transformers(
     stories: Any, stories_oracle: Any, backend: BackendName
 ) -> None:
     """Every token is the oracle's best after the same tokens, or within 1e-3 of the best."""
-    # The oracle in numpy is slow.
-    texts = prompts(stories("f16"))[: 3 if backend == "reference" else None]
+    texts = prompts(stories("f16"))
     differing = 0
     with running(stories("f16"), backend) as model:
         for prompt in texts:

@@ -73,13 +73,15 @@ def run_rounds(
 
 def test_some_faults(shim: Path, tmp_path: Path, bundle: Path, way: str) -> None:
     # In the ring a read must fail twice before it is an error: eight rounds may see none.
+    errors = 0
     for seed in range(4):
         counts = run_rounds(shim, tmp_path, bundle, way, "exact", rounds=8, seed=seed)
         spoilt = counts["faults"]["ring" if way == "ring" else "pread"]
         assert sum(spoilt[kind] for kind in KINDS) >= 30
-        if "errors" in counts:
-            return
-    pytest.fail("32 rounds ended without an error")
+        errors += counts.get("errors", 0)
+        if errors:
+            break
+    assert errors > 0
 
 
 @pytest.mark.slow

@@ -287,7 +287,7 @@ def write_predictors(
     ranks = tuple(layer.rank for layer in stored)
     bits = stored[0].bits
     tensors = predictor_tensors(bundle.config, bits, ranks)
-    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, _tensor_bytes(stored, bits), output)
+    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, stored_arrays(stored), output)
     predictors = Predictors(
         model=weights_digest(bundle.manifest),
         bits=bits,
@@ -305,14 +305,13 @@ def write_predictors(
     return predictors
 
 
-def _tensor_bytes(stored: Sequence[StoredPredictor], bits: int) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of each tensor, uint8 (n,), in the order of `predictor_tensors`."""
+def stored_arrays(stored: Sequence[StoredPredictor]) -> Iterator[NDArray[np.generic]]:
+    """Each tensor as it is stored, in the order of `predictor_tensors`."""
     for layer in stored:
         for rows in (layer.down, layer.up):
-            affine = () if bits == 16 else (rows.scales, rows.biases)
-            for array in (rows.codes, *affine):
-                yield np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        yield layer.bias.astype("<f4").view(np.uint8)
+            affine = () if layer.bits == 16 else (rows.scales, rows.biases)
+            yield from (rows.codes, *affine)
+        yield layer.bias.astype("<f4")
 
 
 def _whole_point(layers: Sequence[MeasuredPoint]) -> OperatingPoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,7 @@ def write_streams(
     _check_arrays(facts, bundle.config, arrays)
     tensors = stream_tensors(bundle.config, facts)
     # Quantise everything first: if that fails, the older streams are still there.
-    stored = list(_tensor_bytes(facts, bundle.config, arrays))
+    stored = list(_stored(facts, bundle.config, arrays))
     sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors, stored, bundle.path)
     written = replace(facts, sha256=sha256, crcs=crcs)
     save_streams(written, bundle.path)
@@ -113,21 +113,16 @@ def _check_arrays(facts: MultiStreams, config: ModelConfig, arrays: Mapping[str,
             raise CheckpointError(f"{name} holds values that are not finite; train the streams again")
 
 
-def _tensor_bytes(
+def _stored(
     facts: MultiStreams, config: ModelConfig, arrays: Mapping[str, Float32]
-) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of each tensor, uint8 (n,), in the order of `stream_tensors`.
+) -> Iterator[NDArray[np.generic]]:
+    """Each tensor as it is stored, in the order of `stream_tensors`.
 
     Raises CheckpointError for values beyond float16.
     """
     runner = _native.Runner(usable_cores(), "auto")
-    yield _flat(arrays[EMBEDDINGS].astype("<f4"))
+    yield arrays[EMBEDDINGS].astype("<f4")
     for name in facts.matrices(config):
         rows = quantize(runner, np.ascontiguousarray(arrays[name]), facts.bits, name)
         affine = () if facts.bits == 16 else (rows.scales, rows.biases)
-        for array in (rows.codes, *affine):
-            yield _flat(array)
-
-
-def _flat(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        yield from (rows.codes, *affine)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,16 @@ from ondevice.bundle.streams import (
     stream_tensors,
 )
 from ondevice.config import RuntimeConfig
-from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
+from ondevice.converters.quantize import dequantize, quantize
 from ondevice.converters.training.hotness import write_hotness
-from ondevice.converters.training.predictors.train import save_predictors
+from ondevice.converters.training.predictors.train import StoredPredictor, save_predictors, stored_arrays
 from ondevice.converters.training.sidecars import write_tensors
 from ondevice.converters.training.streams.write import save_streams, write_streams
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
 from tests.benchmarks.lib.embedded_weights import EmbeddedModel, put, silent_rows
 from tests.benchmarks.lib.filler_neurons import Recorded, normed, root_mean_square
-from tests.benchmarks.lib.stored_model import matrix_of, spread, widened_context, widened_qkv
+from tests.benchmarks.lib.stored_model import Q4, matrix_of, place_groups, widened_context, widened_qkv
 
 RECALL = RuntimeConfig().predictor_recall
 """Target of the operating point at which fillers' predictors have the trained ones' share of misses."""
@@ -100,34 +100,37 @@ def embed_sidecars(model: EmbeddedModel, folder: Path) -> None:
     large, small = Bundle.open(folder), Bundle.open(model.small.bundle.path)
     if small.streams is not None:
         _embed_streams(model, small.streams, load_file(small.path / STREAMS), large)
-    layers, frequencies = [], np.zeros((model.shape.num_layers, model.shape.intermediate_size), np.float32)
+    facts = small.predictors
+    stored: Tensors = {} if facts is None else load_file(small.path / PREDICTORS)
+    layers = []
+    frequencies = np.zeros((model.shape.num_layers, model.shape.intermediate_size), np.float32)
     for layer, source in enumerate(model.sources):
-        if small.predictors is not None:
-            layers.append(embedded_predictor(model, layer))
+        if facts is not None:
+            layers.append(embedded_predictor(model, facts, stored, layer))
         frequencies[layer, model.filler_places(layer)] = model.fillers(layer).fires.mean(axis=1)
         if model.is_real(layer):
             frequencies[layer, model.neuron_places(layer)] = model.frequencies[source]
-    if small.predictors is not None:
-        _write_predictors(model, small.predictors, layers, large)
+    if facts is not None:
+        _write_predictors(model, facts, layers, large)
     write_hotness(large, frequencies, len(model.text.entering[0]), folder)
 
 
 def _embed_streams(model: EmbeddedModel, facts: MultiStreams, stored: Tensors, large: Bundle) -> None:
     wide = replace(facts, model=weights_digest(large.manifest), first_layer=model.layers[facts.first_layer])
     tensors = stream_tensors(large.config, wide)
-    parts = _stream_parts(model, wide, stored, large)
-    sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors, parts, large.path)
+    arrays = _stream_arrays(model, wide, stored, large)
+    sha256, crcs = write_tensors(STREAMS_SIDECAR, tensors, arrays, large.path)
     save_streams(replace(wide, sha256=sha256, crcs=crcs), large.path)
 
 
-def _stream_parts(
+def _stream_arrays(
     model: EmbeddedModel, facts: MultiStreams, stored: Tensors, large: Bundle
-) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of each tensor of the large bundle's streams."""
+) -> Iterator[NDArray[np.generic]]:
+    """Each tensor of the large bundle's streams."""
     random = np.random.default_rng(36)
     embeddings = np.zeros((facts.streams, large.config.hidden_size), np.float32)
     embeddings[:, : stored[EMBEDDINGS].shape[1]] = stored[EMBEDDINGS]
-    yield _flat(embeddings)
+    yield embeddings
     for name, (rows, cols) in facts.matrices(large.config).items():
         found = silent_rows(rows, cols, facts.bits, random)
         old = _old_name(model, name)
@@ -138,9 +141,8 @@ def _stream_parts(
                 places = model.qkv_rows()
             if name.endswith("out.down"):
                 columns = model.context_groups()
-            put(found, places, spread(matrix, facts.bits, found.scales.shape[1], columns, random))
-        for array in (found.codes, found.scales, found.biases):
-            yield _flat(array)
+            put(found, places, place_groups(matrix, facts.bits, found.scales.shape[1], columns, random))
+        yield from (found.codes, found.scales, found.biases)
 
 
 def _old_name(model: EmbeddedModel, name: str) -> str | None:
@@ -151,21 +153,11 @@ def _old_name(model: EmbeddedModel, name: str) -> str | None:
     return f"layers.{model.layers.index(int(layer))}.{rest}" if model.is_real(int(layer)) else None
 
 
-@dataclass(frozen=True)
-class EmbeddedPredictor:
-    """A layer's predictor. down, up: as stored; bias: (F,)."""
-
-    down: QuantizedRows
-    up: QuantizedRows
-    bias: Float32
-
-
-def embedded_predictor(model: EmbeddedModel, layer: int) -> EmbeddedPredictor:
-    """The predictor of a layer of the large model."""
+def embedded_predictor(
+    model: EmbeddedModel, facts: Predictors, stored: Tensors, layer: int
+) -> StoredPredictor:
+    """The predictor of a layer of the large model. facts, stored: the small model's predictors."""
     source, own = model.sources[layer], model.small.config
-    facts = Bundle.open(model.small.bundle.path).predictors
-    assert facts is not None
-    stored = load_file(model.small.bundle.path / PREDICTORS)
     prefix, bits, random = f"layers.{source}", facts.bits, np.random.default_rng([37, layer])
     down, up = (matrix_of(stored, f"{prefix}.{part}") for part in ("down", "up"))
     found, places = model.fillers(layer), model.filler_places(layer)
@@ -192,7 +184,8 @@ def embedded_predictor(model: EmbeddedModel, layer: int) -> EmbeddedPredictor:
     if model.is_real(layer):
         put(whole, model.neuron_places(layer), up)
         bias[model.neuron_places(layer)] = stored[f"{prefix}.bias"]
-    return EmbeddedPredictor(spread(down, bits, model.groups, model.columns, random), whole, bias)
+    wide = place_groups(down, bits, model.groups, model.columns, random)
+    return StoredPredictor(bits, wide, whole, bias, points=())
 
 
 def filler_gates(model: EmbeddedModel, layer: int, text: Recorded) -> tuple[Float32, Float32]:
@@ -200,7 +193,7 @@ def filler_gates(model: EmbeddedModel, layer: int, text: Recorded) -> tuple[Floa
     rows, states = model.small.attention[model.sources[layer]], model.states(layer, text)
     found, eps = model.fillers(layer), model.small.config.rms_norm_eps
     fed = normed(states, rows.feed_forward_norm, eps)
-    gates = fed @ dequantize(found.gate, 4, fed.shape[1]).T
+    gates = fed @ dequantize(found.gate, Q4.bits, fed.shape[1]).T
     gates += found.offset.astype(np.float32) / root_mean_square(states, eps)[:, None]
     return np.asarray(gates, np.float32), fed
 
@@ -218,7 +211,7 @@ def predicted_rates(model: EmbeddedModel, text: Recorded) -> dict[str, dict[str,
     for layer in range(0, model.shape.num_layers, -(-model.shape.num_layers // MEASURED_LAYERS)):
         source = model.sources[layer]
         gates, fed = filler_gates(model, layer, text)
-        made, places = embedded_predictor(model, layer), model.filler_places(layer)
+        made, places = embedded_predictor(model, facts, stored, layer), model.filler_places(layer)
         columns = model.small.config.hidden_size
         low = fed @ dequantize(made.down, facts.bits, columns).T
         up = dequantize(made.up, facts.bits, low.shape[1])[places]
@@ -231,7 +224,7 @@ def predicted_rates(model: EmbeddedModel, text: Recorded) -> dict[str, dict[str,
             for part, size in (("down", columns), ("up", low.shape[1]))
         )
         scores = own @ down.T @ up.T + stored[f"layers.{source}.bias"] + point.offsets[source]
-        gate = dequantize(model.small.neurons[source][0], 4, columns)
+        gate = dequantize(model.small.neurons[source][0], Q4.bits, columns)
         rates["trained"].append(_rates(scores, own @ gate.T))
     return {
         name: dict(zip(("missed", "selected"), map(float, np.mean(found, axis=0)), strict=True))
@@ -245,7 +238,7 @@ def _rates(scores: NDArray[np.floating], gates: Float32) -> tuple[float, float]:
 
 
 def _write_predictors(
-    model: EmbeddedModel, facts: Predictors, layers: list[EmbeddedPredictor], large: Bundle
+    model: EmbeddedModel, facts: Predictors, layers: list[StoredPredictor], large: Bundle
 ) -> None:
     def of(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(values[source] for source in model.sources)
@@ -259,20 +252,8 @@ def _write_predictors(
             selected=of(point.selected),
         )
 
-    ranks = tuple(facts.ranks[source] for source in model.sources)
+    ranks = tuple(layer.rank for layer in layers)
     tensors = predictor_tensors(large.config, facts.bits, ranks)
-    arrays = (
-        _flat(array)
-        for layer in layers
-        for array in (
-            *(part for rows in (layer.down, layer.up) for part in (rows.codes, rows.scales, rows.biases)),
-            layer.bias,
-        )
-    )
-    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, arrays, large.path)
+    sha256, crcs = write_tensors(PREDICTORS_SIDECAR, tensors, stored_arrays(layers), large.path)
     found = replace(facts, model=weights_digest(large.manifest), ranks=ranks, sha256=sha256, crcs=crcs)
     save_predictors(replace(found, points=tuple(map(wide, facts.points))), large.path)
-
-
-def _flat(array: NDArray[Any]) -> NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -37,14 +37,14 @@ from tests.benchmarks.lib.filler_neurons import (
 )
 from tests.benchmarks.lib.random_model import Shape
 from tests.benchmarks.lib.stored_model import (
+    Q4,
     AttentionRows,
     Neurons,
     StoredModel,
+    place_groups,
     random_codes,
-    spread,
 )
 
-BITS = 4
 CONSTANT = np.float32(2.0**-24)
 """Value of the constant channel in the stream, the least that a float16 scale gives."""
 HEAD_ROWS = 4096
@@ -67,8 +67,8 @@ class EmbeddedModel:
             raise ValueError(
                 f"{shape.num_heads} heads of {head_dim} can't hold {own.num_heads} of {own.head_dim}"
             )
-        if own.hidden_size % GROUP_SIZE or own.intermediate_size % GROUP_SIZE or shape.intermediate_size % 64:
-            raise ValueError("widths and neurons are to be multiples of 64")
+        if any(n % GROUP_SIZE for n in (own.hidden_size, own.intermediate_size, shape.intermediate_size)):
+            raise ValueError(f"widths and neurons are to be multiples of {GROUP_SIZE}")
         if shape.num_layers < own.num_layers or shape.vocab_size < own.vocab_size:
             raise ValueError(f"{shape.name} has fewer layers or tokens than the small model")
         self.small, self.shape, self.text = small, shape, text
@@ -79,17 +79,15 @@ class EmbeddedModel:
         self.groups = shape.hidden_size // GROUP_SIZE
         self.layers = even_places(own.num_layers, shape.num_layers)
         self.heads = even_places(own.num_heads, shape.num_heads)
-        self.blocks = even_places(own.intermediate_size // 64, shape.intermediate_size // 64)
+        self.blocks = even_places(own.intermediate_size // GROUP_SIZE, shape.intermediate_size // GROUP_SIZE)
         self.sources = source_layers(own, self.layers, shape.num_layers)
         self._newest: tuple[int, Fillers] | None = None
         self.lowest = _bound_of_logits(small)
-        eps = own.rms_norm_eps
-        self.frequencies = [
-            (
-                dequantize(neurons[0], BITS, own.hidden_size) @ text.fed(i, rows.feed_forward_norm, eps).T > 0
-            ).mean(1)
-            for i, (neurons, rows) in enumerate(zip(small.neurons, small.attention, strict=True))
-        ]
+        self.frequencies = []
+        for layer, (neurons, rows) in enumerate(zip(small.neurons, small.attention, strict=True)):
+            gate = dequantize(neurons[0], Q4.bits, own.hidden_size)
+            gates = gate @ text.fed(layer, rows.feed_forward_norm, own.rms_norm_eps).T
+            self.frequencies.append((gates > 0).mean(axis=1))
 
     @property
     def config(self) -> ModelConfig:
@@ -123,10 +121,10 @@ class EmbeddedModel:
         for layer, source in enumerate(self.sources):
             random, rows = np.random.default_rng([31, layer]), self.small.attention[source]
             qkv = self._made_up(rows.qkv, 3 * self.shape.num_heads * own.head_dim, random)
-            out = silent_rows(self.shape.hidden_size, self.shape.num_heads * own.head_dim, BITS, random)
+            out = silent_rows(self.shape.hidden_size, self.shape.num_heads * own.head_dim, Q4.bits, random)
             if self.is_real(layer):
-                put(qkv, self.qkv_rows(), spread(rows.qkv, BITS, self.groups, self.columns, random))
-                found = spread(rows.out, BITS, out.scales.shape[1], self.context_groups(), random)
+                put(qkv, self.qkv_rows(), place_groups(rows.qkv, Q4.bits, self.groups, self.columns, random))
+                found = place_groups(rows.out, Q4.bits, out.scales.shape[1], self.context_groups(), random)
                 put(out, np.arange(len(rows.out.codes)), found)
             yield AttentionRows(
                 self.norm(rows.attention_norm), qkv, out, self.norm(rows.feed_forward_norm, constant=1.0)
@@ -160,9 +158,9 @@ class EmbeddedModel:
 
     def _made(self, layer: int) -> Fillers:
         source, own, random = self.sources[layer], self.small.config, np.random.default_rng([32, layer])
-        count, blocks = len(self.filler_places(layer)) // 64, own.intermediate_size // 64
+        count, blocks = len(self.filler_places(layer)) // GROUP_SIZE, own.intermediate_size // GROUP_SIZE
         like = np.concatenate([random.permutation(blocks) for _ in range(-(-count // blocks))])[:count]
-        gate = dequantize(self.small.neurons[source][0], BITS, own.hidden_size)
+        gate = dequantize(self.small.neurons[source][0], Q4.bits, own.hidden_size)
         norm = self.small.attention[source].feed_forward_norm, own.rms_norm_eps
         return make_fillers(gate, self.frequencies[source], self.states(layer, self.text), norm, like, random)
 
@@ -179,12 +177,12 @@ class EmbeddedModel:
         neurons = self.small.neurons[source]
         gate = self._rows_of(found.gate, random)
         gate.scales[:, self.channel] = found.offset
-        gate.codes[:, self.channel * GROUP_SIZE * BITS // 8] = 1
+        gate.codes[:, self.channel * GROUP_SIZE * Q4.bits // 8] = 1
         up = self._rows_of(_recoded(neurons[1], found.first, random), random)
-        down = silent_rows(len(found.first), self.shape.hidden_size, BITS, random)
+        down = silent_rows(len(found.first), self.shape.hidden_size, Q4.bits, random)
         whole = []
         for fillers, real in zip((gate, up, down), neurons, strict=True):
-            rows = silent_rows(self.shape.intermediate_size, self.shape.hidden_size, BITS, random)
+            rows = silent_rows(self.shape.intermediate_size, self.shape.hidden_size, Q4.bits, random)
             put(rows, places, fillers)
             if self.is_real(layer):
                 put(rows, self.neuron_places(layer), self._rows_of(real, random))
@@ -205,7 +203,7 @@ class EmbeddedModel:
         for start, random, rows in self._vocabulary(35):
             found = self._rows_of(rows, random)
             if start >= self.small.config.vocab_size:
-                found = silent_rows(len(rows.codes), self.shape.hidden_size, BITS, random)
+                found = silent_rows(len(rows.codes), self.shape.hidden_size, Q4.bits, random)
                 self._set_channel(found, -1.0)
             yield found
 
@@ -222,12 +220,12 @@ class EmbeddedModel:
             yield start, np.random.default_rng([seed, start]), _taken(table, np.arange(start, stop) % real)
 
     def _rows_of(self, rows: QuantizedRows, random: np.random.Generator) -> QuantizedRows:
-        return spread(rows, BITS, self.groups, self.columns, random)
+        return place_groups(rows, Q4.bits, self.groups, self.columns, random)
 
     def _set_channel(self, rows: QuantizedRows, value: float) -> None:
         """Give all rows `value` in the constant channel and zeros beside it."""
-        first = self.channel * GROUP_SIZE * BITS // 8
-        rows.codes[:, first : first + GROUP_SIZE * BITS // 8] = 0
+        first = self.channel * GROUP_SIZE * Q4.bits // 8
+        rows.codes[:, first : first + GROUP_SIZE * Q4.bits // 8] = 0
         rows.codes[:, first] = 1
         rows.scales[:, self.channel] = value
 
@@ -274,9 +272,9 @@ def _bound_of_logits(small: StoredModel) -> float:
     config, width = small.config, float(np.sqrt(small.config.hidden_size))
 
     def length(rows: QuantizedRows, cols: int) -> float:
-        return float(np.linalg.norm(dequantize(rows, BITS, cols)))
+        return float(np.linalg.norm(dequantize(rows, Q4.bits, cols)))
 
-    reach = float(np.linalg.norm(dequantize(small.embedding, BITS, config.hidden_size), axis=1).max())
+    reach = float(np.linalg.norm(dequantize(small.embedding, Q4.bits, config.hidden_size), axis=1).max())
     for rows, (gate, up, down) in zip(small.attention, small.neurons, strict=True):
         first, second = (
             float(np.abs(w).max()) * width for w in (rows.attention_norm, rows.feed_forward_norm)
@@ -284,6 +282,6 @@ def _bound_of_logits(small: StoredModel) -> float:
         reach += length(rows.qkv, config.hidden_size) * first * length(rows.out, config.query_size)
         gates = length(gate, config.hidden_size) * length(up, config.hidden_size) * second**2
         reach += gates * length(down, config.hidden_size)
-    head = dequantize(small.embedding, BITS, config.hidden_size) * small.final_norm
+    head = dequantize(small.embedding, Q4.bits, config.hidden_size) * small.final_norm
     logit = float(np.linalg.norm(head, axis=1).max()) * width
     return float(2.0 ** np.ceil(np.log2(16 * logit * reach / width)))

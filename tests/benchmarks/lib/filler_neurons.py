@@ -20,14 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.api import load
-from ondevice.backends.base import Float32
-from ondevice.config import GROUP_SIZE, ModelConfig
+from ondevice.backends.base import Float32, KVLayout, Norm
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward
+from ondevice.config import GROUP_SIZE, Activation, ModelConfig
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
+from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.measure.prompts import BUILT_IN
-from ondevice.model.rope import Rope
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
 from ondevice.units import usable_cores
-from tests.benchmarks.lib.stored_model import StoredModel
+from tests.benchmarks.lib.stored_model import Q4, StoredModel
 
 MIXED = (0.5, 0.8)
 """Least and largest angle, in radians, between a filler and the first of its rows; the second is at a right
@@ -51,39 +56,42 @@ class Recorded:
         return normed(self.before[layer], norm, eps)
 
 
+class RecordingBackend(ReferenceBackend):
+    """Keeps the residual streams before and after every feed-forward, in the order that they come."""
+
+    def __init__(self) -> None:
+        self.before: list[Float32] = []
+        self.after: list[Float32] = []
+
+    def feed_forward(
+        self,
+        x: Float32,
+        weight: ReferenceFeedForward,
+        activation: Activation,
+        batch: ForwardBatch,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+    ) -> Float32:
+        found = super().feed_forward(x, weight, activation, batch, norm, added)
+        self.before.append(x)
+        self.after.append(found)
+        return found
+
+
 def record(small: StoredModel, pieces: Sequence[Sequence[int]]) -> Recorded:
-    """Run a small model over pieces of token ids, in plain float32: activations aren't rounded."""
-    config, ends = small.config, np.cumsum([len(piece) for piece in pieces])
-    x = _floats(small.embedding, config.hidden_size)[np.concatenate(pieces)]
-    entering, before = [x], []
-    for rows, neurons in zip(small.attention, small.neurons, strict=True):
-        qkv, gate, up, down = (_floats(m, config.hidden_size) for m in (rows.qkv, *neurons))
-        heads = normed(x, rows.attention_norm, config.rms_norm_eps) @ qkv.T
-        contexts = np.concatenate([_attended(piece, config) for piece in np.split(heads, ends[:-1])])
-        x = np.asarray(x + contexts @ _floats(rows.out, config.query_size).T, np.float32)
-        before.append(x)
-        fed = normed(x, rows.feed_forward_norm, config.rms_norm_eps)
-        x = np.asarray(x + (np.maximum(fed @ gate.T, 0) * (fed @ up.T)) @ down, np.float32)
-        entering.append(x)
-    return Recorded(tuple(entering), tuple(before))
-
-
-def _attended(qkv: Float32, config: ModelConfig) -> Float32:
-    """(T, H * Dh) contexts of one text whose queries, keys and values are side by side."""
-    tokens, half = len(qkv), config.head_dim // 2
-    heads = qkv.reshape(tokens, 3, config.num_heads, config.head_dim)
-    cos, sin = (table[:, None, None] for table in Rope(config).run(0, tokens))
-    first, second = heads[:, :2, :, :half], heads[:, :2, :, half:]
-    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    scores = np.einsum("thd,shd->hts", turned[:, 0], turned[:, 1]) / np.float32(config.head_dim**0.5)
-    scores = np.where(np.tri(tokens, dtype=np.bool_), scores, np.float32(-np.inf))
-    chances = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    chances /= chances.sum(axis=-1, keepdims=True)
-    return np.asarray(np.einsum("hts,shd->thd", chances, heads[:, 2]).reshape(tokens, -1), np.float32)
-
-
-def _floats(rows: QuantizedRows, cols: int) -> Float32:
-    return dequantize(rows, 4, cols)
+    """Run a small model over pieces of token ids in numpy: activations aren't rounded."""
+    backend, bundle, embedded = RecordingBackend(), small.bundle, []
+    with FlashReader(bundle_files(bundle)) as reader:
+        model = Transformer(bundle.config, backend, load_weights(bundle, reader, backend))
+        for piece in pieces:
+            embedded.append(model.embedding(piece))
+            model.hidden_states(piece, KVCache(KVLayout(bundle.config)))
+    layers = small.config.num_layers
+    before, after = (
+        tuple(np.concatenate(streams[layer::layers]) for layer in range(layers))
+        for streams in (backend.before, backend.after)
+    )
+    return Recorded((np.concatenate(embedded), *after), before)
 
 
 def own_text(folder: Path, tokens: int, part: int) -> list[list[int]]:
@@ -116,7 +124,7 @@ def root_mean_square(x: Float32, eps: float) -> Float32:
 
 def normed(x: Float32, norm: Float32, eps: float) -> Float32:
     """The RMS norm of x (T, D)."""
-    return np.asarray(x / root_mean_square(x, eps)[:, None] * norm, np.float32)
+    return ReferenceBackend().rms_norm(x, norm, eps)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,8 @@ def make_fillers(
     spreads = (x @ gate.T).std(axis=0) + np.float32(1e-6)
     ratio = (spreads[first] / spreads[second])[:, None]
     mixed = np.cos(angle) * gate[first] + np.sin(angle) * ratio * gate[second]
-    rows = quantize(_native.Runner(usable_cores()), np.ascontiguousarray(mixed), 4, "a filler")
-    gates = dequantize(rows, 4, x.shape[1]) @ x.T
+    rows = quantize(_native.Runner(usable_cores()), np.ascontiguousarray(mixed), Q4.bits, "a filler")
+    gates = dequantize(rows, Q4.bits, x.shape[1]) @ x.T
     channel = 1 / root_mean_square(states, norm[1])
     gates /= channel
     offset = _thresholds(gates, np.rint(frequency[first] * len(x)).astype(np.int64))

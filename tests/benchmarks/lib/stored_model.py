@@ -239,7 +239,7 @@ def _tensors(name: str, pieces: list[QuantizedRows]) -> Iterator[tuple[str, Iter
     yield f"{name}.biases", [rows.biases for rows in pieces]
 
 
-def spread(
+def place_groups(
     rows: QuantizedRows, bits: int, groups: int, places: NDArray[np.int64], random: np.random.Generator
 ) -> QuantizedRows:
     """`rows` in rows of `groups` groups, their own groups at `places`.
