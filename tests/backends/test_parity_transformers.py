@@ -224,7 +224,10 @@ def continued(model: Transformer, prompt: list[int], **sampling: Any) -> list[in
     return [event.token for event in events if event.token is not None]
 
 
-@pytest.mark.parametrize("backend", get_args(BackendName))
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "reference")) for name in get_args(BackendName)],
+)
 def test_stories_greedy_tokens_are_those_of_transformers(
     stories: Any, stories_oracle: Any, backend: BackendName
 ) -> None:

@@ -291,7 +291,7 @@ def test_a_pass_takes_what_is_planned_for_it(bundle: Path, chunk: int, least: fl
     assert least * total <= peak <= total
 
 
-@pytest.mark.parametrize(("chunk", "least"), [(64, 0.90), (1024, 0.83)])
+@pytest.mark.parametrize(("chunk", "least"), [pytest.param(64, 0.90, marks=pytest.mark.slow), (1024, 0.83)])
 def test_a_pass_with_adapters_takes_what_is_planned_for_it(
     shared_bundle: Path, chunk: int, least: float
 ) -> None:
@@ -329,7 +329,7 @@ def test_neurons_that_are_predicted_keep_to_the_plan(
     assert 0.80 * total <= peak <= total <= allowed
 
 
-@pytest.mark.parametrize("sparsity", ["dense", "exact"])
+@pytest.mark.parametrize("sparsity", [pytest.param("dense", marks=pytest.mark.slow), "exact"])
 def test_mlx_keeps_to_the_smallest_budget(relu_bundle: Path, sparsity: str) -> None:
     """Its scratch memory is planned for the widest chunk, and freed arrays that it may keep."""
     pytest.importorskip("mlx.core", exc_type=ImportError)

@@ -229,7 +229,7 @@ def stopping_at(step: int) -> Callable[[int, float], None]:
     return stop
 
 
-@pytest.mark.parametrize("mode", ["lossless", "shared"])
+@pytest.mark.parametrize("mode", [pytest.param("lossless", marks=pytest.mark.slow), "shared"])
 def test_a_training_that_was_stopped_comes_to_the_same_numbers(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
