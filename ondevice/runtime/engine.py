@@ -228,18 +228,20 @@ class Engine:
         second = None
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
-        nodes, name = draft_nodes(resolved.runtime), resolved.runtime.speculation
+        name, widths = resolved.runtime.speculation, resolved.widths
+        nodes = min(draft_nodes(resolved.runtime), widths.nodes)
         target = Target(
             self._bundle.config,
             resolved.plan.max_context,
             nodes,
+            nodes if widths.branches else 0,
             self._generator.transformer,
             lambda: self.plan.offloads_weights,
             second,
         )
         drafter = make_drafter(name, target)
         least_seconds = MIN_PASS_SECONDS if name == "auto" else 0.0
-        return None if drafter is None else Drafting(drafter, nodes, least_seconds)
+        return None if drafter is None else Drafting(drafter, nodes, least_seconds, widths.branches)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""

@@ -26,12 +26,14 @@ Needs = Literal["nothing", "streams", "draft model"]
 class Target:
     """The model that drafts are for.
 
-    max_nodes: most nodes of a draft, its root included. reads: tells whether passes wait for flash now.
+    max_nodes: most nodes of a draft, its root included. max_rows: most rows of a draft's pass with streams;
+    0: none has any. reads: tells whether passes wait for flash now.
     """
 
     config: ModelConfig
     max_context: int
     max_nodes: int
+    max_rows: int
     transformer: Transformer
     reads: Callable[[], bool]
     draft_model: DraftModel | None = None
@@ -70,7 +72,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: MultiStreamDrafter(target.transformer, target.max_nodes),
+        lambda target: MultiStreamDrafter(target.transformer, target.max_rows),
     ),
     "resident": DrafterKind(
         "nothing",
