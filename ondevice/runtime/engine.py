@@ -228,18 +228,11 @@ class Engine:
         second = None
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
-        nodes, name = draft_nodes(resolved.runtime), resolved.runtime.speculation
-        target = Target(
-            self._bundle.config,
-            resolved.plan.max_context,
-            nodes,
-            self._generator.transformer,
-            lambda: self.plan.offloads_weights,
-            second,
-        )
+        name, transformer = resolved.runtime.speculation, self._generator.transformer
+        target = Target(self._bundle.config, transformer, lambda: self.plan.offloads_weights, second)
         drafter = make_drafter(name, target)
         least_seconds = MIN_PASS_SECONDS if name == "auto" else 0.0
-        return None if drafter is None else Drafting(drafter, nodes, least_seconds)
+        return None if drafter is None else Drafting(drafter, draft_nodes(resolved.runtime), least_seconds)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""

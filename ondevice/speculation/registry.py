@@ -17,6 +17,7 @@ from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafte
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
 from ondevice.speculation.drafters.streams import MultiStreamDrafter
+from ondevice.speculation.tree import STREAM_ROWS
 
 Needs = Literal["nothing", "streams", "draft model"]
 """A drafter's requirement in addition to the model: streams in its bundle, or a second model."""
@@ -26,12 +27,10 @@ Needs = Literal["nothing", "streams", "draft model"]
 class Target:
     """The model that drafts are for.
 
-    max_nodes: most nodes of a draft, its root included. reads: tells whether passes wait for flash now.
+    reads: tells whether passes wait for flash now.
     """
 
     config: ModelConfig
-    max_context: int
-    max_nodes: int
     transformer: Transformer
     reads: Callable[[], bool]
     draft_model: DraftModel | None = None
@@ -47,8 +46,11 @@ class DrafterKind:
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of the text, all streams' logits twice, all nodes, their streams' initial states, and streams."""
-    rows = (nodes * (1 + MAX_STREAMS) + MAX_STREAMS) * config.hidden_size
+    """Bytes of the text, all streams' logits twice, and hidden states.
+
+    These are the nodes, their streams' initial states, and the streams that ran in the pass.
+    """
+    rows = (nodes * (1 + MAX_STREAMS) + STREAM_ROWS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
@@ -70,7 +72,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: MultiStreamDrafter(target.transformer, target.max_nodes),
+        lambda target: MultiStreamDrafter(target.transformer),
     ),
     "resident": DrafterKind(
         "nothing",
@@ -98,7 +100,12 @@ def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: i
 
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:
     """Whether a model's streams are loaded: they draft, or are part of the model itself."""
-    return streams is not None and (streams.mode == "shared" or name in ("streams", "auto"))
+    return drafts_with_streams(name, streams) or (streams is not None and streams.mode == "shared")
+
+
+def drafts_with_streams(name: str, streams: MultiStreams | None) -> bool:
+    """Whether the drafter `name` drafts with a model's streams."""
+    return streams is not None and name in ("streams", "auto")
 
 
 def needs(name: str) -> Needs:

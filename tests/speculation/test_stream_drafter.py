@@ -12,7 +12,6 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.transformer import ForwardOutput, PrunedDraft
@@ -22,7 +21,7 @@ from ondevice.sampling import sample
 from ondevice.speculation import registry
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import Draft
+from ondevice.speculation.tree import DRAFT_NODES, Draft
 from tests.support.engines import always_draft
 
 SHIPPED = shipped_folder() / "small-relu"
@@ -55,9 +54,9 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
 @pytest.mark.parametrize(
     ("candidates", "nodes", "least"),
     [
-        # As large as can be, which leaves no row for streams: those of the path's end run in a pass of their
-        # own. 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
-        pytest.param(8, DECODE_TOKENS, 1.88, id="largest"),
+        # As large as can be: the streams of one node in two run in the same pass, the others' in their own.
+        # 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
+        pytest.param(8, DRAFT_NODES, 1.88, id="largest"),
         # The likeliest alone, and rows for the streams of two nodes in the same pass. 1.63, sampled 1.60.
         pytest.param(1, 5, 1.56, id="chain"),
     ],
@@ -92,7 +91,7 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling, expected = plain_answers
-    always_draft(monkeypatch, [DECODE_TOKENS, 5])
+    always_draft(monkeypatch, [DRAFT_NODES, 5])
     options, pruned, kept = MultiStreamDrafting(pruning_threshold=0.02), 0, 0
     prune = MultiStreamDrafter._prune
 
@@ -145,17 +144,15 @@ def numbered(*rows: int) -> Float32:
     return np.array(rows, dtype=np.float32)[:, None]
 
 
-def drafter_of(
-    transformer: FakeTransformer, max_rows: int = DECODE_TOKENS, **options: Any
-) -> MultiStreamDrafter:
+def drafter_of(transformer: FakeTransformer, **options: Any) -> MultiStreamDrafter:
     made: Any = transformer
-    return MultiStreamDrafter(made, max_rows, MultiStreamDrafting(**options))
+    return MultiStreamDrafter(made, MultiStreamDrafting(**options))
 
 
 def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:
     """room: places that the cache has."""
     kv: Any = SimpleNamespace(room=room, length=0)
-    drafter.prepare(kv, DECODE_TOKENS, lambda: False)
+    drafter.prepare(kv, DRAFT_NODES, lambda: False)
 
 
 def end_pass(

@@ -21,7 +21,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
-from ondevice.speculation.tree import Draft, Proposals
+from ondevice.speculation.tree import STREAM_ROWS, Draft, Proposals
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ DEFAULT_STREAMS = MultiStreamDrafting()
 class MultiStreamDrafter(Drafter):
     """Drafts with the streams of the newest token in the target's cache, after the token drawn next."""
 
-    def __init__(
-        self, transformer: Transformer, max_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
-    ) -> None:
-        """transformer: has streams. max_rows: most rows of a pass, streams included."""
+    def __init__(self, transformer: Transformer, options: MultiStreamDrafting = DEFAULT_STREAMS) -> None:
+        """transformer: has streams."""
         assert transformer.streams is not None
         self._transformer = transformer
         self._count = transformer.streams.count
@@ -61,9 +59,9 @@ class MultiStreamDrafter(Drafter):
         self._prunes = options.pruning_threshold > 0 and transformer.streams.pruning is not None
         self._used = min(options.streams or self._count, self._count)
         self._rankings = [Ranking(options.candidates) for _ in range(self._used)]
-        self._max_rows = max_rows
+        self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
-        """Number of places in the cache for rows of the next pass."""
+        """Number of places that the cache has for rows of the next pass, the draft's nodes first."""
         self._penalised = False
         self._text: list[int] = []
         self._forget()
@@ -107,7 +105,7 @@ class MultiStreamDrafter(Drafter):
         # Streams take no more blocks of keys and values than the text alone.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)
-        self._places = min(self._max_rows, kv.room - kv.length)
+        self._places = kv.room - kv.length
         if self._states is not None and self._logits is None:
             self._logits = self._checked_logits(self._states)
 
@@ -148,7 +146,7 @@ class MultiStreamDrafter(Drafter):
         index = {node: place for place, node in enumerate(kept)}
         for place, node in enumerate(kept[1:], 1):
             ends[index[draft.parents[node]]] -= reached[place]
-        max_ends = min(self._options.max_ends, (self._places - len(kept)) // self._count)
+        max_ends = min(self._max_ends, (self._places - len(kept)) // self._count)
         best = np.argsort(-ends, kind="stable")[: max(0, max_ends)]
         break_even = self._count * row_share / (1 + (self._count - 1) * row_share)
         min_chance = max(break_even, self._options.min_end_chance)
