@@ -228,11 +228,18 @@ class Engine:
         second = None
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
-        name, transformer = resolved.runtime.speculation, self._generator.transformer
-        target = Target(self._bundle.config, transformer, lambda: self.plan.offloads_weights, second)
+        name, widths = resolved.runtime.speculation, resolved.widths
+        target = Target(
+            self._bundle.config,
+            self._generator.transformer,
+            widths.tree if widths.branches else 0,
+            lambda: self.plan.offloads_weights,
+            second,
+        )
         drafter = make_drafter(name, target)
+        nodes = min(draft_nodes(resolved.runtime), widths.nodes)
         least_seconds = MIN_PASS_SECONDS if name == "auto" else 0.0
-        return None if drafter is None else Drafting(drafter, draft_nodes(resolved.runtime), least_seconds)
+        return None if drafter is None else Drafting(drafter, nodes, least_seconds, widths.branches)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""

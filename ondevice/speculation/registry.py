@@ -27,11 +27,13 @@ Needs = Literal["nothing", "streams", "draft model"]
 class Target:
     """The model that drafts are for.
 
-    reads: tells whether passes wait for flash now.
+    max_rows: rows of a pass up to which the backend gives each the bits that it has alone, with streams; 0:
+    no draft's pass has streams. reads: tells whether passes wait for flash now.
     """
 
     config: ModelConfig
     transformer: Transformer
+    max_rows: int
     reads: Callable[[], bool]
     draft_model: DraftModel | None = None
 
@@ -72,7 +74,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: MultiStreamDrafter(target.transformer),
+        lambda target: MultiStreamDrafter(target.transformer, target.max_rows),
     ),
     "resident": DrafterKind(
         "nothing",

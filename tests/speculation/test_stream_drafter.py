@@ -12,6 +12,7 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.config import SamplingConfig
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.transformer import ForwardOutput, PrunedDraft
@@ -144,9 +145,9 @@ def numbered(*rows: int) -> Float32:
     return np.array(rows, dtype=np.float32)[:, None]
 
 
-def drafter_of(transformer: FakeTransformer, **options: Any) -> MultiStreamDrafter:
+def drafter_of(transformer: FakeTransformer, max_rows: int = ANY_ROWS, **options: Any) -> MultiStreamDrafter:
     made: Any = transformer
-    return MultiStreamDrafter(made, MultiStreamDrafting(**options))
+    return MultiStreamDrafter(made, max_rows, MultiStreamDrafting(**options))
 
 
 def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:

@@ -61,7 +61,13 @@ def test_the_dearer_rows_are_the_likelier_an_end_must_be() -> None:
 
 @pytest.mark.parametrize(("places", "streams"), [(4, []), (8, []), (9, [1]), (11, [1]), (12, [1, 4])])
 def test_streams_have_the_places_that_the_draft_leaves(places: int, streams: list[int]) -> None:
+    """Of the cache, or of a backend on which rows of wider passes have other bits."""
     assert list(pruned(DRAFT, places=places).streams) == streams
+    assert list(pruned(DRAFT, max_rows=places).streams) == streams
+
+
+def test_a_backend_that_a_tree_changes_has_no_streams_in_a_draft_s_pass() -> None:
+    assert list(pruned(DRAFT, max_rows=0).streams) == []
 
 
 @pytest.mark.parametrize(("rows", "streams"), [(2, []), (3, [1]), (5, [1]), (6, [1, 4])])

@@ -50,8 +50,13 @@ DEFAULT_STREAMS = MultiStreamDrafting()
 class MultiStreamDrafter(Drafter):
     """Drafts with the streams of the newest token in the target's cache, after the token drawn next."""
 
-    def __init__(self, transformer: Transformer, options: MultiStreamDrafting = DEFAULT_STREAMS) -> None:
-        """transformer: has streams."""
+    def __init__(
+        self, transformer: Transformer, max_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
+    ) -> None:
+        """transformer: has streams.
+
+        max_rows: most rows of a pass with streams, its nodes included; 0: no draft's pass has streams.
+        """
         assert transformer.streams is not None
         self._transformer = transformer
         self._count = transformer.streams.count
@@ -59,9 +64,10 @@ class MultiStreamDrafter(Drafter):
         self._prunes = options.pruning_threshold > 0 and transformer.streams.pruning is not None
         self._used = min(options.streams or self._count, self._count)
         self._rankings = [Ranking(options.candidates) for _ in range(self._used)]
+        self._max_rows = max_rows
         self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
-        """Number of places that the cache has for rows of the next pass, the draft's nodes first."""
+        """Number of rows for which the next pass has room, the draft's nodes included."""
         self._penalised = False
         self._text: list[int] = []
         self._forget()
@@ -105,7 +111,7 @@ class MultiStreamDrafter(Drafter):
         # Streams take no more blocks of keys and values than the text alone.
         if self._states is None and self._branches is not None and kv.room - kv.length >= self._count:
             self._states = self._transformer.stream_states(self._branches, kv, cancelled)
-        self._places = kv.room - kv.length
+        self._places = min(self._max_rows, kv.room - kv.length)
         if self._states is not None and self._logits is None:
             self._logits = self._checked_logits(self._states)
 

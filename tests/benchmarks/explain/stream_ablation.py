@@ -28,6 +28,7 @@ from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import Batches
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Speculation
@@ -197,7 +198,7 @@ class Runner:
         assert engine._drafting is not None
         drafter = engine._drafting._drafter
         if variant.drafter == "streams":
-            drafter = MultiStreamDrafter(engine._generator.transformer, variant.options)
+            drafter = MultiStreamDrafter(engine._generator.transformer, ANY_ROWS, variant.options)
         self._draftings[variant] = model, Counting(drafter, variant.nodes, self._args.priced)
 
     def _open(self, drafter: str, share: float | None) -> Model:
