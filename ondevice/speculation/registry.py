@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ondevice.bundle.streams import MAX_STREAMS, MultiStreams
-from ondevice.config import ModelConfig
+from ondevice.bundle.streams import MultiStreams
+from ondevice.config import MAX_STREAMS, ModelConfig
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileReading
@@ -16,7 +16,7 @@ from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
-from ondevice.speculation.drafters.streams import MultiStreamDrafter
+from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.tree import STREAM_ROWS
 
 Needs = Literal["nothing", "streams", "draft model"]
@@ -35,6 +35,7 @@ class Target:
     transformer: Transformer
     max_rows: int
     reads: Callable[[], bool]
+    streams: MultiStreamDrafting
     draft_model: DraftModel | None = None
 
 
@@ -74,7 +75,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: MultiStreamDrafter(target.transformer, target.max_rows),
+        lambda target: MultiStreamDrafter(target.transformer, target.max_rows, target.streams),
     ),
     "resident": DrafterKind(
         "nothing",

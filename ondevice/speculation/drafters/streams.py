@@ -15,7 +15,7 @@ import numpy as np
 
 from ondevice.backends.base import Array, Float32
 from ondevice.callbacks import IsCancelled
-from ondevice.config import SamplingConfig
+from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
@@ -40,8 +40,8 @@ class MultiStreamDrafting:
     max_ends: int = 2
     min_end_chance: float = 0.15
     candidates: int = MAX_CANDIDATES
-    streams: int = 0
-    pruning_threshold: float = 0.0
+    streams: int = RuntimeConfig.draft_streams
+    pruning_threshold: float = RuntimeConfig.draft_pruning
 
 
 DEFAULT_STREAMS = MultiStreamDrafting()
