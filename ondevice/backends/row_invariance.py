@@ -14,7 +14,9 @@ from typing import Literal, NamedTuple
 from ondevice.backends.base import Float32
 
 MOST_ROWS = 16
-"""Most rows of a pass with a draft."""
+"""Most rows of a pass that are measured."""
+ANY_ROWS = 1 << 20
+"""Width of a backend on which the number of rows makes no difference: more rows than any pass has."""
 Kind = Literal["any", "chain", "tree"]
 """The drafts that an op is part of: all, those that don't branch, or those that do or have streams."""
 
@@ -73,7 +75,7 @@ class RowInvariance:
         return min(self.ops, key=lambda name: self.ops[name], default="")
 
 
-BY_CONSTRUCTION = RowInvariance("cpu", RowWidths(MOST_ROWS, MOST_ROWS), {}, skips_zeros=True)
+BY_CONSTRUCTION = RowInvariance("cpu", RowWidths(ANY_ROWS, ANY_ROWS), {}, skips_zeros=True)
 """Our own kernels: they compute every row by itself, in an order of their own."""
 UNKNOWN = RowInvariance("", RowWidths(1, 1), {}, skips_zeros=False)
 """A backend that makes no promise: it can't draft."""

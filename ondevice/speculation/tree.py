@@ -15,6 +15,10 @@ from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
 """Rank of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
+DRAFT_NODES = 16
+"""Maximum nodes of a draft, its root included."""
+STREAM_ROWS = 16
+"""Maximum rows of streams in a forward pass, in addition to the nodes of its draft."""
 LOGITS_AHEAD = 4
 """Maximum nodes of a draft whose logits are computed together."""
 LIKELY_SHARE = 0.5
