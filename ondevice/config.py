@@ -22,6 +22,8 @@ WhenFull = Literal["drop", "stop"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
+MAX_STREAMS = 4
+"""Most streams of a token."""
 TRAIN_TOKENS = 40_000
 """Most tokens of a text that training uses by default."""
 PROFILE_TOKENS = 1024
@@ -175,6 +177,8 @@ class RuntimeOptions(TypedDict, total=False):
     threshold_sparsity: float
     speculation: Speculation
     draft_model: str | os.PathLike[str]
+    draft_streams: int
+    draft_pruning: float
     kv_bits: Literal[16, 8]
     max_context: int
     prefill_chunk: int
@@ -204,6 +208,11 @@ class RuntimeConfig:
     speculation: Speculation = "auto"
     draft_model: str | os.PathLike[str] = ""
     """Bundle that drafts with `speculation="model"`. Naming one makes `auto` mean `model`."""
+    draft_streams: int = 0
+    """Streams that draft, from the first on. 0 means all that the model has."""
+    draft_pruning: float = 0.0
+    """Least chance with which a draft token enters the layers of streams, as their pruning adapter estimates
+    it there. 0 prunes nothing."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
@@ -222,6 +231,10 @@ class RuntimeConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise UsageError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+        if not _is_number(self.draft_pruning) or not 0.0 <= self.draft_pruning < 1.0:
+            raise UsageError(
+                f"draft_pruning is {self.draft_pruning!r}; it must be a number from 0 to below 1"
+            )
         for name in ("predictor_recall", "threshold_sparsity"):
             share = getattr(self, name)
             if not _is_number(share) or not is_target(share):
@@ -237,6 +250,7 @@ class RuntimeConfig:
 
 _RUNTIME_LIMITS = {
     "threads": (0, MAX_THREADS),
+    "draft_streams": (0, MAX_STREAMS),
     "max_context": (0, MAX_CONTEXT),
     "prefill_chunk": (1, MAX_PREFILL_CHUNK),
 }

@@ -53,6 +53,8 @@ _RUNTIME_HELP = {
     "threshold_sparsity": f"With --sparsity threshold: share of the neurons to leave out, {_LISTED}.",
     "speculation": "How tokens are drafted.",
     "draft_model": "Bundle that drafts; --speculation auto then means model.",
+    "draft_streams": "Streams that draft, from the first on; 0: all that the model has.",
+    "draft_pruning": "Least chance with which a draft token enters the layers of streams; 0: none is pruned.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits.",
 }

@@ -1,11 +1,10 @@
 """The MLX backend: `mlx.core` arrays for activations, quantised weights in a bundle's own codes, Apple's GPU.
 
 A layer's neurons are summed range by range in ascending order, whether they are resident, read ahead or
-fetched, so no bit of a result depends on the budget. On MLX's CPU device a row has the same bits whatever
-other rows are computed with it, and skipping zeros changes no bit
-(`tests/benchmarks/explain/mlx_invariance.py`). There, no bit depends on how a text is split, or on whether
-neurons that don't fire are skipped. MLX is lazy: memory that is filled from flash is overwritten only after
-everything computed from it is evaluated.
+fetched, so no bit of a result depends on the budget. Whether a row's bits depend on the rows beside it, and
+whether skipped zeros change any, is measured on the device at hand (`mlx_row_ops.py`); on MLX's CPU device
+neither does. MLX is lazy: memory that is filled from flash is overwritten only after everything computed from
+it is evaluated.
 """
 
 from __future__ import annotations
@@ -50,11 +49,6 @@ from ondevice.config import Activation
 def compute_type() -> mx.Dtype:
     """The type in which matrices are multiplied on MLX's default device: float16 on a GPU, else float32."""
     return mx.float16 if mx.default_device() == mx.gpu else mx.float32
-
-
-def is_row_invariant() -> bool:
-    """Whether MLX's default device computes a row to the same bits beside any other rows, as measured."""
-    return bool(mx.default_device() == mx.cpu)
 
 
 class MlxBackend(OffloadingBackend, MlxOps):
@@ -206,12 +200,12 @@ class MlxBackend(OffloadingBackend, MlxOps):
         x, found = normed(x, norm), mx.zeros(x.shape)
         pieces = weight.neurons.offloaded(weight.index, batch)
         for segment in weight.segments:
-            found = found + _all_of(x, segment.neurons, activation)
+            found = found + all_of(x, segment.neurons, activation)
         for piece in pieces:
             if isinstance(piece, MlxSegment):
-                found = found + _all_of(x, piece.neurons, activation)
+                found = found + all_of(x, piece.neurons, activation)
             else:
-                found = found + _all_of(x, weight.neurons_of(piece), activation)
+                found = found + all_of(x, weight.neurons_of(piece), activation)
                 self._pieces.ask([found])
         return found if added is None else added + found
 
@@ -279,8 +273,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         where = np.zeros(count, dtype=np.int32)
         where[: len(ids)] = ids
         own = gates[:, mx.array(where)] if neurons.gate is None else neurons.gate.rows_product(x)
-        hidden = activate(own, activation) * neurons.up.rows_product(x) * mx.array(chosen)
-        stage.pending = found + neurons.down.columns_product(hidden)
+        stage.pending = found + product_of_selected(x, neurons, own, mx.array(chosen), activation)
         return stage.pending
 
     def _stage(self, weight: MlxFeedForward) -> _Stage:
@@ -376,8 +369,16 @@ def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
     return mx.abs(activate(gates, cutoff.activation)) * cutoff.importance - cutoff.threshold
 
 
-def _all_of(x: mx.array, neurons: MlxNeurons, activation: Activation) -> mx.array:
+def all_of(x: mx.array, neurons: MlxNeurons, activation: Activation) -> mx.array:
     """The output of all `neurons`, (T, D), for x (T, D)."""
     assert neurons.gate is not None
     gates = activate(neurons.gate.rows_product(x), activation)
     return neurons.down.columns_product(gates * neurons.up.rows_product(x))
+
+
+def product_of_selected(
+    x: mx.array, neurons: MlxNeurons, gates: mx.array, chosen: mx.array, activation: Activation
+) -> mx.array:
+    """The output (T, D) of n gathered neurons for x (T, D). gates: (T, n). chosen: (T, n), 1 or 0."""
+    hidden = activate(gates, activation) * neurons.up.rows_product(x) * chosen
+    return neurons.down.columns_product(hidden)

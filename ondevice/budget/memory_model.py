@@ -28,8 +28,8 @@ from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_lay
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
-from ondevice.speculation.registry import drafter_bytes, runs_streams
-from ondevice.speculation.tree import LOGITS_AHEAD
+from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
+from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
 
 GATED = ("exact", "threshold")
 """Sparsity modes in which every layer's gate rows stay in memory."""
@@ -65,7 +65,7 @@ class MemoryModel(ABC):
 
     @abstractmethod
     def activation_bytes(self, tokens: int) -> int:
-        """Scratch memory of a forward pass over `tokens` tokens."""
+        """Scratch memory of a forward pass over `tokens` tokens. A row of streams counts as a token."""
 
     @property
     def library_bytes(self) -> int:
@@ -81,6 +81,11 @@ class MemoryModel(ABC):
     def pass_tokens(self) -> int:
         """Tokens of the widest forward pass."""
         return widest_pass(self.config, self.runtime)
+
+    @property
+    def stream_rows(self) -> int:
+        """Most rows of streams that a decoding pass has, in addition to its tokens."""
+        return STREAM_ROWS if drafts_with_streams(self.runtime.speculation, self.streams) else 0
 
     @property
     def kv(self) -> KVLayout:
@@ -197,8 +202,7 @@ class MemoryModel(ABC):
             return 0
         found = stream_bytes(self.config, streams)
         if streams.mode == "lossless":
-            # The streams of a draft's tokens, or those of the last token alone.
-            found += max(nodes - 1, streams.streams) * self._adapted_row_bytes(streams)
+            found += self.stream_rows * self._adapted_row_bytes(streams)
         if speculation == "auto":
             found += drafter_bytes("streams", self.config, self.max_context, nodes)
         return found

@@ -60,10 +60,11 @@ class Plan:
     """Pieces of feed-forward memory: ranges of neurons in dense mode, single neurons' slots in the others."""
     buffers: BufferShape
     activation_bytes: int
-    """Scratch memory of the widest forward pass, over `pass_tokens` tokens."""
+    """Scratch memory of the widest forward pass."""
     decode_activation_bytes: int
-    """Scratch memory of a forward pass over DECODE_TOKENS tokens or fewer."""
+    """Scratch memory of a forward pass over DECODE_TOKENS tokens or fewer, with all rows of streams."""
     pass_tokens: int
+    """Tokens of the widest forward pass."""
     process_bytes: int
     sparsity: str = "dense"
     predictor_bytes: int = 0
@@ -281,6 +282,7 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
     context asked for is longer than the model's.
     """
     kv, widest = memory.kv, memory.pass_tokens
+    decoded = min(widest, DECODE_TOKENS) + memory.stream_rows
     return Plan(
         budget_bytes=budget_bytes,
         weights_bytes=memory.weights_bytes,
@@ -290,8 +292,8 @@ def plan_memory(memory: MemoryModel, *, budget_bytes: int, process_bytes: int) -
         kv_cache_bytes=kv.blocks(memory.max_context) * kv.block_bytes,
         segment=memory.segment,
         buffers=memory.buffers,
-        activation_bytes=memory.activation_bytes(widest),
-        decode_activation_bytes=memory.activation_bytes(min(widest, DECODE_TOKENS)),
+        activation_bytes=memory.activation_bytes(max(widest, decoded)),
+        decode_activation_bytes=memory.activation_bytes(decoded),
         pass_tokens=widest,
         process_bytes=process_bytes + PROCESS_ALLOWANCE_BYTES + memory.library_bytes,
         sparsity=memory.sparsity,

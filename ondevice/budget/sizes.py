@@ -12,6 +12,7 @@ from ondevice.bundle.layout import RowLayout, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
+from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.units import PAGE_BYTES
 
 INTERLEAVED_ROWS = 16
@@ -35,8 +36,10 @@ FETCH_STAGING_BYTES = 72 << 10
 DEFAULT_MAX_CONTEXT = 4096
 LOGITS_BYTES = 2 << 20
 """Target size of the logits that exist at once where those of every token are wanted."""
-DECODE_TOKENS = 16
-"""Most tokens of a forward pass that counts as decoding: neurons get the scratch memory that it leaves."""
+DECODE_TOKENS = DRAFT_NODES
+"""Most tokens of a forward pass that counts as decoding: neurons get the scratch memory that it leaves.
+
+Rows of streams aren't tokens: such a pass may have STREAM_ROWS of them as well."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,8 @@ def widest_pass(config: ModelConfig, runtime: RuntimeConfig) -> int:
 
 
 def draft_nodes(runtime: RuntimeConfig) -> int:
-    """Most tokens of a draft tree, its root included: as many as a decoding pass has."""
-    return min(DECODE_TOKENS, runtime.prefill_chunk)
+    """Most nodes of a draft, its root included: no more than a chunk of a prompt has tokens."""
+    return min(DRAFT_NODES, runtime.prefill_chunk)
 
 
 def logits_rows(config: ModelConfig) -> int:

@@ -18,7 +18,7 @@ from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tenso
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import Section
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.config import GROUP_SIZE, MAX_STREAMS, ModelConfig, QuantConfig
 from ondevice.errors import BundleError
 
 STREAMS = "streams.safetensors"
@@ -32,7 +32,6 @@ STREAMS_SIDECAR = Sidecar(
     "every --speculation but `streams`",
 )
 _LOSSLESS = re.compile(rb'"mode"\s*:\s*"lossless"')
-MAX_STREAMS = 4
 MAX_ADAPTER_RANK = 1024
 MAX_PRUNING_RANK = 64
 EMBEDDINGS = "embeddings"

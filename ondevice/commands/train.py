@@ -18,12 +18,11 @@ from ondevice.commands.options import (
     option,
 )
 from ondevice.commands.terminal import print_result, progress, take_interrupts
-from ondevice.config import TRAIN_TOKENS, BackendName
+from ondevice.config import MAX_STREAMS, TRAIN_TOKENS, BackendName
 from ondevice.settings import RUNTIME_OPTIONS
 
 if TYPE_CHECKING:
     from ondevice.bundle.streams import MultiStreamMode
-    from ondevice.training import MultiStreamKeywords
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,6 +135,13 @@ def thresholds(
     help="lossless: the text stays what it is; shared: the model changes with its streams.",
 )
 @option("--steps", type=click.IntRange(1), help="Gradient steps; the more, the longer, the better.")
+@option("--gamma", type=click.IntRange(1, MAX_STREAMS), help="Streams of a token: how far ahead they draft.")
+@option("--layers", type=click.IntRange(0), help="Last layers that have streams; 0: half of them, at most 8.")
+@option("--attention-rank", type=click.IntRange(1), help="Rank of the adapters in attention.")
+@option(
+    "--feed-forward-rank", type=click.IntRange(1), help="Rank of the adapters in the feed-forward blocks."
+)
+@option("--pruning-rank", type=click.IntRange(0), help="Rank of the adapter for --draft-pruning; 0: none.")
 @option("--replace", is_flag=True, help="Replace the model's own streams, if it has some.")
 def streams(
     model: str | None,
@@ -144,8 +150,8 @@ def streams(
     tokens: int,
     as_json: bool,
     mode: MultiStreamMode,
-    steps: int | None,
     replace: bool,
+    **shape: int | None,
 ) -> None:
     """Train streams, which draft several tokens at once, for --speculation streams.
 
@@ -159,9 +165,8 @@ def streams(
 
     content = TextParts(text)
     take_interrupts()
-    chosen: MultiStreamKeywords = {"mode": mode, "tokens": tokens}
-    if steps is not None:
-        chosen["steps"] = steps
+    chosen: Any = {"mode": mode, "tokens": tokens}
+    chosen |= {name: value for name, value in shape.items() if value is not None}
     with progress() as show:
         found = training.train_streams(
             model,

@@ -65,6 +65,7 @@ def _steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
     yield from _flash_steps(model)
     for backend in backends():
         yield f"generation {backend}", partial(_generation, backend)
+    yield "rows mlx", partial(_rows, model)
 
 
 def _flash_steps(model: str | os.PathLike[str] | None) -> Iterator[Step]:
@@ -87,6 +88,10 @@ def _flash(name: str, folders: Sequence[Path]) -> Check:
 
 def _generation(backend: BackendName) -> Check:
     return generation.generation(backend, generation.shipped_bundle())
+
+
+def _rows(model: str | os.PathLike[str] | None) -> Check:
+    return generation.rows("rows mlx", generation.shipped_bundle() if model is None else _model_folder(model))
 
 
 def _model_folder(model: str | os.PathLike[str] | None) -> Path:

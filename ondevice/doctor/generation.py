@@ -14,6 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ondevice.backends.row_invariance import MOST_ROWS
 from ondevice.config import BackendName
 from ondevice.doctor.check import Check
 from ondevice.errors import BackendUnavailableError, BudgetError, BundleError, ModelNotFoundError
@@ -132,6 +133,38 @@ def generation(backend: BackendName, folder: Path | None) -> Check:
             raise
         needed = format_bytes(error.required_bytes)
         return Check(name, "skipped", f"it takes {needed}, more than there is; it is for comparison alone")
+
+
+def rows(name: str, folder: Path | None) -> Check:
+    """Check of how many tokens MLX computes together with the bits that each has alone, as drafts must be."""
+    if folder is None:
+        return Check(name, "skipped", "no model ships with this installation")
+    from ondevice.bundle.reader import Bundle
+    from ondevice.config import RuntimeConfig
+    from ondevice.runtime.backend_choice import check_backend, row_invariance
+
+    runtime, bundle, begun = RuntimeConfig(backend="mlx"), Bundle.open(folder), time.monotonic()
+    try:
+        check_backend(runtime)
+    except BackendUnavailableError as error:
+        return Check(name, "skipped", str(error))
+    found = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
+    widths, narrowest = found.widths, found.narrowest
+    figures = {
+        "device": found.device,
+        "draft_tokens": widths.nodes,
+        "drafts_branch": widths.branches,
+        "skips_zeros": found.skips_zeros,
+        "rows_by_operation": dict(found.ops),
+        "seconds": time.monotonic() - begun,
+    }
+    shape = "tree" if widths.branches else "chain"
+    value = f"drafts of {bundle.name} on {found.device}: a {shape} of up to {widths.nodes} tokens"
+    if widths.nodes < 2:
+        value = f"nothing drafts for {bundle.name} on {found.device}: beside others, a row has other bits"
+    if found.ops.get(narrowest, widths.nodes) < MOST_ROWS:
+        value += f" (in its {narrowest})"
+    return Check(name, "ok", value, figures=figures)
 
 
 def compare(name: str, model: Model, recorded: Recorded, tolerance: float) -> Check:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Literal
@@ -15,16 +16,19 @@ from typing import Literal
 from ondevice.backends.budgeted import BudgetedBackend
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.reference import ReferenceBackend
+from ondevice.backends.row_invariance import BY_CONSTRUCTION, UNKNOWN, RowInvariance
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MLX_STAGES, MlxMemory
 from ondevice.budget.plan import Plan
 from ondevice.budget.reference_memory import ReferenceMemory
-from ondevice.budget.sizes import segment_shape
+from ondevice.budget.sizes import context_tokens, segment_shape
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
+from ondevice.runtime.owner import OwnerThread
+from ondevice.speculation.registry import runs_streams
 
 
 def has_mlx() -> bool:
@@ -56,17 +60,6 @@ def check_backend(runtime: RuntimeConfig) -> None:
             "--backend mlx needs the package mlx, which can't be imported here: pip install 'ondevice[mlx]', "
             "or use --backend cpu"
         )
-    if runtime.draft_model and runtime.speculation in ("auto", "model") and backend != "cpu":
-        raise BackendUnavailableError(
-            f"--draft-model {os.fspath(runtime.draft_model)}: a second model drafts with --backend cpu only, "
-            f"not with {backend}"
-        )
-    if runtime.speculation not in ("auto", "off") and not is_row_invariant(backend):
-        raise BackendUnavailableError(
-            f"--speculation {runtime.speculation}: with --backend {backend} a token's last bits depend here "
-            "on what goes through the model beside it, so drafts could change the text; use "
-            "--backend cpu"
-        )
 
 
 def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
@@ -78,16 +71,80 @@ def on_kernels(runtime: RuntimeConfig, what: str) -> RuntimeConfig:
     return replace(runtime, backend="cpu")
 
 
-def is_row_invariant(backend: str) -> bool:
-    """True if rows are exact: a token's bits don't depend on other tokens of its forward pass.
+def check_drafts(runtime: RuntimeConfig, rows: RowInvariance) -> None:
+    """Raises BackendUnavailableError if drafts are asked for where they could change the text.
 
-    Only then do drafts leave the text as it is.
+    runtime: with the backend settled.
     """
-    if backend != "mlx":
-        return backend == "cpu"
-    from ondevice.backends import mlx
+    asked = f"--speculation {runtime.speculation}"
+    if runtime.speculation == "auto" and runtime.draft_model:
+        asked = f"--draft-model {os.fspath(runtime.draft_model)}"
+    elif runtime.speculation in ("auto", "off"):
+        return
+    if rows.widths.nodes < 2:
+        which = f" (in: {rows.narrowest})" if rows.narrowest else ""
+        raise BackendUnavailableError(
+            f"{asked}: with --backend {runtime.backend} a token's last bits depend here on what goes through "
+            f"the model beside it{which}, so drafts could change the text; use --backend cpu"
+        )
 
-    return mlx.is_row_invariant()
+
+def row_invariance(
+    config: ModelConfig,
+    quant: QuantConfig,
+    runtime: RuntimeConfig,
+    predictors: Predictors | None = None,
+    streams: MultiStreams | None = None,
+) -> RowInvariance:
+    """How many rows a forward pass may have for each to have the bits that it has alone.
+
+    Our kernels are made so. MLX's are measured, in the shapes of this model and on its default device, if the
+    options leave anything to decide. The arguments are those of `memory_model`.
+    """
+    if runtime.backend == "cpu":
+        return BY_CONSTRUCTION
+    chooses_mode = runtime.sparsity == "auto" and config.zeros_gates
+    if runtime.backend == "reference" or (runtime.speculation == "off" and not chooses_mode):
+        return UNKNOWN
+    from ondevice.backends.mlx_row_ops import ModelShapes, row_invariance
+
+    memory = MlxMemory(config, quant, runtime, predictors, streams, operand_bytes=_operand_bytes())
+    segment = memory.ranges.neurons
+    shapes = ModelShapes(
+        config,
+        quant.bits,
+        runtime.kv_bits,
+        context_tokens(config, runtime),
+        tuple(_linears(memory)),
+        tuple(sorted({min(segment, config.intermediate_size), config.intermediate_size % segment} - {0})),
+        selects=memory.selects_neurons or chooses_mode,
+    )
+    # MLX keeps a thread for every thread that ever computed, so this one is left to the model's.
+    owner: OwnerThread[RowInvariance] = OwnerThread("ondevice-rows", kept=True)
+    try:
+        return owner.call(lambda: row_invariance(shapes))
+    finally:
+        owner.close()
+
+
+def _linears(memory: MemoryModel) -> Iterator[tuple[int, int, Literal[4, 8, 16]]]:
+    """(rows, columns, bits) of the matrices that a token meets, a neuron's gate and up rows among them."""
+    config, bits = memory.config, memory.quant.bits
+    hidden, neurons = config.hidden_size, config.intermediate_size
+    for rows, cols in (
+        (config.qkv_size, hidden),
+        (hidden, config.query_size),
+        (config.vocab_size, hidden),
+        (neurons, hidden),
+    ):
+        yield rows, cols, bits
+    if memory.predictors is not None and memory.runtime.sparsity == "predicted":
+        for rank in memory.predictors.ranks:
+            yield rank, hidden, memory.predictors.bits
+            yield neurons, rank, memory.predictors.bits
+    if memory.streams is not None and runs_streams(memory.runtime.speculation, memory.streams):
+        for rows, cols in memory.streams.matrices(config).values():
+            yield rows, cols, memory.streams.bits
 
 
 def memory_model(
@@ -116,9 +173,16 @@ def memory_model(
 
 
 def make_backend(
-    config: ModelConfig, quant: QuantConfig, runtime: RuntimeConfig, plan: Plan
+    config: ModelConfig,
+    quant: QuantConfig,
+    runtime: RuntimeConfig,
+    plan: Plan,
+    beside: BudgetedBackend | None = None,
 ) -> BudgetedBackend:
-    """Make the backend that `runtime`, already settled, names. Raises BackendUnavailableError."""
+    """Make the backend that `runtime`, already settled, names.
+
+    beside: the backend of the model that this one drafts for, whose threads and limits it shares.
+    """
     match runtime.backend:
         case "reference":
             return ReferenceBackend()
@@ -131,11 +195,12 @@ def make_backend(
                 stage_neurons=memory.stage_neurons,
                 stages=MLX_STAGES,
                 cache_bytes=MLX_CACHE_BYTES,
-                budget_bytes=plan.budget_bytes,
+                budget_bytes=0 if beside is not None else plan.budget_bytes,
                 resident_embedding=plan.embedding_resident,
             )
+    shared = beside.runner if isinstance(beside, CpuBackend) else None
     return CpuBackend(
-        make_runner(runtime.threads, runtime.kernel_target),
+        shared or make_runner(runtime.threads, runtime.kernel_target),
         segment_neurons=segment_shape(config, quant).neurons,
         piece_neurons=plan.buffers.neurons,
         resident_embedding=plan.embedding_resident,

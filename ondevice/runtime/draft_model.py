@@ -11,21 +11,20 @@ from dataclasses import dataclass, replace
 
 from ondevice.backends.base import KVLayout
 from ondevice.backends.budgeted import BudgetedBackend
-from ondevice.backends.cpu import CpuBackend
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import SegmentShape
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RuntimeConfig
 from ondevice.errors import BundleError, ModelNotFoundError, UnsupportedModelError, UsageError
+from ondevice.flash.cost_model import UNMEASURED
 from ondevice.flash.reader import FlashReader
-from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.runtime.backend_choice import memory_model
+from ondevice.runtime.backend_choice import make_backend, memory_model
 from ondevice.runtime.models import find_model
-from ondevice.sparsity.segments import SegmentPool
+from ondevice.runtime.neuron_memory import open_neuron_memory
+from ondevice.sparsity.fetch import DEFAULT_FETCH
 from ondevice.speculation.drafters.model import DraftModel
 from ondevice.speculation.drafters.other_vocabulary import same_vocabulary
 from ondevice.tokenizer import Tokenizer
@@ -119,28 +118,16 @@ def load_draft(
     Raises what loading raises. `close` gives everything back.
     """
     bundle, runtime, plan = resolved.bundle, resolved.runtime, resolved.plan
-    assert isinstance(beside, CpuBackend), "`check_backend` refuses a second model with any other"
-    assert isinstance(plan.segment, SegmentShape)
     with ExitStack() as undo:
         reader = undo.enter_context(FlashReader(bundle_files(bundle), runtime.io))
-        backend = CpuBackend(
-            beside.runner,
-            segment_neurons=plan.segment.neurons,
-            piece_neurons=plan.buffers.neurons,
-            resident_embedding=True,
-        )
+        backend = make_backend(bundle.config, bundle.quant, runtime, plan, beside)
+        undo.callback(backend.close)
         transformer = Transformer(bundle.config, backend, load_weights(bundle, reader, backend, cancelled))
-        pool = SegmentPool(
-            backend.feed_forwards,
-            reader,
-            segment_bytes=plan.segment.nbytes,
-            piece_neurons=plan.buffers.neurons,
-            slot_bytes=plan.buffers.slot_bytes,
-            slots=plan.buffers.slots,
-        )
-        undo.callback(pool.close)
-        kv = KVCache(KVLayout(bundle.config, runtime.kv_bits), _native.allocate)
-        pool.resize(plan.segment.quota(plan.segment.total))
+        neurons = open_neuron_memory(bundle, plan, backend, reader, UNMEASURED, DEFAULT_FETCH)
+        undo.callback(neurons.close)
+        layout = KVLayout(bundle.config, runtime.kv_bits)
+        kv = KVCache(layout, lambda nbytes: backend.allocate_block(layout), arrays=backend.new_arrays(layout))
+        neurons.resize(plan.segment.quota(plan.segment.total))
         for _ in range(MOST_FILLING_PASSES):
             if all(layer.resident_neurons == layer.source.num_neurons for layer in backend.feed_forwards):
                 break

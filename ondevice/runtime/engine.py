@@ -36,6 +36,7 @@ from ondevice.runtime.models import operating_point
 from ondevice.runtime.neuron_memory import NeuronMemory, NeuronQuota, NoNeuronMemory, open_neuron_memory
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.sparsity.fetch import DEFAULT_FETCH, FetchOptions
+from ondevice.speculation.drafters.streams import MultiStreamDrafting
 from ondevice.speculation.drafting import Drafting
 from ondevice.speculation.registry import MIN_PASS_SECONDS, Target, make_drafter
 from ondevice.stats import GenerationStats
@@ -228,18 +229,19 @@ class Engine:
         second = None
         if resolved.draft is not None:
             second = load_draft(resolved.draft, self._backend, cancelled)
-        nodes, name = draft_nodes(resolved.runtime), resolved.runtime.speculation
+        runtime, widths = resolved.runtime, resolved.widths
         target = Target(
             self._bundle.config,
-            resolved.plan.max_context,
-            nodes,
             self._generator.transformer,
+            widths.tree if widths.branches else 0,
             lambda: self.plan.offloads_weights,
+            MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
             second,
         )
-        drafter = make_drafter(name, target)
-        least_seconds = MIN_PASS_SECONDS if name == "auto" else 0.0
-        return None if drafter is None else Drafting(drafter, nodes, least_seconds)
+        drafter = make_drafter(runtime.speculation, target)
+        nodes = min(draft_nodes(runtime), widths.nodes)
+        least_seconds = MIN_PASS_SECONDS if runtime.speculation == "auto" else 0.0
+        return None if drafter is None else Drafting(drafter, nodes, least_seconds, widths.branches)
 
     def draft_with(self, name: str, drafting: Drafting | None) -> None:
         """Draft with `drafting` from now on. name: its `--speculation`, for the stats of generations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ondevice.backends.row_invariance import RowInvariance
 from ondevice.bundle.predictors import PREDICTORS_SIDECAR
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import STREAMS_SIDECAR
@@ -9,7 +10,6 @@ from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
 from ondevice.bundle.verify import without_damage
 from ondevice.config import RuntimeConfig, Speculation
 from ondevice.kernels import _native
-from ondevice.runtime.backend_choice import settled_backend
 from ondevice.speculation.registry import runs_streams
 from ondevice.tokenizer import Tokenizer, load_tokenizer, loading_bytes
 from ondevice.units import trim_heap
@@ -17,11 +17,10 @@ from ondevice.units import trim_heap
 
 def without_damaged_sidecars(bundle: Bundle, runtime: RuntimeConfig) -> Bundle:
     """The bundle, without damaged ones of the sidecars that the options use. Reads their tensors to check."""
-    speculation = settled_speculation(runtime)
     for sidecar, used in (
         (PREDICTORS_SIDECAR, runtime.sparsity == "predicted"),
         (THRESHOLDS_SIDECAR, runtime.sparsity == "threshold"),
-        (STREAMS_SIDECAR, runs_streams(speculation, bundle.streams)),
+        (STREAMS_SIDECAR, runs_streams(runtime.speculation, bundle.streams)),
     ):
         if used:
             bundle = without_damage(bundle, sidecar, _native.crc32c)
@@ -39,15 +38,15 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 
 
-def settled_speculation(runtime: RuntimeConfig) -> Speculation:
+def settled_speculation(runtime: RuntimeConfig, rows: RowInvariance) -> Speculation:
     """The speculation, with `auto` settled where this is possible.
 
-    `auto` means `off` on backends other than cpu, where drafts would change texts. On cpu it means `model` if
-    a draft model is named, and otherwise stays `auto`.
+    `auto` means `off` where drafts could change texts, `model` if a draft model is named, and otherwise stays
+    `auto`.
     """
     if runtime.speculation != "auto":
         return runtime.speculation
-    if settled_backend(runtime.backend) != "cpu":
+    if rows.widths.nodes < 2:
         return "off"
     return "model" if runtime.draft_model else "auto"
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ondevice.backends.row_invariance import BY_CONSTRUCTION, RowInvariance, RowWidths
 from ondevice.budget.claims import others
 from ondevice.budget.limits import (
     Allowance,
@@ -25,7 +26,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
 from ondevice.generate import check_prompt
-from ondevice.runtime.backend_choice import is_row_invariant, memory_model, settled_backend
+from ondevice.runtime.backend_choice import check_drafts, memory_model, row_invariance, settled_backend
 from ondevice.runtime.draft_model import ResolvedDraft, open_draft, plan_draft
 from ondevice.runtime.models import automatic_modes, check_runtime
 from ondevice.runtime.opening import (
@@ -60,6 +61,8 @@ class ResolvedModel:
     plan: Plan
     draft: ResolvedDraft | None = None
     """The second model that drafts; None without one."""
+    widths: RowWidths = BY_CONSTRUCTION.widths
+    """How wide drafts may be on the backend."""
     least: ResolvedModel | None = None
     """The model as `auto` would take it under the smallest budget that works; None if that is this one."""
     whole: ResolvedModel | None = None
@@ -134,11 +137,11 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(
-        runtime,
-        backend=settled_backend(runtime.backend),
-        speculation=settled_speculation(runtime),
-        threads=runtime.threads or usable_cores(),
+        runtime, backend=settled_backend(runtime.backend), threads=runtime.threads or usable_cores()
     )
+    rows = row_invariance(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
+    check_drafts(runtime, rows)
+    runtime = replace(runtime, speculation=settled_speculation(runtime, rows))
     warnings = damage_warnings(bundle, runtime)
     # Import now what is needed anyway, so that it is measured with the process.
     memory = memory_model(bundle.config, bundle.quant, runtime, bundle.predictors, bundle.streams)
@@ -147,7 +150,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     trim_heap()
     before, reading = _measured(), tokenizer_bytes(bundle)
     opening = before.process_bytes + reading
-    unread = _Planner(bundle, None, runtime, None, memory, before, opening, reading, warnings)
+    unread = _Planner(bundle, None, runtime, rows, None, memory, before, opening, reading, warnings)
     if reading and not unread.may_open:
         return unread.resolved()
     planner = replace(unread, tokenizer=open_tokenizer(bundle), unread_bytes=0)
@@ -194,6 +197,7 @@ class _Planner:
     bundle: Bundle
     tokenizer: Tokenizer | None
     runtime: RuntimeConfig
+    rows: RowInvariance
     draft: ResolvedDraft | None
     memory: MemoryModel
     """Its sizes under `runtime`, without a second model."""
@@ -259,7 +263,7 @@ class _Planner:
         draft = None if self.draft is None else self.draft.within(max_context)
         config, sparsity, speculation = self.bundle.config, runtime.sparsity, runtime.speculation
         choices = [sparsity] if sparsity != "auto" else automatic_modes(config, runtime)
-        if not is_row_invariant(runtime.backend):
+        if not self.rows.skips_zeros:
             # Their last bits may differ, and no budget may change a text.
             del choices[1:]
         drafts: list[Speculation] = ["auto", "off"] if speculation == "auto" else [speculation]
@@ -275,6 +279,7 @@ class _Planner:
                     settled,
                     plan,
                     draft,
+                    widths=self.rows.widths,
                     budget_origin=origin,
                     warnings=self.warnings,
                 )

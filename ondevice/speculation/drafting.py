@@ -69,15 +69,18 @@ class Drafting:
     whole text.
     """
 
-    def __init__(self, drafter: Drafter, max_nodes: int, min_pass_seconds: float = 0.0) -> None:
+    def __init__(
+        self, drafter: Drafter, max_nodes: int, min_pass_seconds: float = 0.0, branches: bool = True
+    ) -> None:
         """drafter: owned by this object from now on, which closes it.
 
         max_nodes: most nodes of a draft, its root included. min_pass_seconds: time of a plain pass below
-        which drafting is disabled.
+        which drafting is disabled. branches: whether drafts may branch.
         """
         self._drafter = drafter
         self._policy = TreePolicy(max_nodes)
         self._min_pass_seconds = min_pass_seconds
+        self._branches = branches
         self._state: State = "disabled" if min_pass_seconds > 0 else "listening"
         self._failure = ""
         """Why drafting is disabled for good; empty if it isn't."""
@@ -219,7 +222,15 @@ class Drafting:
         prepared = time.perf_counter()
         self._preparing_seconds = prepared - started
         self._policy.prepared(self._preparing_seconds)
-        draft = grow(root, propose, self._policy.is_worth_adding, nodes, depth, self._policy.is_worth_asking)
+        draft = grow(
+            root,
+            propose,
+            self._policy.is_worth_adding,
+            nodes,
+            depth,
+            self._policy.is_worth_asking,
+            self._branches,
+        )
         self._growing_seconds = time.perf_counter() - prepared
         self._policy.grown(self._growing_seconds, asked)
         return draft

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ondevice.bundle.streams import MAX_STREAMS, MultiStreams
-from ondevice.config import ModelConfig
+from ondevice.bundle.streams import MultiStreams
+from ondevice.config import MAX_STREAMS, ModelConfig
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileReading
@@ -16,7 +16,8 @@ from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
 from ondevice.speculation.drafters.recycling import Recycling, matrix_bytes
 from ondevice.speculation.drafters.resident import ResidentDrafter
-from ondevice.speculation.drafters.streams import MultiStreamDrafter
+from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
+from ondevice.speculation.tree import STREAM_ROWS
 
 Needs = Literal["nothing", "streams", "draft model"]
 """A drafter's requirement in addition to the model: streams in its bundle, or a second model."""
@@ -26,14 +27,15 @@ Needs = Literal["nothing", "streams", "draft model"]
 class Target:
     """The model that drafts are for.
 
-    max_nodes: most nodes of a draft, its root included. reads: tells whether passes wait for flash now.
+    max_rows: rows of a pass up to which the backend gives each the bits that it has alone, with streams; 0:
+    no draft's pass has streams. reads: tells whether passes wait for flash now.
     """
 
     config: ModelConfig
-    max_context: int
-    max_nodes: int
     transformer: Transformer
+    max_rows: int
     reads: Callable[[], bool]
+    streams: MultiStreamDrafting
     draft_model: DraftModel | None = None
 
 
@@ -47,8 +49,11 @@ class DrafterKind:
 
 
 def _stream_drafter_bytes(config: ModelConfig, context: int, nodes: int) -> int:
-    """Bytes of the text, all streams' logits twice, all nodes, their streams' initial states, and streams."""
-    rows = (nodes * (1 + MAX_STREAMS) + MAX_STREAMS) * config.hidden_size
+    """Bytes of the text, all streams' logits twice, and hidden states.
+
+    These are the nodes, their streams' initial states, and the streams that ran in the pass.
+    """
+    rows = (nodes * (1 + MAX_STREAMS) + STREAM_ROWS) * config.hidden_size
     return 8 * context + 4 * (2 * MAX_STREAMS * config.vocab_size + rows)
 
 
@@ -70,7 +75,7 @@ DRAFTERS: dict[str, DrafterKind] = {
     "streams": DrafterKind(
         "streams",
         _stream_drafter_bytes,
-        lambda target: MultiStreamDrafter(target.transformer, target.max_nodes),
+        lambda target: MultiStreamDrafter(target.transformer, target.max_rows, target.streams),
     ),
     "resident": DrafterKind(
         "nothing",
@@ -98,7 +103,12 @@ def drafter_bytes(name: str, config: ModelConfig, max_context: int, max_nodes: i
 
 def runs_streams(name: str, streams: MultiStreams | None) -> bool:
     """Whether a model's streams are loaded: they draft, or are part of the model itself."""
-    return streams is not None and (streams.mode == "shared" or name in ("streams", "auto"))
+    return drafts_with_streams(name, streams) or (streams is not None and streams.mode == "shared")
+
+
+def drafts_with_streams(name: str, streams: MultiStreams | None) -> bool:
+    """Whether the drafter `name` drafts with a model's streams."""
+    return streams is not None and name in ("streams", "auto")
 
 
 def needs(name: str) -> Needs:

@@ -15,6 +15,10 @@ from ondevice.backends.token_tree import MAX_DEPTH, TokenTree
 
 _ASK = -1
 """Rank of entries in `grow`'s queue that are questions to the drafter, not draft tokens."""
+DRAFT_NODES = 16
+"""Maximum nodes of a draft, its root included."""
+STREAM_ROWS = 16
+"""Maximum rows of streams in a forward pass, in addition to the nodes of its draft."""
 LOGITS_AHEAD = 4
 """Maximum nodes of a draft whose logits are computed together."""
 LIKELY_SHARE = 0.5
@@ -89,6 +93,7 @@ def grow(
     max_nodes: int,
     max_depth: int,
     is_worth_asking: Callable[[int, float], bool] = lambda nodes, chance: True,
+    branches: bool = True,
 ) -> Draft:
     """Grow a draft from `root`, likeliest nodes first.
 
@@ -102,6 +107,7 @@ def grow(
         max_depth: most draft tokens on a path.
         is_worth_asking: takes the number of nodes and a chance; returns whether to ask what follows a node
             that is reached with this chance.
+        branches: whether a node may have several children.
     """
     tokens, parents, chances = [root], [-1], [1.0]
     paths: list[tuple[int, ...]] = [()]
@@ -113,6 +119,8 @@ def grow(
             if is_worth_asking(len(tokens), -negated):
                 for place, (proposed, chance) in enumerate(propose(paths[parent])):
                     heapq.heappush(queue, (negated * chance, parent, place, proposed))
+            continue
+        if not branches and parent != len(tokens) - 1:
             continue
         if not is_worth_adding(len(tokens), -negated):
             break

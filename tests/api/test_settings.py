@@ -105,6 +105,11 @@ def test_values_become_configs() -> None:
         ("dram_budget", 4.5),
         ("dram_budget", None),
         ("draft_model", 5),
+        ("draft_streams", 5),
+        ("draft_streams", 1.0),
+        ("draft_pruning", 1.0),
+        ("draft_pruning", -0.1),
+        ("draft_pruning", float("nan")),
     ],
 )
 def test_values_a_field_cannot_have_are_refused_by_name(name: str, value: object) -> None:

@@ -23,7 +23,6 @@ prove-mlx: $(STAMPS)/mlx-lm
 	echo "== doctor"; $(VENV)/bin/ondevice doctor || status=1; \
 	echo "== tests"; ONDEVICE_TEST_MLX_GPU=$$gpu $(PY) -m pytest -q -m "not slow" $(TEST_ARGS) tests || status=1; \
 	ONDEVICE_TEST_MLX_GPU=$$gpu $(PY) -m pytest -q -m slow --timeout 3600 $(TEST_ARGS) tests/backends || status=1; \
-	echo "== mlx_invariance"; $(PY) -m tests.benchmarks.explain.mlx_invariance || status=1; \
 	echo "== flash_into_mlx"; $(PY) -m tests.benchmarks.explain.flash_into_mlx || status=1; \
 	echo "== versus_mlx_lm"; $(PY) -m tests.benchmarks.compare.versus_mlx_lm --workdir $(BENCH_DIR) \
 		--shape $$(if [ "$$gpu" ]; then echo llama-7b; else echo small; fi) $(BENCH_ARGS) || status=1; \

@@ -25,6 +25,7 @@ from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
 from ondevice.errors import BudgetError, UsageError
 from ondevice.speculation.registry import drafter_bytes
+from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS
 
 LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
 TINY = ModelConfig("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
@@ -115,16 +116,34 @@ def test_adapters_take_working_memory_for_every_row_that_has_them(bits: Any, bes
     assert shared.draft_bytes == stream_bytes(LLAMA_7B, streams_of("shared", bits))
     lossless = streams_of("lossless", bits)
     assert plan_for(LLAMA_7B, Q4, 0, lossless) == plain
-    for name, nodes, rows in (("streams", 16, 15), ("auto", 16, 15), ("streams", 2, 4)):
-        # All of a pass's rows but its root, or the four streams of the last token by themselves.
+    for name, nodes in (("streams", 16), ("auto", 16), ("streams", 2)):
         options = {"speculation": name, "sparsity": "dense", "prefill_chunk": nodes}
         drafting, without = (plan_for(LLAMA_7B, Q4, 0, of, **options) for of in (lossless, None))
-        held = stream_bytes(LLAMA_7B, lossless) + rows * row
+        held = stream_bytes(LLAMA_7B, lossless) + STREAM_ROWS * row
         held += drafter_bytes("streams", LLAMA_7B, 4096, nodes) if name == "auto" else 0
         assert drafting.draft_bytes == without.draft_bytes + held
-        assert drafting.activation_bytes == without.activation_bytes
         assert sum(drafting.minimum_parts.values()) == drafting.minimum_budget_bytes
     assert sum(shared.minimum_parts.values()) == shared.minimum_budget_bytes
+
+
+@pytest.mark.parametrize("mode", ["lossless", "shared"])
+@pytest.mark.parametrize("speculation", ["off", "lookup", "resident", "streams", "auto"])
+@pytest.mark.parametrize("chunk", [2, 20, 256])
+def test_rows_of_streams_are_planned_beside_the_largest_draft_where_streams_draft(
+    mode: Any, speculation: Any, chunk: int
+) -> None:
+    streams, runtime = streams_of(mode), RuntimeConfig(speculation=speculation, prefill_chunk=chunk)
+    memory = CpuMemory(LLAMA_7B, Q4, runtime, streams=streams)
+    plan = plan_memory(memory, budget_bytes=0, process_bytes=0)
+    rows = STREAM_ROWS if speculation in ("streams", "auto") else 0
+    decoded = min(chunk, DRAFT_NODES) + rows
+    assert plan.decode_activation_bytes == memory.activation_bytes(decoded)
+    assert plan.activation_bytes == memory.activation_bytes(max(chunk, decoded))
+    assert plan.working_bytes(min(chunk, DRAFT_NODES)) >= plan.decode_activation_bytes
+    # Without streams there is nothing to plan for them.
+    alone = plan_memory(CpuMemory(LLAMA_7B, Q4, runtime), budget_bytes=0, process_bytes=0)
+    widths = [CpuMemory(LLAMA_7B, Q4, runtime).activation_bytes(min(chunk, n)) for n in (256, DRAFT_NODES)]
+    assert [alone.activation_bytes, alone.decode_activation_bytes] == widths
 
 
 @pytest.mark.parametrize("budget", [0, 1000 * MB, 3700 * MB, 4000 * MB, 6000 * MB, 20000 * MB])

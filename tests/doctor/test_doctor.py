@@ -30,7 +30,7 @@ SHIPPED = shipped_folder() / "small-relu"
 NAMES = [
     "versions", "processor", "kernels", "memory", "mlx", "metal", "models folder", "settings file",
     "cache folder", "package folder", "shipped model", "flash",
-    "generation cpu", "generation mlx", "generation reference",
+    "generation cpu", "generation mlx", "generation reference", "rows mlx",
 ]  # fmt: skip
 FINE = Check("kernels", "ok", "avx2: bit for bit as scalar")
 SLOW = Check("flash", "warning", "1 MiB at 9.00 MB/s", "an internal SSD", {"io": "direct"})

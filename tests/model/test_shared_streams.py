@@ -11,8 +11,8 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.runtime.models import shipped_folder
+from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.stats import DraftStats
 from tests.support.bundles import copy_files
 from tests.support.chat import squeeze
@@ -126,7 +126,7 @@ def test_drafters_leave_every_token_as_it_is(
     sparsity: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    always_draft(monkeypatch, [DECODE_TOKENS, 3, 8])
+    always_draft(monkeypatch, [DRAFT_NODES, 3, 8])
     for resident in (True, False):
         with load(bundle, sparsity=sparsity, speculation=drafter, threads=2) as model:
             if not resident:

@@ -15,7 +15,6 @@ import ondevice
 from ondevice.api import load
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import SamplingConfig
 from ondevice.errors import (
@@ -34,7 +33,7 @@ from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.model import DraftContext
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter, _whole, same_vocabulary
 from ondevice.speculation.drafting import PassOutcome
-from ondevice.speculation.tree import Draft
+from ondevice.speculation.tree import DRAFT_NODES, Draft
 from ondevice.tokenizer import Tokenizer
 from tests.support.bundles import EOS, convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -66,7 +65,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def largest_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is worth."""
-    always_draft(monkeypatch, [DECODE_TOKENS])
+    always_draft(monkeypatch, [DRAFT_NODES])
 
 
 @pytest.mark.parametrize("drafts", ["another", "itself", "other vocabulary"])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.speculation.back_off import (
     FIRST_PLAIN,
@@ -25,7 +24,7 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.pass_time import PassTime
 from ondevice.speculation.policy import STALE_PASSES, TRIAL_NODES, TreePolicy
-from ondevice.speculation.tree import Draft, Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow
 
 KV: Any = SimpleNamespace(room=64, length=0)
 """Keys and values with room for any draft."""
@@ -41,7 +40,7 @@ class Simulation:
     """Passes by a policy: chains of draft tokens, each with one claimed chance and another of being right."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.policy = TreePolicy(DECODE_TOKENS)
+        self.policy = TreePolicy(DRAFT_NODES)
         self.sizes: list[int] = []
         self.tokens = 0
         self.seconds = 0.0
@@ -91,7 +90,7 @@ def test_free_draft_tokens_fill_the_draft() -> None:
     sizes = Simulation().run(400, node=0.0, claimed=0.9)
     assert sizes[:FIRST_PLAIN] == [1] * FIRST_PLAIN
     assert sizes[FIRST_PLAIN] == TRIAL_NODES
-    assert set(sizes[20:]) == {1, DECODE_TOKENS}
+    assert set(sizes[20:]) == {1, DRAFT_NODES}
     assert sizes[20:].count(1) == pytest.approx(380 / PLAIN_EVERY, abs=1)
 
 
@@ -279,7 +278,7 @@ def test_a_drafter_hears_the_whole_text_in_order(monkeypatch: pytest.MonkeyPatch
     throttled = np.random.default_rng(0).random(400) < 0.6
     monkeypatch.setattr(TreePolicy, "throttle", lambda policy: bool(throttled[len(written)]))
     monkeypatch.setattr(TreePolicy, "begin", lambda policy: 4)
-    drafting, asked = Drafting(Listening(), DECODE_TOKENS), list[int]()
+    drafting, asked = Drafting(Listening(), DRAFT_NODES), list[int]()
     for start in (2, 150):
         written = list(range(start))
         drafting.begin(written, SamplingConfig())

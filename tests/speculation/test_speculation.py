@@ -13,7 +13,6 @@ import pytest
 import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
@@ -26,7 +25,7 @@ from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
 from ondevice.speculation.registry import DRAFTERS
-from ondevice.speculation.tree import Draft, Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow
 from ondevice.speculation.verify import verify
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -90,7 +89,7 @@ def test_any_tree_leaves_every_token_as_it_is(
 def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
     drafter: str, sparsity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    always_draft(monkeypatch, [DECODE_TOKENS])
+    always_draft(monkeypatch, [DRAFT_NODES])
     with (
         load(SHIPPED, sparsity=sparsity, speculation="off") as plain,
         load(SHIPPED, sparsity=sparsity, speculation=drafter) as drafting,

@@ -29,12 +29,12 @@ import pytest
 
 import ondevice.runtime.engine
 from ondevice.api import Model, load
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.response import gather
 from ondevice.runtime.models import shipped_folder
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
+from ondevice.speculation.tree import DRAFT_NODES
 from tests.support.bundles import copy_files
 from tests.support.chat import squeeze
 from tests.support.engines import always_draft
@@ -57,7 +57,7 @@ SAMPLINGS = (
     ),
 )
 SPARSITIES = ("dense", "exact", "predicted")
-SIZES = (DECODE_TOKENS, 3, 8, 2, 5, 12)
+SIZES = (DRAFT_NODES, 3, 8, 2, 5, 12)
 """Nodes of one draft after the other, at most."""
 PROGRESS_SECONDS = 60.0
 

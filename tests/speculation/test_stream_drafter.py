@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import DECODE_TOKENS
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.config import SamplingConfig
+from ondevice.errors import UnsupportedModelError
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.transformer import ForwardOutput, PrunedDraft
 from ondevice.response import Response
+from ondevice.runtime import engine
 from ondevice.runtime.models import shipped_folder
 from ondevice.sampling import sample
 from ondevice.speculation import registry
 from ondevice.speculation.drafters.streams import MultiStreamDrafter, MultiStreamDrafting
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import Draft
+from ondevice.speculation.tree import DRAFT_NODES, Draft
+from tests.support.bundles import copy_files
 from tests.support.engines import always_draft
+from tests.support.made_up_streams import add_streams
 
 SHIPPED = shipped_folder() / "small-relu"
 COUNT, VOCAB = 3, 120
@@ -55,9 +62,9 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[
 @pytest.mark.parametrize(
     ("candidates", "nodes", "least"),
     [
-        # As large as can be, which leaves no row for streams: those of the path's end run in a pass of their
-        # own. 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
-        pytest.param(8, DECODE_TOKENS, 1.88, id="largest"),
+        # As large as can be: the streams of one node in two run in the same pass, the others' in their own.
+        # 2.02 tokens, sampled 2.06; another row's streams, another stream or place than asked: <= 1.81.
+        pytest.param(8, DRAFT_NODES, 1.88, id="largest"),
         # The likeliest alone, and rows for the streams of two nodes in the same pass. 1.63, sampled 1.60.
         pytest.param(1, 5, 1.56, id="chain"),
     ],
@@ -73,11 +80,7 @@ def test_the_shipped_streams_draft_what_comes(
     sampling, expected = plain_answers
     always_draft(monkeypatch, [nodes])
     monkeypatch.setattr(TreePolicy, "row_share", 0.0)
-    monkeypatch.setattr(
-        registry,
-        "MultiStreamDrafter",
-        partial(MultiStreamDrafter, options=MultiStreamDrafting(candidates=candidates)),
-    )
+    monkeypatch.setattr(engine, "MultiStreamDrafting", partial(MultiStreamDrafting, candidates=candidates))
     with load(SHIPPED, sparsity="dense", speculation="streams", threads=1) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
@@ -92,8 +95,8 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampling, expected = plain_answers
-    always_draft(monkeypatch, [DECODE_TOKENS, 5])
-    options, pruned, kept = MultiStreamDrafting(pruning_threshold=0.02), 0, 0
+    always_draft(monkeypatch, [DRAFT_NODES, 5])
+    pruned = kept = 0
     prune = MultiStreamDrafter._prune
 
     def counting(drafter: MultiStreamDrafter, draft: Draft, row_share: float, entering: Any) -> PrunedDraft:
@@ -103,14 +106,39 @@ def test_a_draft_pruned_half_way_leaves_every_token_as_it_is(
         pruned += len(draft) - len(chosen.tokens)
         return chosen
 
-    monkeypatch.setattr(registry, "MultiStreamDrafter", partial(MultiStreamDrafter, options=options))
     monkeypatch.setattr(MultiStreamDrafter, "_prune", counting)
-    with load(SHIPPED, sparsity=sparsity, speculation="streams", threads=1) as model:
+    options: Any = {"sparsity": sparsity, "speculation": "streams", "threads": 1}
+    with load(SHIPPED, draft_pruning=0.02, **options) as model:
         found = list(answers(model, **sampling))
     assert [answer.tokens for answer in found] == expected
     assert min(pruned, kept) > 100
     drawn = sum(answer.stats.generated_tokens - 1 for answer in found)
     assert drawn > 1.3 * sum(answer.stats.decode_passes for answer in found)
+
+
+@pytest.mark.parametrize("speculation", ["streams", "auto"])
+def test_the_drafter_keeps_to_the_options(speculation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MIN_PASS_SECONDS", 0.0)
+    made: list[MultiStreamDrafting] = []
+
+    def noted(*arguments: Any) -> MultiStreamDrafter:
+        made.append(arguments[-1])
+        return MultiStreamDrafter(*arguments)
+
+    monkeypatch.setattr(registry, "MultiStreamDrafter", noted)
+    for options in ({}, {"draft_streams": 1}, {"draft_pruning": 0.5}):
+        load(SHIPPED, speculation=speculation, threads=1, **options).close()  # type: ignore[arg-type]
+    default = MultiStreamDrafting()
+    assert made == [default, replace(default, streams=1), replace(default, pruning_threshold=0.5)]
+
+
+def test_streams_without_a_pruning_adapter_can_not_prune(tmp_path: Path) -> None:
+    folder = copy_files(SHIPPED, tmp_path / "bundle")
+    add_streams(folder, pruning_rank=0)
+    with pytest.raises(UnsupportedModelError, match=r"draft_pruning=0\.5 isn't possible.*pruning_rank"):
+        ondevice.inspect(folder, draft_pruning=0.5)
+    for options in ({"speculation": "lookup", "draft_pruning": 0.5}, {}):
+        assert ondevice.inspect(folder, **options).fits  # type: ignore[arg-type]
 
 
 # --- whose streams, and which of them ---------------------------------------------------------------------
@@ -145,9 +173,7 @@ def numbered(*rows: int) -> Float32:
     return np.array(rows, dtype=np.float32)[:, None]
 
 
-def drafter_of(
-    transformer: FakeTransformer, max_rows: int = DECODE_TOKENS, **options: Any
-) -> MultiStreamDrafter:
+def drafter_of(transformer: FakeTransformer, max_rows: int = ANY_ROWS, **options: Any) -> MultiStreamDrafter:
     made: Any = transformer
     return MultiStreamDrafter(made, max_rows, MultiStreamDrafting(**options))
 
@@ -155,7 +181,7 @@ def drafter_of(
 def prepare(drafter: MultiStreamDrafter, room: int = 64) -> None:
     """room: places that the cache has."""
     kv: Any = SimpleNamespace(room=room, length=0)
-    drafter.prepare(kv, DECODE_TOKENS, lambda: False)
+    drafter.prepare(kv, DRAFT_NODES, lambda: False)
 
 
 def end_pass(

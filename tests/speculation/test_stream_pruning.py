@@ -11,8 +11,9 @@ import pytest
 
 from ondevice.backends.base import Float32
 from ondevice.model.transformer import PrunedDraft
-from ondevice.speculation.tree import Draft
-from tests.speculation.test_stream_drafter import VOCAB, FakeTransformer, drafter_of, numbered, prepare
+from ondevice.speculation import drafters
+from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS, Draft
+from tests.speculation.test_stream_drafter import COUNT, VOCAB, FakeTransformer, drafter_of, numbered, prepare
 
 DRAFT = Draft((9, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 0, 0), (1.0, 0.6, 0.1, 0.08, 0.18, 0.16))
 """The accepted path ends in the root with a chance of 0.06, and then in 0.42, 0.1, 0.08, 0.18 and 0.16."""
@@ -21,7 +22,7 @@ DRAFT = Draft((9, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 0, 0), (1.0, 0.6, 0.1, 0.08, 0.1
 def pruned(
     draft: Draft, row_share: float = 0.0, places: int = 64, pruning: Float32 | None = None, **options: Any
 ) -> PrunedDraft:
-    drafter = drafter_of(FakeTransformer(pruning=pruning), max_rows=64, **options)
+    drafter = drafter_of(FakeTransformer(pruning=pruning), **options)
     prepare(drafter, places)
     prune = drafter.pruner(draft, row_share)
     assert prune is not None
@@ -37,7 +38,8 @@ def pruned(
         ({"max_ends": 3}, [1, 4, 5]),
         ({"max_ends": 6}, [1, 4, 5]),
         ({"max_ends": 6, "min_end_chance": 0.09}, [1, 2, 4, 5]),
-        ({"max_ends": 6, "min_end_chance": 0.0}, [0, 1, 2, 3, 4, 5]),
+        # Six nodes' streams would be 18 rows, and STREAM_ROWS is 16.
+        ({"max_ends": 6, "min_end_chance": 0.0}, [1, 2, 3, 4, 5]),
         ({"max_ends": 6, "min_end_chance": 0.17}, [1, 4]),
         ({"max_ends": 0}, []),
     ],
@@ -58,13 +60,30 @@ def test_the_dearer_rows_are_the_likelier_an_end_must_be() -> None:
 
 
 @pytest.mark.parametrize(("places", "streams"), [(4, []), (8, []), (9, [1]), (11, [1]), (12, [1, 4])])
-def test_streams_have_the_rows_that_the_draft_leaves(places: int, streams: list[int]) -> None:
+def test_streams_have_the_places_that_the_draft_leaves(places: int, streams: list[int]) -> None:
+    """Of the cache, or of a backend on which rows of wider passes have other bits."""
     assert list(pruned(DRAFT, places=places).streams) == streams
-    drafter = drafter_of(FakeTransformer(), max_rows=places)
-    prepare(drafter)
-    prune = drafter.pruner(DRAFT, 0.0)
-    assert prune is not None
-    assert list(prune(numbered(*range(6))).streams) == streams
+    assert list(pruned(DRAFT, max_rows=places).streams) == streams
+
+
+def test_a_backend_that_a_tree_changes_has_no_streams_in_a_draft_s_pass() -> None:
+    assert list(pruned(DRAFT, max_rows=0).streams) == []
+
+
+@pytest.mark.parametrize(("rows", "streams"), [(2, []), (3, [1]), (5, [1]), (6, [1, 4])])
+def test_streams_have_rows_of_their_own(
+    rows: int, streams: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many nodes the draft has: they don't count."""
+    monkeypatch.setattr(drafters.streams, "STREAM_ROWS", rows)
+    assert list(pruned(DRAFT).streams) == streams
+
+
+def test_the_largest_draft_has_rows_for_streams() -> None:
+    chain = Draft(tuple(range(DRAFT_NODES)), tuple(range(-1, DRAFT_NODES - 1)), (1.0,) * DRAFT_NODES)
+    chosen = pruned(chain, max_ends=9, min_end_chance=0.0)
+    assert len(chosen.tokens) == DRAFT_NODES
+    assert len(chosen.streams) == STREAM_ROWS // COUNT
 
 
 def test_a_pass_without_draft_tokens_gets_no_streams() -> None:

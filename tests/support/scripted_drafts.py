@@ -11,13 +11,12 @@ import numpy as np
 
 from ondevice.api import Model
 from ondevice.backends.base import Float32
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.config import SamplingConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Prune, PrunedDraft
 from ondevice.response import Response
 from ondevice.speculation.drafting import PassOutcome
-from ondevice.speculation.tree import Draft
+from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS, Draft
 from ondevice.stats import DraftStats
 
 STREAMS = 3
@@ -44,7 +43,7 @@ class Scripted:
         rng, known = self._random, self._text[self._length :]
         self._places = min(max_nodes, max(1, kv.room - kv.length))
         tokens, parents, depths = [root], [-1], [0]
-        for _ in range(int(rng.integers(0, min(DECODE_TOKENS, self._places)))):
+        for _ in range(int(rng.integers(0, min(DRAFT_NODES, self._places)))):
             parent = int(rng.integers(max(0, len(tokens) - 5), len(tokens)))
             depth = depths[parent] + 1
             right = depth <= len(known) and rng.random() < 0.6
@@ -65,7 +64,7 @@ class Scripted:
         for node in range(1, len(draft)):
             if draft.parents[node] in kept and self._random.random() < 0.9:
                 kept.append(node)
-        most = min(2, (DECODE_TOKENS - len(kept)) // STREAMS, (self._places - len(kept)) // STREAMS)
+        most = min(STREAM_ROWS, self._places - len(kept)) // STREAMS
         return PrunedDraft(kept, sorted(self._random.permutation(len(kept))[: max(0, most)].tolist()))
 
     def drew(self, token: int, logits: Float32) -> None:

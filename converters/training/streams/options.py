@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ondevice.backends.token_tree import MAX_DEPTH
-from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MAX_STREAMS, MultiStreamMode
-from ondevice.config import TRAIN_TOKENS
+from ondevice.bundle.streams import MAX_ADAPTER_RANK, MAX_PRUNING_RANK, MultiStreamMode
+from ondevice.config import MAX_STREAMS, TRAIN_TOKENS
 from ondevice.errors import UsageError
 
 MOST_LAYERS = 8

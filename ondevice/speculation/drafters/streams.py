@@ -15,13 +15,13 @@ import numpy as np
 
 from ondevice.backends.base import Array, Float32
 from ondevice.callbacks import IsCancelled
-from ondevice.config import SamplingConfig
+from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, Prune, PrunedDraft, Transformer
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.ranking import MAX_CANDIDATES, Ranking
-from ondevice.speculation.tree import Draft, Proposals
+from ondevice.speculation.tree import STREAM_ROWS, Draft, Proposals
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class MultiStreamDrafting:
     max_ends: int = 2
     min_end_chance: float = 0.15
     candidates: int = MAX_CANDIDATES
-    streams: int = 0
-    pruning_threshold: float = 0.0
+    streams: int = RuntimeConfig.draft_streams
+    pruning_threshold: float = RuntimeConfig.draft_pruning
 
 
 DEFAULT_STREAMS = MultiStreamDrafting()
@@ -53,7 +53,10 @@ class MultiStreamDrafter(Drafter):
     def __init__(
         self, transformer: Transformer, max_rows: int, options: MultiStreamDrafting = DEFAULT_STREAMS
     ) -> None:
-        """transformer: has streams. max_rows: most rows of a pass, streams included."""
+        """transformer: has streams.
+
+        max_rows: most rows of a pass with streams, its nodes included; 0: no draft's pass has streams.
+        """
         assert transformer.streams is not None
         self._transformer = transformer
         self._count = transformer.streams.count
@@ -62,8 +65,9 @@ class MultiStreamDrafter(Drafter):
         self._used = min(options.streams or self._count, self._count)
         self._rankings = [Ranking(options.candidates) for _ in range(self._used)]
         self._max_rows = max_rows
+        self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
-        """Number of places in the cache for rows of the next pass."""
+        """Number of rows for which the next pass has room, the draft's nodes included."""
         self._penalised = False
         self._text: list[int] = []
         self._forget()
@@ -148,7 +152,7 @@ class MultiStreamDrafter(Drafter):
         index = {node: place for place, node in enumerate(kept)}
         for place, node in enumerate(kept[1:], 1):
             ends[index[draft.parents[node]]] -= reached[place]
-        max_ends = min(self._options.max_ends, (self._places - len(kept)) // self._count)
+        max_ends = min(self._max_ends, (self._places - len(kept)) // self._count)
         best = np.argsort(-ends, kind="stable")[: max(0, max_ends)]
         break_even = self._count * row_share / (1 + (self._count - 1) * row_share)
         min_chance = max(break_even, self._options.min_end_chance)

@@ -21,10 +21,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.speculation import back_off, pass_time, policy
 from ondevice.speculation.policy import TreePolicy
-from ondevice.speculation.tree import Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Proposals, grow
 
 NEVER = 10**9
 Noise = Callable[[np.random.Generator], float]
@@ -48,7 +47,7 @@ class Clock:
         self.random = np.random.default_rng(seed)
         self.tokens = 0
         self.seconds = 0.0
-        self._policy = TreePolicy(DECODE_TOKENS)
+        self._policy = TreePolicy(DRAFT_NODES)
 
     def run(
         self,
@@ -104,7 +103,7 @@ class Clock:
             return 1, 0
         self._policy.prepared(prepare)
         adding, asking = self._policy.is_worth_adding, self._policy.is_worth_asking
-        nodes = len(grow(0, propose, adding, most, DECODE_TOKENS, asking))
+        nodes = len(grow(0, propose, adding, most, DRAFT_NODES, asking))
         self._policy.grown(asked * ask, asked)
         return nodes, asked
 
@@ -166,7 +165,7 @@ SCENARIOS: dict[str, Scenario] = {
     "long catch-ups": catching_up,
 }
 CHANGES: dict[str, tuple[Any, str, float]] = {
-    "all of a draft's nodes on trial": (policy, "TRIAL_NODES", DECODE_TOKENS),
+    "all of a draft's nodes on trial": (policy, "TRIAL_NODES", DRAFT_NODES),
     "node times never stale": (policy, "STALE_PASSES", NEVER),
     "no throttling": (policy, "MAX_THROTTLED", 1),
     "throttling without limit": (policy, "MAX_THROTTLED", NEVER),

@@ -28,8 +28,8 @@ from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import Batches
+from ondevice.backends.row_invariance import ANY_ROWS
 from ondevice.budget.plan import REPEAT_MARGIN_BYTES
-from ondevice.budget.sizes import DECODE_TOKENS
 from ondevice.bundle.reader import Bundle
 from ondevice.config import Speculation
 from ondevice.runtime.engine import Engine
@@ -39,12 +39,13 @@ from ondevice.speculation.drafters.streams import DEFAULT_STREAMS, MultiStreamDr
 from ondevice.speculation.drafting import Drafting, PassOutcome
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
+from ondevice.speculation.tree import DRAFT_NODES
 from tests.benchmarks.explain.cache_hit_rates import DOMAINS, held_out_windows
 from tests.benchmarks.lib.measure import machine, note
 from tests.support.paths import ROOT
 
 PROMPT_TOKENS = 96
-CANDIDATES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, DECODE_TOKENS)
+CANDIDATES, NODES = (1, 2, 3, 5, 8), (2, 4, 8, DRAFT_NODES)
 PRUNING, ENDS = (0.0, 0.001, 0.01, 0.05), (0, 1, 2, 4)
 MIN_CHANCE = 0.01
 """Chance of a draft token from which on it is drafted where drafts have no price."""
@@ -60,7 +61,7 @@ class Variant:
     name: str
     drafter: str = "streams"
     options: MultiStreamDrafting = DEFAULT_STREAMS
-    nodes: int = DECODE_TOKENS
+    nodes: int = DRAFT_NODES
     share: float | None = None
     all_neurons: bool = False
 
@@ -148,7 +149,7 @@ def read_for_streams(engine: Engine) -> None:
     """Streams multiply every neuron that fires for them, read where it isn't held, as tokens do."""
     neurons = engine._neurons
     assert isinstance(neurons, NeuronFetcher)
-    select, most = neurons.select, 4 * DECODE_TOKENS
+    select, most = neurons.select, 4 * DRAFT_NODES
     # Room for the scores of all rows of a pass that are no part of the text.
     config = engine._bundle.config
     neurons._draft_scores = np.zeros((config.num_layers, 2 * most, config.intermediate_size), np.float16)
@@ -197,7 +198,7 @@ class Runner:
         assert engine._drafting is not None
         drafter = engine._drafting._drafter
         if variant.drafter == "streams":
-            drafter = MultiStreamDrafter(engine._generator.transformer, DECODE_TOKENS, variant.options)
+            drafter = MultiStreamDrafter(engine._generator.transformer, ANY_ROWS, variant.options)
         self._draftings[variant] = model, Counting(drafter, variant.nodes, self._args.priced)
 
     def _open(self, drafter: str, share: float | None) -> Model:

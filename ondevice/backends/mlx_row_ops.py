@@ -1,0 +1,249 @@
+"""The ops of the MLX backend in the shapes of one model, to be measured for row invariance.
+
+On a GPU, MLX chooses kernels by a matrix's shape, by the number of rows and by the number of keys, so all are
+as they run. Its CPU device computes each output by itself, so there a few outputs of each matrix are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+
+from ondevice.backends.base import Float32, HeadNorms, KVLayout, Norm
+from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
+from ondevice.backends.mlx import all_of, compute_type, product_of_selected
+from ondevice.backends.mlx_kv import MlxKV
+from ondevice.backends.mlx_ops import MlxOps, activate, normed
+from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
+from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
+from ondevice.backends.token_tree import TokenTree
+from ondevice.bundle.layout import RowLayout, padded
+from ondevice.config import Activation, ModelConfig
+
+KEYS = (1, 1023, 1025, 4096)
+"""Numbers of keys before the rows: kernels of attention change at powers of two."""
+CPU_OUTPUTS = 64
+"""Outputs of a matrix that are computed on MLX's CPU device."""
+CPU_NEURONS = 256
+"""Neurons that are selected from on MLX's CPU device."""
+FIRING = 0.1
+"""Share of neurons that a row selects, unless zeros decide it."""
+BINARY = TokenTree([-1, *((node - 1) // 2 for node in range(1, MOST_ROWS))])
+Bits = Literal[4, 8, 16]
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """What decides the ops of a model's pass.
+
+    linears: (rows, columns, bits) of the matrices that every token meets, neurons' gate and up rows among
+    them. segment_sizes: numbers of neurons that are multiplied at once. selects: whether only some neurons
+    of a segment are.
+    """
+
+    config: ModelConfig
+    bits: Bits
+    kv_bits: Literal[32, 16, 8]
+    max_context: int
+    linears: tuple[tuple[int, int, Bits], ...]
+    segment_sizes: tuple[int, ...]
+    selects: bool
+
+
+def row_invariance(shapes: ModelShapes) -> RowInvariance:
+    """Measure a model's ops on MLX's default device; a second time, return what was found before."""
+    return _measured(shapes, f"mlx-{mx.default_device().type.name}", mx.__version__)
+
+
+@lru_cache(maxsize=64)
+def _measured(shapes: ModelShapes, device: str, version: str) -> RowInvariance:
+    """device and version: of MLX, which with the shapes decide what is found. Kept for this process only.
+
+    A file would outlive the libraries that MLX multiplies with, and a wrong width changes texts.
+    """
+    ops = _Ops(shapes)
+    widths, found = measured(ops)
+    skips_zeros = ops.skips_zeros()
+    mx.clear_cache()
+    return RowInvariance(device, widths, found, skips_zeros)
+
+
+class _Ops:
+    """The ops of one model over random weights and inputs."""
+
+    def __init__(self, shapes: ModelShapes) -> None:
+        self._shapes = shapes
+        self._config = shapes.config
+        self._dtype = compute_type()
+        self._on_gpu = mx.default_device() == mx.gpu
+        self._random = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[RowOp]:
+        """Every op. One is measured before the next is made, so that one op's weights are in memory."""
+        config, shapes = self._config, self._shapes
+        norm = Norm(mx.array(self._values(config.hidden_size)), config.rms_norm_eps)
+        yield _row_op("norm", lambda it: normed(it, norm), self._input(config.hidden_size))
+        activated = self._input(config.intermediate_size)
+        yield _row_op("activation", lambda it: activate(it, config.hidden_act), activated)
+        for rows, cols, bits in sorted(set(shapes.linears)):
+            matrix = self._matrix(self._outputs(rows), cols, bits)
+            yield _row_op(f"product {rows} x {cols} {bits}-bit", matrix.rows_product, self._input(cols))
+        for count in shapes.segment_sizes:
+            down = self._matrix(count, self._outputs(config.hidden_size), shapes.bits)
+            yield _row_op(f"down projection of {count} neurons", down.columns_product, self._input(count))
+        if shapes.selects:
+            yield self._selected()
+        for window in sorted(set(config.layer_windows)):
+            for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
+                yield self._chain(keys, window)
+                yield self._tree(keys, window)
+
+    def skips_zeros(self) -> bool:
+        """Whether a row's product over neurons has the same bits without those whose gate is zero."""
+        if not self._config.zeros_gates:
+            return False
+        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.hidden_act)
+        return all(selected.alone(row).tobytes() == selected.dense(row).tobytes() for row in range(MOST_ROWS))
+
+    def _outputs(self, rows: int) -> int:
+        return rows if self._on_gpu else min(rows, CPU_OUTPUTS)
+
+    def _values(self, *shape: int) -> Float32:
+        return self._random.standard_normal(shape, dtype=np.float32)
+
+    def _input(self, width: int) -> mx.array:
+        return mx.array(self._values(MOST_ROWS, width))
+
+    def _matrix(self, rows: int, cols: int, bits: Bits) -> MlxMatrix:
+        layout, dtype = RowLayout(cols, bits), self._dtype
+        if bits == 16:
+            return MlxMatrix(layout, dtype, (mx.array(self._values(rows, layout.padded_cols)).astype(dtype),))
+        codes = self._random.integers(0, 1 << 32, (rows, layout.codes_bytes // 4), dtype=np.uint32)
+        pairs = (mx.array(self._values(rows, layout.groups)).astype(dtype) for _ in range(2))
+        return MlxMatrix(layout, dtype, (mx.array(codes), *pairs))
+
+    def _neurons(self) -> MlxNeurons:
+        count, width = self._shapes.segment_sizes[0], self._config.hidden_size
+        count = count if self._on_gpu else min(count, CPU_NEURONS)
+        gate, up = (self._matrix(count, width, self._shapes.bits) for _ in range(2))
+        return MlxNeurons(gate, up, self._matrix(count, self._outputs(width), self._shapes.bits))
+
+    def _selected(self) -> RowOp:
+        """The product of those neurons that a row selects, beside those that other rows select."""
+        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.hidden_act)
+        return RowOp("selected neurons", selected.alone, selected.together)
+
+    def _chain(self, keys: int, window: int) -> RowOp:
+        """Attention of rows that follow each other, behind `keys` keys."""
+        attention = _Attention(self._shapes, self._random, keys, window)
+        name = f"attention, chain behind {keys} keys" + (f", window {window}" if window else "")
+        return RowOp(name, attention.after_chain, attention.chain, "chain")
+
+    def _tree(self, keys: int, window: int) -> RowOp:
+        """Attention of rows that follow each other as nodes of a binary tree."""
+        attention = _Attention(self._shapes, self._random, keys, window)
+        name = f"attention, tree behind {keys} keys" + (f", window {window}" if window else "")
+        return RowOp(name, attention.after_path, attention.tree, "tree")
+
+
+class _Selected:
+    """Selected neurons, as `MlxBackend` multiplies them: gathered, in whole blocks."""
+
+    def __init__(self, neurons: MlxNeurons, x: mx.array, activation: Activation) -> None:
+        assert neurons.gate is not None
+        self._neurons, self._x, self._activation = neurons, x, activation
+        self._gates = neurons.gate.rows_product(x)
+        scores = np.array(self._gates)
+        self._fires = scores > np.quantile(scores, 1 - FIRING, axis=1, keepdims=True)
+        if activation in ("relu", "relu2"):
+            self._fires = scores > 0
+
+    def alone(self, row: int) -> Float32:
+        return self._product(row, row + 1)
+
+    def together(self, rows: int) -> Float32:
+        return self._product(0, rows)
+
+    def dense(self, row: int) -> Float32:
+        """The product of all neurons."""
+        return _host(all_of(self._x[row : row + 1], self._neurons, self._activation))
+
+    def _product(self, start: int, stop: int) -> Float32:
+        fires = self._fires[start:stop]
+        ids = np.flatnonzero(fires.any(axis=0))
+        # Padding takes any neuron: it isn't chosen.
+        padding = padded(len(ids), BLOCK_NEURONS) - len(ids)
+        chosen = np.pad(fires[:, ids], [(0, 0), (0, padding)]).astype(np.float32)
+        where = mx.array(np.pad(ids, (0, padding)))
+        neurons = MlxNeurons(None, *(_gathered(it, where) for it in (self._neurons.up, self._neurons.down)))
+        gates = self._gates[start:stop][:, where]
+        product = product_of_selected(self._x[start:stop], neurons, gates, mx.array(chosen), self._activation)
+        return _host(product)
+
+
+class _Attention:
+    """Attention of one key/value head over keys and values that were there before."""
+
+    def __init__(self, shapes: ModelShapes, random: np.random.Generator, keys: int, window: int) -> None:
+        own = shapes.config
+        config = replace(
+            own,
+            num_layers=1,
+            num_heads=own.num_heads // own.num_kv_heads,
+            num_kv_heads=1,
+            layer_windows=(window,),
+        )
+        self._config, self._keys, self._window = config, keys, window
+        self._ops = MlxOps()
+        layout = KVLayout(config, shapes.kv_bits)
+        self._kv = SimpleNamespace(layout=layout, arrays=MlxKV(layout))
+        self._kv.arrays.resize(layout.blocks(keys + MOST_ROWS))
+        self._qkv = mx.array(random.standard_normal((MOST_ROWS, config.qkv_size), dtype=np.float32))
+        angles = np.pi * random.random((MOST_ROWS, config.head_dim // 2), dtype=np.float32)
+        self._turns = np.cos(angles), np.sin(angles)
+        head = np.ones(config.head_dim, dtype=np.float32)
+        self._norms = HeadNorms(mx.array(head), mx.array(head), own.rms_norm_eps) if own.qk_norm else None
+        shape = (keys, 1, config.head_dim)
+        before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
+        self._kv.arrays.write(0, *before, 0)
+
+    def after_chain(self, row: int) -> Float32:
+        """The row behind those before it, each of which went through attention by itself."""
+        return self._attend([row], self._keys + row)
+
+    def after_path(self, row: int) -> Float32:
+        """The row behind those on its path through a binary tree, each by itself."""
+        for depth, node in enumerate(BINARY.path(row)):
+            found = self._attend([node], self._keys + depth)
+        return found
+
+    def chain(self, rows: int) -> Float32:
+        return self._attend(list(range(rows)), self._keys)
+
+    def tree(self, rows: int) -> Float32:
+        return self._attend(list(range(rows)), self._keys, TokenTree(BINARY.parents[:rows].tolist()))
+
+    def _attend(self, rows: list[int], position: int, tree: TokenTree | None = None) -> Float32:
+        depths = np.arange(len(rows)) if tree is None else tree.depths
+        cos, sin = (turn[position - self._keys + depths] for turn in self._turns)
+        x = self._qkv[mx.array(rows)]
+        return _host(self._ops.attend(x, self._kv, 0, position, cos, sin, self._norms, self._window, tree))
+
+
+def _row_op(name: str, compute: Callable[[mx.array], mx.array], x: mx.array) -> RowOp:
+    """An op that takes rows of `x` and nothing else."""
+    return RowOp(name, lambda row: _host(compute(x[row : row + 1])), lambda rows: _host(compute(x[:rows])))
+
+
+def _gathered(matrix: MlxMatrix, rows: mx.array) -> MlxMatrix:
+    return replace(matrix, arrays=tuple(array[rows] for array in matrix.arrays))
+
+
+def _host(x: mx.array) -> Float32:
+    return np.array(x)
