@@ -1,6 +1,6 @@
 """Whether llama.cpp says with an embedded model's GGUF what ondevice says with its bundle.
 
-    python -m tests.benchmarks.explain.embedded_agreement --folder DIR
+    python -m tests.benchmarks.explain.embedded_agreement --folder DIR [--held-out 6]
 
 DIR is what `embedded_model.py` and `embedded_gguf.py` wrote. Both engines read our greedy replies to the
 built-in prompts, token by token, and name the next token at every place: until they disagree, that is
@@ -24,6 +24,7 @@ import numpy as np
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
 from ondevice.measure.prompts import BUILT_IN, Task
+from tests.benchmarks.lib.held_out_prompts import held_out_tasks
 from tests.benchmarks.lib.run_llama_cpp import Engine
 
 CONTEXT = 512
@@ -108,16 +109,15 @@ def main() -> int:
     """Print the table and the JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--held-out", type=int, default=0, help="prompts of each held-out kind instead")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     engine = engine_of(args.folder, args.threads)
     with load(args.folder / "small", kv_bits=8, speculation="off", threads=args.threads) as model:
-        rows = [
-            compare(model, engine, task, words, args.max_tokens)
-            for task in BUILT_IN
-            for words in task.prompts
-        ]
+        tasks = held_out_tasks(args.held_out) if args.held_out else BUILT_IN
+        prompts = [(task, words) for task in tasks for words in task.prompts]
+        rows = [compare(model, engine, task, words, args.max_tokens) for task, words in prompts]
     print("| text | places | before the first difference | margin there | equal | logit error |")
     print("|---|---|---|---|---|---|")
     for row in rows:
