@@ -8,7 +8,8 @@ shape. Whatever is measured on it is to be called that: measured on an embedded 
 
 It writes DIR/small, the shipped model in q4, and DIR/large, and prints how their neurons fire. How the
 function stays the same is told in `embedded_weights.py`; streams, predictors and hotness come from
-`embedded_sidecars.py`, and neurons beside the real ones from `filler_neurons.py`.
+`embedded_sidecars.py`, and neurons beside the real ones from `filler_neurons.py`. `embedded_gguf.py` writes
+the same function for llama.cpp.
 
 What it doesn't imitate: between trained layers the stream doesn't change, so a prefetch of the next layer's
 neurons finds all that fire.

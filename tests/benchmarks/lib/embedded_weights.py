@@ -43,6 +43,7 @@ from tests.benchmarks.lib.stored_model import (
     StoredModel,
     place_groups,
     random_codes,
+    taken,
 )
 
 CONSTANT = np.float32(2.0**-24)
@@ -217,7 +218,7 @@ class EmbeddedModel:
         starts = [*range(0, real, HEAD_ROWS), *range(real, self.shape.vocab_size, HEAD_ROWS)]
         for start in starts:
             stop = min(start + HEAD_ROWS, real if start < real else self.shape.vocab_size)
-            yield start, np.random.default_rng([seed, start]), _taken(table, np.arange(start, stop) % real)
+            yield start, np.random.default_rng([seed, start]), taken(table, np.arange(start, stop) % real)
 
     def _rows_of(self, rows: QuantizedRows, random: np.random.Generator) -> QuantizedRows:
         return place_groups(rows, Q4.bits, self.groups, self.columns, random)
@@ -246,10 +247,6 @@ def silent_rows(rows: int, cols: int, bits: int, random: np.random.Generator) ->
     scales, codes = np.zeros((rows, groups), np.float16), random_codes(random, rows, groups * 8 * bits)
     codes[:, cols * bits // 8 :] = 0
     return QuantizedRows(codes, scales, scales.copy())
-
-
-def _taken(rows: QuantizedRows, ids: NDArray[np.int64]) -> QuantizedRows:
-    return QuantizedRows(rows.codes[ids], rows.scales[ids], rows.biases[ids])
 
 
 def _recoded(rows: QuantizedRows, ids: NDArray[np.int64], random: np.random.Generator) -> QuantizedRows:

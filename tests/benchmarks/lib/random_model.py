@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from tests.support.paths import SHARED_DATA
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
 
 BLOCK_VALUES = 1 << 24
 SHARD_BYTES = 5_000_000_000
@@ -99,7 +99,7 @@ def write_checkpoint(folder: Path, shape: Shape, hidden_act: str, matrix: Matrix
         _write_safetensors(folder / file, tensors, matrix)
     index = {"metadata": {"total_size": _total_bytes(shards)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    if SHARED_TOKENIZER.is_file() and shape.vocab_size == 32_000:
+    if _is_llama_2(shape):
         shutil.copyfile(SHARED_TOKENIZER, folder / "tokenizer.model")
     config = _huggingface_config(shape) | {"hidden_act": hidden_act}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -111,15 +111,60 @@ def gguf_file(shape: Shape, workdir: Path) -> Path:
 
     Re-used when present.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+    from gguf import GGMLQuantizationType, LlamaFileType
 
     path = workdir / f"{shape.name}-q4_0.gguf"
     if path.is_file():
         return path
     workdir.mkdir(parents=True, exist_ok=True)
+    sizes, blocks = gguf_tensors(shape), quantise_q4_0(_gaussian_block()).reshape(-1)
+
+    def values(number: int, name: str) -> npt.NDArray[Any]:
+        size = sizes[name]
+        if len(size) == 1:
+            return np.ones(size, np.float32)
+        return np.concatenate(list(_stretches(blocks, size[0] * size[1] // 32 * 18, number * 18 * 4099)))
+
+    write_gguf(
+        path,
+        shape,
+        {name: GGMLQuantizationType.Q4_0 for name, size in sizes.items() if len(size) > 1},
+        values,
+        file_type=LlamaFileType.MOSTLY_Q4_0,
+        tokenizer=SHARED_TOKENIZER.read_bytes() if _is_llama_2(shape) else b"",
+    )
+    return path
+
+
+def write_gguf(
+    path: Path,
+    shape: Shape,
+    types: Mapping[str, GGMLQuantizationType],
+    values: Callable[[int, str], npt.NDArray[Any]],
+    *,
+    file_type: LlamaFileType,
+    rms_norm_eps: float = 1e-5,
+    rope_theta: float = 10_000.0,
+    tokenizer: bytes = b"",
+) -> None:
+    """Write a Llama model's GGUF, one tensor in memory at a time. The file appears when it is whole.
+
+    Args:
+        path: the file.
+        shape: the model's sizes.
+        types: the types of matrices, by name; others are float32.
+        values: (a tensor's number and name) -> its float32 values, or the bytes of its blocks.
+        file_type: what the file says of its types.
+        rms_norm_eps: epsilon of all norms.
+        rope_theta: base of the rotary frequencies.
+        tokenizer: a sentencepiece model; without one the file has no vocabulary.
+    """
+    from gguf import GGUFWriter
+    from gguf.quants import quant_shape_to_byte_shape
+
     partial = path.with_suffix(".partial")
     writer = GGUFWriter(str(partial), "llama")
-    writer.add_file_type(int(LlamaFileType.MOSTLY_Q4_0))
+    writer.add_file_type(int(file_type))
     writer.add_context_length(shape.max_context)
     writer.add_embedding_length(shape.hidden_size)
     writer.add_block_count(shape.num_layers)
@@ -127,51 +172,53 @@ def gguf_file(shape: Shape, workdir: Path) -> Path:
     writer.add_head_count(shape.num_heads)
     writer.add_head_count_kv(shape.num_heads)
     writer.add_rope_dimension_count(shape.hidden_size // shape.num_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(rope_theta)
+    writer.add_layer_norm_rms_eps(rms_norm_eps)
     writer.add_vocab_size(shape.vocab_size)
-    _add_vocabulary(writer, shape)
-    tensors = _gguf_tensors(shape)
-    for name, size in tensors.items():
-        if len(size) == 1:
-            writer.add_tensor_info(name, size, np.dtype(np.float32), size[0] * 4)
+    _add_vocabulary(writer, tokenizer, shape.vocab_size)
+    sizes = gguf_tensors(shape)
+    for name, size in sizes.items():
+        if name in types:
+            stored = quant_shape_to_byte_shape(size, types[name])
+            nbytes = int(np.prod(stored))
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), nbytes, raw_dtype=types[name])
         else:
-            row_bytes = size[1] // 32 * 18
-            byte_shape, nbytes = (size[0], row_bytes), size[0] * row_bytes
-            writer.add_tensor_info(
-                name, byte_shape, np.dtype(np.uint8), nbytes, raw_dtype=GGMLQuantizationType.Q4_0
-            )
+            writer.add_tensor_info(name, size, np.dtype(np.float32), 4 * int(np.prod(size)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    blocks = quantise_q4_0(_gaussian_block()).reshape(-1)
-    for number, size in enumerate(tensors.values()):
-        if len(size) == 1:
-            writer.write_tensor_data(np.ones(size, np.float32))
-        else:
-            pieces = list(_stretches(blocks, size[0] * size[1] // 32 * 18, number * 18 * 4099))
-            writer.write_tensor_data(np.concatenate(pieces))
+    for number, name in enumerate(sizes):
+        writer.write_tensor_data(values(number, name))
     writer.close()
     os.sync()
     partial.rename(path)
-    return path
 
 
-def _add_vocabulary(writer: GGUFWriter, shape: Shape) -> None:
-    if not (SHARED_TOKENIZER.is_file() and shape.vocab_size == 32_000):
+def _add_vocabulary(writer: GGUFWriter, tokenizer: bytes, size: int) -> None:
+    """The pieces of a sentencepiece model. Ids that it lacks are unused tokens."""
+    if not tokenizer:
         writer.add_tokenizer_model("no_vocab")
         return
+    from gguf import TokenType
     from sentencepiece import SentencePieceProcessor
 
-    pieces = SentencePieceProcessor(model_file=str(SHARED_TOKENIZER))
-    ids = range(shape.vocab_size)
+    pieces = SentencePieceProcessor(model_proto=tokenizer)
+    ids = range(len(pieces))
+    unused = range(len(pieces), size)
     kinds = [
-        2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1
+        TokenType.UNKNOWN
+        if pieces.is_unknown(i)
+        else TokenType.CONTROL
+        if pieces.is_control(i)
+        else TokenType.BYTE
+        if pieces.is_byte(i)
+        else TokenType.NORMAL
         for i in ids
     ]
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([pieces.id_to_piece(i) for i in ids])
-    writer.add_token_scores([pieces.get_score(i) for i in ids])
-    writer.add_token_types(kinds)
+    writer.add_token_list([pieces.id_to_piece(i) for i in ids] + [f"[unused {i}]" for i in unused])
+    writer.add_token_scores([pieces.get_score(i) for i in ids] + [0.0] * len(unused))
+    writer.add_token_types(kinds + [TokenType.UNUSED] * len(unused))
     writer.add_bos_token_id(pieces.bos_id())
     writer.add_eos_token_id(pieces.eos_id())
 
@@ -187,6 +234,11 @@ def quantise_q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     out[:, :2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     out[:, 2:] = codes[:, :16] | codes[:, 16:] << 4
     return out
+
+
+def _is_llama_2(shape: Shape) -> bool:
+    """True if the shape has the vocabulary of Llama 2's tokenizer, and that is found."""
+    return SHARED_TOKENIZER.is_file() and shape.vocab_size == 32_000
 
 
 def _gaussian_block() -> npt.NDArray[np.float32]:
@@ -243,7 +295,8 @@ def _huggingface_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     return tensors | {"model.norm.weight": (d,), "lm_head.weight": (shape.vocab_size, d)}
 
 
-def _gguf_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+def gguf_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama model's tensors, in the order that they have in a GGUF."""
     d, f = shape.hidden_size, shape.intermediate_size
     tensors: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, d)}
     for i in range(shape.num_layers):

@@ -16,6 +16,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 
 from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
 
@@ -55,12 +56,16 @@ class Engine:
 
     def forward(self, tokens: list[int]) -> int:
         """Append `tokens` and return the likeliest next one."""
+        return int(self.logits(tokens).argmax())
+
+    def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
+        """Append `tokens`; the logits (V,) of the next one, which the next call overwrites."""
         ids = (llama_cpp.llama_token * len(tokens))(*tokens)
         code = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(ids, len(tokens)))
         if code:
             raise SystemExit(f"llama_decode returned {code}")
         logits = llama_cpp.llama_get_logits_ith(self.context, -1)
-        return int(np.ctypeslib.as_array(logits, shape=(self.vocab_size,)).argmax())
+        return np.ctypeslib.as_array(logits, shape=(self.vocab_size,))
 
     def clear(self) -> None:
         """Forget all tokens."""

@@ -83,9 +83,9 @@ def read_model(folder: Path) -> StoredModel:
                 resident[f"{prefix}.feed_forward_norm.weight"],
             )
         )
-        gate, up, down = _unpacked(folder / neuron_file_name(layer), neuron_layout(config, bundle.quant))
+        gate, up, down = unpacked(folder / neuron_file_name(layer), neuron_layout(config, bundle.quant))
         neurons.append((gate, up, down))
-    (embedding,) = _unpacked(folder / EMBEDDING, embedding_layout(config, QuantConfig(bits)))
+    (embedding,) = unpacked(folder / EMBEDDING, embedding_layout(config, QuantConfig(bits)))
     return StoredModel(bundle, tuple(attention), tuple(neurons), embedding, resident["final_norm.weight"])
 
 
@@ -95,7 +95,7 @@ def matrix_of(tensors: Mapping[str, NDArray[np.generic]], name: str) -> Quantize
     return QuantizedRows(codes.view(np.uint8), scales.view(np.float16), biases.view(np.float16))
 
 
-def _unpacked(path: Path, layout: RecordLayout) -> list[QuantizedRows]:
+def unpacked(path: Path, layout: RecordLayout) -> list[QuantizedRows]:
     """The rows of a record file, in the order of the layout's parts."""
     records, found = load_file(path)["records"], []
     for part, start in zip(layout.parts, layout.part_offsets, strict=True):
@@ -252,6 +252,11 @@ def place_groups(
     codes[:, places] = rows.codes.reshape(count, -1, group_bytes)
     scales[:, places], biases[:, places] = rows.scales, rows.biases
     return QuantizedRows(codes.reshape(count, -1), scales, biases)
+
+
+def taken(rows: QuantizedRows, ids: NDArray[np.int64]) -> QuantizedRows:
+    """The rows `ids`."""
+    return QuantizedRows(rows.codes[ids], rows.scales[ids], rows.biases[ids])
 
 
 def random_codes(random: np.random.Generator, rows: int, nbytes: int) -> NDArray[np.uint8]:
