@@ -118,7 +118,7 @@ check-types: $(STAMPS)/installed $(STAMPS)/check
 	@ln -s $(CURDIR)/ondevice/* $(CURDIR)/converters $(CURDIR)/cli.py build/typing/ondevice/
 	@cd build/typing && $(abspath $(PY)) -m mypy --strict --config-file $(CURDIR)/pyproject.toml -p ondevice
 	@MYPYPATH=build/typing $(PY) -m mypy --strict docs/tools
-	@MYPYPATH=build/typing $(PY) -m mypy --strict -p tests.benchmarks
+	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p tests.benchmarks
 	@MYPYPATH=build/typing:$(MODEL_FOLDER) $(PY) -m mypy --strict -p recipe
 	@MYPYPATH=build/typing:$(APP)/src $(PY) -m mypy --strict -p ondevice_chat
 

@@ -200,9 +200,10 @@ def compare_drafters(
     tasks: Sequence[Task],
     sampling: SamplingConfig,
     *,
+    drafters: Sequence[str] = tuple(DRAFTERS),
     on_progress: OnProgress = ignore_progress,
 ) -> Comparison:
-    """Continue every prompt with every drafter that the model can have.
+    """Continue every prompt with every one of `drafters` that the model can have.
 
     Args:
         model: a path, a name or an alias.
@@ -210,6 +211,7 @@ def compare_drafters(
             alone: memory that idle drafters hold is outside the budget.
         tasks: the prompts.
         sampling: how tokens are chosen. Its `max_tokens` is that of every text, 2 or more.
+        drafters: values of `--speculation`.
         on_progress: called with the share done and the current step.
 
     Before a weight is read, raises UsageError for texts of fewer tokens, no prompts or a model without a
@@ -224,7 +226,7 @@ def compare_drafters(
     # All share one seed; otherwise texts couldn't be equal.
     sampling = sampling.seeded()
     runtime = on_kernels(runtime, "the comparison of --speculation all")
-    arms, notes = _arms(model, runtime)
+    arms, notes = _arms(model, runtime, drafters)
     plain = arms[OFF]
     prompts = _prompts(plain, tasks, sampling.max_tokens)
     base = next(
@@ -249,12 +251,14 @@ def compare_drafters(
     )
 
 
-def _arms(model: Name | None, runtime: RuntimeConfig) -> tuple[dict[str, ResolvedModel], list[str]]:
+def _arms(
+    model: Name | None, runtime: RuntimeConfig, drafters: Sequence[str]
+) -> tuple[dict[str, ResolvedModel], list[str]]:
     """Plain decoding and every possible drafter, each resolved as if alone, and notes on missing drafters."""
     plain = open_model(model, replace(runtime, speculation="off"))
     plain.require_fit()
     arms, notes = {OFF: plain}, []
-    for name in DRAFTERS:
+    for name in drafters:
         speculation: dict[str, Any] = {"speculation": name}
         if name == "auto":
             # With a draft model, `auto` would mean that one.

@@ -109,16 +109,20 @@ def break_products(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     monkeypatch.setattr(mlx_weights.MlxMatrix, "_product", product)
 
 
-def break_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention with a mask of a tree has other last bits."""
-    true = mlx_ops.MlxOps.attend
+def watch_trees(monkeypatch: pytest.MonkeyPatch, fault: bool) -> list[int]:
+    """The rows of each tree that a model attends to. fault: trees have other last bits."""
+    true, seen = mlx_ops.MlxOps.attend, []
 
-    def attend(self: Any, *where: Any, **options: Any) -> Any:
-        found = true(self, *where, **options)
-        is_tree = options.get("tree") is not None or (len(where) > 8 and where[8] is not None)
-        return nudged(found) if is_tree else found
+    def attend(self: Any, qkv: Any, kv: Any, *where: Any, **options: Any) -> Any:
+        found = true(self, qkv, kv, *where, **options)
+        if options.get("tree") is None and (len(where) < 7 or where[6] is None):
+            return found
+        if kv.layout.config.num_layers > 1:  # a model's, not what is measured
+            seen.append(qkv.shape[0])
+        return nudged(found) if fault else found
 
     monkeypatch.setattr(mlx_ops.MlxOps, "attend", attend)
+    return seen
 
 
 def draft_as_much_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,14 +174,16 @@ def test_the_fault_would_change_texts_if_widths_were_not_measured(monkeypatch: p
 
 @CPU_DEVICE
 @pytest.mark.usefixtures("mlx_device", "anew")
-def test_where_only_trees_differ_drafts_are_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_trees(monkeypatch)
+@pytest.mark.parametrize("fault", [True, False])
+def test_where_only_trees_differ_drafts_are_chains(fault: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = watch_trees(monkeypatch, fault)
     draft_as_much_as_fits(monkeypatch)
     expected, _ = texts()
     for drafter in ("recycling", "streams"):
         found, stats = texts(speculation=drafter)
         assert found == expected
         assert stats.drafting.drafts > 0
+        assert bool(trees) != fault
 
 
 @CPU_DEVICE

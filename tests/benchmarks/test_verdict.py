@@ -1,11 +1,14 @@
-"""When the benchmark lets a rival's failure count as a pass."""
+"""When benchmarks let a case pass: a rival's failure, and a drafter's speed over plain decoding's."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from ondevice.measure.drafters import Comparison
+from tests.benchmarks.compare import drafting_at_scale
 from tests.benchmarks.compare import versus_llama_cpp as versus
 from tests.benchmarks.lib.measure import KILLED
 
@@ -54,3 +57,31 @@ def test_runs_that_survive_are_what_is_compared(
 
     found = versus.verdict(case, runs(ours), runs(theirs), 4_000_000_000)
     assert (found["ratio"], found["passed"]) == (ratio, passed)
+
+
+@pytest.mark.parametrize(
+    ("streams", "auto", "best", "passed"),
+    [
+        ([1.9, 2.0, 0.5], [1.9, 2.0, 2.1], "streams", True),
+        ([1.9, 2.0, 2.1], [1.7, 1.7, 1.7], "streams", False),
+        ([1.1, 1.2, 1.3], [1.6, 1.6, 1.6], "lookup", False),
+        ([1.1, 3.0, 1.1], [2.0, 2.0, 2.0], "lookup", False),
+    ],
+)
+def test_a_case_passes_by_the_medians_of_its_rounds(
+    streams: list[float], auto: list[float], best: str, passed: bool
+) -> None:
+    """Lookup is 1.5 times as fast as plain decoding in every round, and 1.8 times is asked for."""
+
+    def one_round(turn: int) -> Comparison:
+        speeds = {"off": 1.0, "lookup": 1.5, "streams": streams[turn], "auto": auto[turn]}
+        rows = [
+            SimpleNamespace(task="all", drafter=name, tokens=speed * 10, seconds=10, tokens_per_pass=1.0)
+            for name, speed in speeds.items()
+        ]
+        return cast(Comparison, SimpleNamespace(rows=rows, tasks=("all",)))
+
+    case = next(case for case in drafting_at_scale.CASES if case.name == "relu-dense-half")
+    row = drafting_at_scale.verdict(case, [one_round(turn) for turn in range(3)])
+    assert (row["best"], row["passed"]) == (best, passed)
+    assert f"| {best} |" in drafting_at_scale.table([{"case": case.name, **row}])

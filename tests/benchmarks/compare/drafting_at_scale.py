@@ -1,0 +1,179 @@
+"""What drafting is worth on a model of real size: on an embedded model in the shape of a 7B, case by case.
+
+Every drafter that the model can have continues held-out prompts of four kinds beside plain decoding, in
+turns, in one process (`ondevice.measure.drafters`); all texts must be equal. A case's figure is the median
+over rounds of one round's tokens per second over those of `--speculation off`. Prints a table, which says
+that the models are embedded ones, and a JSON line; exits 0 only if every `at least` of the chosen cases
+holds.
+
+    python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
+    python -m tests.benchmarks.compare.drafting_at_scale --model DIR/large [--case NAME] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig, SamplingConfig, Sparsity
+from ondevice.measure.drafters import ALL_TASKS, OFF, Comparison, compare_drafters
+from ondevice.measure.prompts import Task
+from ondevice.stats import per_second
+from tests.benchmarks.lib.held_out_prompts import held_out_tasks
+from tests.benchmarks.lib.measure import machine, note
+
+SINGLE = ("lookup", "recycling", "streams", "resident")
+AUTO = "auto"
+AUTO_AT_LEAST, AUTO_AIM = 0.93, 1.0
+"""Speed of `auto` over the best drafter's."""
+CONTEXT = 256
+RANDOM_WORDS, RANDOM_TEMPERATURE = 24, 1.5
+
+
+@dataclass(frozen=True)
+class Case:
+    """share: of the bundle's bytes that the budget is; 0: enough for everything. guess: whether the text can
+    be guessed; otherwise it is random, and only `auto` is measured.
+    """
+
+    name: str
+    at_least: float
+    aim: float
+    sparsity: Sparsity
+    share: float
+    activations: tuple[str, ...] = ("relu",)
+    predictable: bool = True
+
+
+CASES = (
+    Case("relu-resident", 1.35, 1.6, "exact", 0.0),
+    Case("relu-dense-half", 1.8, 2.5, "dense", 0.5),
+    Case("relu-predicted-half", 1.0, 1.2, "predicted", 0.5),
+    Case("silu-resident", 1.25, 1.5, "dense", 0.0, ("silu",)),
+    Case("silu-dense-half", 1.5, 2.2, "dense", 0.5, ("silu",)),
+    Case("nothing-to-guess", 0.97, 1.0, "exact", 0.0, ("relu", "silu"), predictable=False),
+)
+
+
+def random_tasks(count: int) -> tuple[Task, ...]:
+    """Texts of letters and digits at random, which nothing can guess."""
+    random = np.random.default_rng(7)
+    letters = list("abcdefghijklmnopqrstuvwxyz0123456789")
+    texts = tuple(
+        " ".join("".join(random.choice(letters, 5)) for _ in range(RANDOM_WORDS)) for _ in range(count)
+    )
+    return (Task("random", texts),)
+
+
+def rates(comparison: Comparison, task: str = ALL_TASKS) -> dict[str, float]:
+    """Tokens per second by drafter."""
+    return {row.drafter: per_second(row.tokens, row.seconds) for row in comparison.rows if row.task == task}
+
+
+def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of one case, as a row of the summary."""
+    bundle = Bundle.open(folder)
+    sparsity: Sparsity = case.sparsity if bundle.config.zeros_gates else "dense"
+    budget = int(case.share * bundle.bundle_bytes) or args.all_bytes
+    runtime = RuntimeConfig(
+        dram_budget=budget, backend="cpu", sparsity=sparsity, max_context=CONTEXT, threads=args.threads
+    )
+    tasks = held_out_tasks(args.prompts) if case.predictable else random_tasks(args.prompts)
+    sampling = SamplingConfig(
+        max_tokens=args.max_tokens, temperature=0.0 if case.predictable else RANDOM_TEMPERATURE, seed=0
+    )
+    drafters = (*(args.drafter or SINGLE), AUTO) if case.predictable else (AUTO,)
+    rounds = []
+    for turn in range(args.rounds):
+        found = compare_drafters(folder, runtime, tasks, sampling, drafters=drafters)
+        found.require_same_texts()
+        rounds.append(found)
+        shown = ", ".join(f"{name} {rate:.2f}" for name, rate in rates(found).items())
+        note(f"{case.name} {turn + 1}/{args.rounds}: tokens/s {shown}")
+        for words in found.notes:
+            note(f"  {words}")
+    return {"case": case.name, "model": bundle.name, "budget_bytes": budget} | verdict(case, rounds)
+
+
+def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
+    """A case's figures: each drafter's speed over plain decoding, and `auto`'s over the best drafter's."""
+    ratios: dict[str, list[float]] = {}
+    for found in rounds:
+        of_round = rates(found)
+        for name, rate in of_round.items():
+            if name != OFF:
+                ratios.setdefault(name, []).append(rate / of_round[OFF])
+    speeds = {name: median(values) for name, values in ratios.items()}
+    single = {name: speed for name, speed in speeds.items() if name != AUTO}
+    best = max(single, key=lambda name: single[name], default=AUTO)
+    last = rounds[-1]
+    row: dict[str, Any] = {
+        "at_least": case.at_least,
+        "aim": case.aim,
+        "speeds": speeds,
+        "ratios": ratios,
+        "best": best,
+        "tokens_per_pass": {it.drafter: it.tokens_per_pass for it in last.rows if it.task == ALL_TASKS},
+        "by_task": {task: rates(last, task) for task in last.tasks},
+        "passed": speeds[best] >= case.at_least,
+    }
+    if single:
+        row["auto_over_best"] = speeds[AUTO] / speeds[best]
+        row["passed"] &= row["auto_over_best"] >= AUTO_AT_LEAST
+    return row
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| case | best drafter | over plain | at least | aim | auto over best | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        of_best = row["ratios"][row["best"]]
+        auto = f"{row['auto_over_best']:.2f}" if "auto_over_best" in row else ""
+        figure = f"{row['speeds'][row['best']]:.2f} ({min(of_best):.2f} to {max(of_best):.2f})"
+        asked = f"{row['at_least']} | {row['aim']}"
+        held = "held" if row["passed"] else "MISSED"
+        lines.append(f"| {row['case']} | {row['best']} | {figure} | {asked} | {auto} | {held} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure the chosen cases; 0 if all hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="bundle of an embedded model")
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
+    parser.add_argument("--drafter", action="append", choices=SINGLE, help="default: all")
+    parser.add_argument("--prompts", type=int, default=6, help="of each kind of text")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--all-bytes", type=int, default=16_000_000_000, help="a budget for everything")
+    args = parser.parse_args()
+    activation = Bundle.open(args.model).config.hidden_act
+    chosen = [case for case in CASES if activation in case.activations]
+    chosen = [case for case in chosen if args.case is None or case.name in args.case]
+    if not chosen:
+        raise SystemExit(f"no case chosen is for a model with {activation}")
+    rows = [measure_case(case, args.model, args) for case in chosen]
+    passed = all(row["passed"] for row in rows)
+    print("embedded models: the function of a small trained model in a large shape\n")
+    print(table(rows))
+    asked = {name: getattr(args, name) for name in ("prompts", "max_tokens", "rounds", "threads")}
+    found = {"benchmark": "drafting_at_scale", "passed": passed, "models": "embedded", "cases": rows}
+    print(json.dumps(found | asked | {"machine": machine()}))
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
