@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def merged(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
     """The two tokens that byte pairs of lower rank make of `token`, and that it is merged from."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
-        joined = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:], strict=False)]
+        joined = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
         at = joined.index(min(joined))
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
