@@ -26,6 +26,7 @@ from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.resume import STATE_FILE
 from ondevice.bundle.streams import STREAMS, STREAMS_MANIFEST
 from ondevice.bundle.thresholds import THRESHOLDS, THRESHOLDS_MANIFEST
+from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST
 from ondevice.converters.error_log import ErrorLog
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.units import format_bytes
@@ -33,7 +34,7 @@ from ondevice.units import format_bytes
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
     | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
-    | {STREAMS, STREAMS_MANIFEST, STATE_FILE, ErrorLog.FILE}
+    | {STREAMS, STREAMS_MANIFEST, TOKEN_COUNTS, TOKEN_COUNTS_MANIFEST, STATE_FILE, ErrorLog.FILE}
 )
 _LAYERS = re.compile(r"(neurons|gates)-\d{5}\.safetensors", re.ASCII)
 

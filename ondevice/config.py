@@ -179,6 +179,7 @@ class RuntimeOptions(TypedDict, total=False):
     draft_model: str | os.PathLike[str]
     draft_streams: int
     draft_pruning: float
+    draft_head: int
     kv_bits: Literal[16, 8]
     max_context: int
     prefill_chunk: int
@@ -213,6 +214,9 @@ class RuntimeConfig:
     draft_pruning: float = 0.0
     """Least chance with which a draft token enters the layers of streams, as their pruning adapter estimates
     it there. 0 prunes nothing."""
+    draft_head: int = 0
+    """Tokens that streams and `speculation="resident"` choose from: the most frequent ones of the text that
+    `train` counted. 0 means the whole vocabulary."""
     kv_bits: Literal[16, 8] = 16
     max_context: int = 0
     """Most tokens of a session. 0 means the smaller of 4,096 and the model's own limit. If the budget has no
@@ -251,6 +255,7 @@ class RuntimeConfig:
 _RUNTIME_LIMITS = {
     "threads": (0, MAX_THREADS),
     "draft_streams": (0, MAX_STREAMS),
+    "draft_head": (0, _SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),
     "prefill_chunk": (1, MAX_PREFILL_CHUNK),
 }

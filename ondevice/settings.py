@@ -54,6 +54,7 @@ _RUNTIME_HELP = {
     "speculation": "How tokens are drafted.",
     "draft_model": "Bundle that drafts; --speculation auto then means model.",
     "draft_streams": "Streams that draft, from the first on; 0: all that the model has.",
+    "draft_head": "Number of frequent tokens that streams and resident drafts choose from; 0: all.",
     "draft_pruning": "Least chance with which a draft token enters the layers of streams; 0: none is pruned.",
     "kv_bits": "Bits per stored key and value.",
     "max_context": "Tokens a conversation may hold; 0: the model's limit, at most 4096, or what fits.",

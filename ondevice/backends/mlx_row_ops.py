@@ -19,6 +19,7 @@ from ondevice.backends.base import Float32, HeadNorms, KVLayout, Norm
 from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_kv import MlxKV
+from ondevice.backends.mlx_memory import MlxLimits
 from ondevice.backends.mlx_ops import MlxOps, activate, normed
 from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
@@ -34,6 +35,8 @@ CPU_NEURONS = 256
 """Neurons that are selected from on MLX's CPU device."""
 FIRING = 0.1
 """Share of neurons that a row selects, unless zeros decide it."""
+MOST_BYTES = 1 << 30
+"""Memory within which MLX measures: more than a head's matrix takes, the largest one."""
 BINARY = TokenTree([-1, *((node - 1) // 2 for node in range(1, MOST_ROWS))])
 Bits = Literal[4, 8, 16]
 
@@ -67,11 +70,15 @@ def _measured(shapes: ModelShapes, device: str, version: str) -> RowInvariance:
 
     A file would outlive the libraries that MLX multiplies with, and a wrong width changes texts.
     """
-    ops = _Ops(shapes)
-    widths, found = measured(ops)
-    skips_zeros = ops.skips_zeros()
-    mx.clear_cache()
-    return RowInvariance(device, widths, found, skips_zeros)
+    # MLX keeps none of the memory, so that the process is as small afterwards as it was.
+    limits = MlxLimits(cache_bytes=0, budget_bytes=MOST_BYTES)
+    try:
+        ops = _Ops(shapes)
+        widths, found = measured(ops)
+        return RowInvariance(device, widths, found, ops.skips_zeros())
+    finally:
+        mx.synchronize()
+        limits.restore()
 
 
 class _Ops:

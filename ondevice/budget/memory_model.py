@@ -17,6 +17,8 @@ from ondevice.budget.sizes import (
     SegmentShape,
     SlotShape,
     context_tokens,
+    draft_head_bytes,
+    draft_head_rows,
     draft_nodes,
     fetch_shape,
     interleaved_bytes,
@@ -137,7 +139,7 @@ class MemoryModel(ABC):
         """
         config, runtime = self.config, self.runtime
         nodes = draft_nodes(runtime)
-        held = self._adapter_bytes(nodes)
+        held = self._adapter_bytes(nodes) + self.draft_head_bytes
         drafter = self.draft_model_bytes + drafter_bytes(runtime.speculation, config, self.max_context, nodes)
         if not drafter:
             return held
@@ -152,6 +154,12 @@ class MemoryModel(ABC):
         # Logits of the likely path beyond those of plain decoding: the head's output and its copy.
         ahead = 2 * 4 * config.vocab_size * (LOGITS_AHEAD - 1)
         return held + drafter + paths + ahead
+
+    @property
+    def draft_head_bytes(self) -> int:
+        """The draft head; 0 without one."""
+        rows = draft_head_rows(self.config, self.runtime, self.streams)
+        return draft_head_bytes(self.config, self.quant, rows)
 
     @property
     def _threads(self) -> int:

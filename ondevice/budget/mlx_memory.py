@@ -10,6 +10,7 @@ from ondevice.budget.sizes import (
     BufferShape,
     SegmentShape,
     SlotShape,
+    draft_head_rows,
     fetch_neurons,
     logits_rows,
     segment_shape,
@@ -97,6 +98,12 @@ class MlxMemory(MemoryModel):
             low = sum(padded(rank, GROUP_SIZE) * (hidden + neurons) for rank in self._used_predictors.ranks)
             more += self._wider_bytes(low, self._used_predictors.bits)
         return super().weights_bytes + more
+
+    @property
+    def draft_head_bytes(self) -> int:
+        rows = draft_head_rows(self.config, self.runtime, self.streams)
+        elements = rows * padded(self.config.hidden_size, GROUP_SIZE)
+        return super().draft_head_bytes + self._wider_bytes(elements, self.quant.bits)
 
     @property
     def draft_bytes(self) -> int:

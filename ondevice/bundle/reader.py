@@ -56,6 +56,15 @@ from ondevice.bundle.streams import (
 )
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR, Thresholds, parse_thresholds, threshold_tensors
+from ondevice.bundle.token_counts import (
+    TOKEN_COUNTS,
+    TOKEN_COUNTS_SIDECAR,
+    CountedTokens,
+    TokenCounts,
+    parse_counted_tokens,
+    parse_token_counts,
+    token_counts_layout,
+)
 from ondevice.errors import BundleError, ModelNotFoundError
 
 MAX_CHECKSUM_BYTES = 1 << 28
@@ -64,7 +73,7 @@ MAX_CHECKSUM_BYTES = 1 << 28
 PART_BYTES = 1 << 18
 """Bytes of a tokenizer file that `small_parts` reads at a time."""
 
-Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness)
+Added = TypeVar("Added", Predictors, Thresholds, MultiStreams, Hotness, TokenCounts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +157,8 @@ class Bundle:
         """Adapters that draft the tokens after the next one; None if the bundle has none."""
         self.hotness = self._addition(HOTNESS_SIDECAR, self._read_hotness)
         """Metadata of the counts of how often neurons fire; None if the bundle has none."""
+        self.token_counts = self._addition(TOKEN_COUNTS_SIDECAR, self._read_token_counts)
+        """Metadata of the counts of how often tokens occur; None if the bundle has none."""
 
     @staticmethod
     def open(path: str | Path) -> Bundle:
@@ -239,6 +250,19 @@ class Bundle:
             return parse_frequencies(self._read_frequencies(), self.hotness, self.config)
         except BundleError as error:
             raise self._with_remedy(HOTNESS_SIDECAR, error) from error
+
+    def counted_tokens(self) -> CountedTokens | None:
+        """How often each token occurs in the training's text; None if the bundle has no token counts.
+
+        Raises BundleError if the file has been damaged since the bundle was opened.
+        """
+        if self.token_counts is None:
+            return None
+        try:
+            data = self._read_counted_tokens(self.token_counts)
+            return parse_counted_tokens(data, self.token_counts, self.config.vocab_size)
+        except BundleError as error:
+            raise self._with_remedy(TOKEN_COUNTS_SIDECAR, error) from error
 
     def tensor_span(self, name: str) -> TensorSpan:
         """The place of a tensor, in the resident file or in a sidecar's.
@@ -366,6 +390,18 @@ class Bundle:
 
     def _read_frequencies(self) -> bytes:
         return read_whole(contained(self._folder, HOTNESS), hotness_layout(self.config).nbytes or 0)
+
+    def _read_token_counts(self, data: bytes) -> TokenCounts:
+        counts = parse_token_counts(data, self.manifest)
+        counted = self._read_counted_tokens(counts)
+        # As with hotness: damaged counts count as absent.
+        parse_counted_tokens(counted, counts, self.config.vocab_size)
+        self.bundle_bytes += len(data) + len(counted)
+        return counts
+
+    def _read_counted_tokens(self, counts: TokenCounts) -> bytes:
+        nbytes = token_counts_layout(counts.distinct).nbytes or 0
+        return read_whole(contained(self._folder, TOKEN_COUNTS), nbytes)
 
     def _read_checksums(self) -> np.ndarray:
         entry = self.manifest.files[CHECKSUMS]

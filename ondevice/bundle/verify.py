@@ -29,9 +29,10 @@ from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.sidecar import Sidecar
 from ondevice.bundle.streams import STREAMS_SIDECAR
 from ondevice.bundle.thresholds import THRESHOLDS_SIDECAR
+from ondevice.bundle.token_counts import TOKEN_COUNTS, TOKEN_COUNTS_SIDECAR, token_counts_layout
 from ondevice.errors import BundleError, reading_failed
 
-SIDECARS = (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, HOTNESS_SIDECAR, STREAMS_SIDECAR)
+SIDECARS = (PREDICTORS_SIDECAR, THRESHOLDS_SIDECAR, HOTNESS_SIDECAR, TOKEN_COUNTS_SIDECAR, STREAMS_SIDECAR)
 _REMEDY = "the bundle is damaged, convert the model again"
 
 
@@ -87,6 +88,9 @@ def verify(
     sizes = [(name, entry.nbytes) for name, entry in files.items()]
     if bundle.frequencies() is not None:
         sizes.append((HOTNESS, hotness_layout(bundle.config).nbytes or 0))
+    counted = bundle.counted_tokens()
+    if counted is not None:
+        sizes.append((TOKEN_COUNTS, token_counts_layout(len(counted.tokens)).nbytes or 0))
     return Report(tuple(sizes), checksums, _unused(bundle))
 
 

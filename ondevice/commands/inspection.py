@@ -20,6 +20,9 @@ from ondevice.runtime.models import (
 from ondevice.runtime.resolving import ResolvedModel, mode_change
 from ondevice.units import format_bytes
 
+NAMED_IF_DAMAGED = ("hotness", "token_counts")
+"""Keys of sidecars that are reported only where they are damaged."""
+
 
 def model_list() -> dict[str, Any]:
     """The object that `inspect --list --json` prints: bundle paths by name, their folder, and aliases."""
@@ -91,7 +94,11 @@ def inspection_text(resolved: ResolvedModel) -> str:
         "sparsity modes:",
         *map(_mode_line, sparsity_modes(config, bundle.predictors, bundle.thresholds, bundle.damaged)),
         f"streams: {_streams_line(bundle)}",
-        *(f"{key}: {bundle.damaged[key].for_command_line}" for key in ("hotness",) if key in bundle.damaged),
+        *(
+            f"{key}: {bundle.damaged[key].for_command_line}"
+            for key in NAMED_IF_DAMAGED
+            if key in bundle.damaged
+        ),
         f"memory for a budget of {size(plan.budget_bytes)}, {context_words(plan)}, "
         f"with {_modes_taken(resolved)}:",
         *(_part_line(what, nbytes) for what, nbytes in [*parts(plan), ("total", plan.total_bytes)]),

@@ -34,7 +34,7 @@ from ondevice.runtime.backend_choice import on_kernels
 from ondevice.runtime.engine import Engine
 from ondevice.runtime.resolving import ResolvedModel, budget_bytes, check_tokens, resolve
 from ondevice.scoring import benchmark_prompt, machine
-from ondevice.speculation.registry import DRAFTERS, runs_streams
+from ondevice.speculation.registry import DRAFTERS
 from ondevice.stats import DraftStats, per_second
 from ondevice.tokenizer import Tokenizer
 from ondevice.units import format_bytes
@@ -229,9 +229,7 @@ def compare_drafters(
     arms, notes = _arms(model, runtime, drafters)
     plain = arms[OFF]
     prompts = _prompts(plain, tasks, sampling.max_tokens)
-    base = next(
-        (it for it in arms.values() if runs_streams(it.runtime.speculation, it.bundle.streams)), plain
-    )
+    base = next((it for it in arms.values() if it.runs_streams or it.draft_head_rows), plain)
     with closing(Engine(base, never_cancelled)) as engine, closing(DrafterSwitch(engine)) as switch:
         found = _measured(switch, arms, prompts, sampling, on_progress)
         io, kernel_target = engine.io, engine.kernel_target

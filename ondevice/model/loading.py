@@ -85,9 +85,8 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
     embedding = EmbeddingRecords(bundle, reader)
     layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
-    head_rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
     final_norm = VectorPart("final_norm", partial(resident.vector, "final_norm.weight"))
-    head = MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, head_rows)
+    head = head_part(bundle, resident, embedding)
     selectors = _selector_parts(bundle, reader, sparsity, point)
     order: list[Part] = [
         part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector.parts)
@@ -133,6 +132,13 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
         matrix("out", config.hidden_size, config.query_size, config.attention_output_bias),
         vector("feed_forward_norm"),
     ]
+
+
+def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
+    """The output head: in the resident file, or the embedding's records where they are tied."""
+    config = bundle.config
+    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
+    return MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, rows)
 
 
 def _selector_parts(

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ondevice.backends.base import Array, Backend, Float32, Norm
+from ondevice.backends.base import Array, Backend, Float32, Linear, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
@@ -28,7 +29,7 @@ from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
-from ondevice.model.weights import ModelWeights, MultiStreamWeights
+from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
 
 WantedLogits = Literal["none", "last"]
 
@@ -66,7 +67,9 @@ class ForwardOutput:
 
 
 class Transformer:
-    """A loaded model: its shapes, a backend, the weights that the backend loaded, and its streams, if any.
+    """A loaded model: its shapes, a backend, and the weights that the backend loaded.
+
+    streams: None without multi-stream attention. draft_head: None if drafters use the whole head.
 
     To run with other weights, as training does, make another Transformer from `weights` with parts replaced.
     A model runs on the thread that made it, as passes use caches that belong to that thread.
@@ -78,11 +81,13 @@ class Transformer:
         backend: Backend,
         weights: ModelWeights,
         streams: MultiStreamWeights | None = None,
+        draft_head: DraftHead | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
         self.weights = weights
         self.streams = streams
+        self.draft_head = draft_head
         self._thread = threading.get_ident()
         self._rope = Rope(config)
         self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
@@ -191,16 +196,36 @@ class Transformer:
         return x
 
     def pruning_logits(self, entering: Array) -> Array:
-        """The pruning adapter's estimate of logits, (n, V), from the stream layers' input, (n, D)."""
+        """The pruning adapter's estimate of `draft_logits`, from the stream layers' input, (n, D)."""
         assert self.streams is not None
         assert self.streams.pruning is not None
         low, copy = self.streams.pruning, self.backend.rows(entering, range(entering.shape[0]))
-        return self.logits(self.backend.add_low_rank(copy, entering, low.down, low.up, 0))
+        return self._head(self.backend.add_low_rank(copy, entering, low.down, low.up, 0), self._draft_rows)
 
     def logits(self, hidden: Array) -> Array:
         """Logits (n, V), unchecked and as the backend's array, for `hidden` (n, D) from `hidden_states`."""
-        norm = Norm(self.weights.final_norm, self.config.rms_norm_eps)
-        return self.backend.linear(hidden, self.weights.head, norm)
+        return self._head(hidden, self.weights.head)
+
+    def draft_logits(self, hidden: Array) -> Float32:
+        """Logits of the draft head's tokens, (n, its rows), or all of them, (n, V), for `hidden` (n, D).
+
+        Raises BundleError if one isn't finite.
+        """
+        logits = self.backend.to_numpy(self._head(hidden, self._draft_rows))
+        self.check_finite(logits)
+        return logits
+
+    @property
+    def draft_tokens(self) -> NDArray[np.int64] | None:
+        """Ids of the tokens that `draft_logits` are of, ascending; None for the whole vocabulary."""
+        return None if self.draft_head is None else self.draft_head.tokens
+
+    @property
+    def _draft_rows(self) -> Linear:
+        return self.weights.head if self.draft_head is None else self.draft_head.rows
+
+    def _head(self, hidden: Array, rows: Linear) -> Array:
+        return self.backend.linear(hidden, rows, Norm(self.weights.final_norm, self.config.rms_norm_eps))
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the backend which draft tokens of the last pass join the text.
@@ -312,9 +337,9 @@ class Transformer:
         return logits
 
     def check_finite(self, logits: Float32) -> None:
-        """Raises BundleError if a value of logits (n, V) isn't finite."""
+        """Raises BundleError if a value of logits, (n, V) or of a draft head, isn't finite."""
         # Zero times a value that isn't finite is NaN. Checking each value would take many times as long.
-        if any(logits.dot(self._zeros)):
+        if any(logits.dot(self._zeros[: logits.shape[1]])):
             raise BundleError(
                 "the model computes logits that are not finite: its weights are not a usable model's; "
                 "check the checkpoint and convert it again"

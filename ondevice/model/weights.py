@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ondevice.backends.base import Embedding, FeedForward, Linear, Vector
 
 
@@ -29,6 +32,17 @@ class ModelWeights:
     layers: Sequence[LayerWeights]
     final_norm: Vector
     head: Linear
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """The head's rows for the tokens that drafters choose from.
+
+    tokens: (n,) their ids, ascending. rows: (n, D) matrix.
+    """
+
+    tokens: NDArray[np.int64]
+    rows: Linear
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ondevice.flash.cost_model import UNMEASURED, CostModel, device_costs
 from ondevice.flash.reader import FlashReader
 from ondevice.generate import Event, Generator
 from ondevice.meter import Counters
+from ondevice.model.draft_head import load_draft_head
 from ondevice.model.kv_cache import KVCache, common_prefix
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.stream_loading import load_streams
@@ -312,4 +313,7 @@ def _load_transformer(
     if resolved.runs_streams:
         last = len(bundle_files(bundle, runtime.sparsity))
         streams = load_streams(bundle, reader, backend, last, cancelled)
-    return Transformer(bundle.config, backend, weights, streams)
+    draft_head = None
+    if resolved.draft_head_rows:
+        draft_head = load_draft_head(bundle, reader, backend, resolved.draft_head_rows, cancelled)
+    return Transformer(bundle.config, backend, weights, streams, draft_head)

@@ -29,7 +29,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.runtime.backend_choice import check_backend
-from ondevice.speculation.registry import DRAFTERS, drafts_with_streams, needs
+from ondevice.speculation.registry import DRAFTERS, needs
 
 MANIFEST = "bundle.json"
 RESIDENT = "resident.safetensors"
@@ -396,11 +396,5 @@ def check_runtime(
         raise UnsupportedModelError(
             f"--speculation {runtime.speculation} isn't possible with this model: its bundle has no streams; "
             f"`ondevice train streams` makes them. It can have: {have}"
-        )
-    prunes = runtime.draft_pruning > 0 and drafts_with_streams(runtime.speculation, streams)
-    if prunes and streams is not None and not streams.pruning_rank:
-        raise UnsupportedModelError(
-            f"--draft-pruning {runtime.draft_pruning:g} isn't possible with this model: its streams have no "
-            "pruning adapter; `ondevice train streams` makes one unless --pruning-rank is 0"
         )
     check_backend(runtime)

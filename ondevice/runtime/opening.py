@@ -34,6 +34,7 @@ def damage_warnings(bundle: Bundle, runtime: RuntimeConfig) -> tuple[str, ...]:
         "thresholds": runtime.sparsity == "auto",
         "hotness": runtime.sparsity != "dense",
         "streams": runtime.speculation == "auto",
+        "token_counts": False,
     }
     return tuple(error.for_command_line for key, error in bundle.damaged.items() if may_use[key])
 

@@ -21,7 +21,7 @@ from ondevice.budget.limits import (
 )
 from ondevice.budget.memory_model import MemoryModel
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.budget.sizes import context_tokens, stream_bytes
+from ondevice.budget.sizes import context_tokens, draft_head_bytes, draft_head_rows, stream_bytes
 from ondevice.bundle.reader import Bundle
 from ondevice.config import RuntimeConfig, Sparsity, Speculation
 from ondevice.errors import BudgetError, ContextOverflowError
@@ -36,7 +36,7 @@ from ondevice.runtime.opening import (
     tokenizer_bytes,
     without_damaged_sidecars,
 )
-from ondevice.speculation.registry import runs_streams
+from ondevice.speculation.registry import check_draft_options, runs_streams
 from ondevice.tokenizer import Tokenizer, import_library
 from ondevice.units import MemoryRoom, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
@@ -109,6 +109,11 @@ class ResolvedModel:
         return runs_streams(self.runtime.speculation, self.bundle.streams)
 
     @property
+    def draft_head_rows(self) -> int:
+        """Rows of the draft head; 0 without one."""
+        return draft_head_rows(self.bundle.config, self.runtime, self.bundle.streams)
+
+    @property
     def loaded_bytes(self) -> int:
         """Memory of the loaded weights, the embedding table and neurons aside."""
         found = self.plan.weights_bytes + self.plan.predictor_bytes
@@ -116,6 +121,7 @@ class ResolvedModel:
             found += self.draft.loaded_bytes
         if self.bundle.streams is not None and self.runs_streams:
             found += stream_bytes(self.bundle.config, self.bundle.streams)
+        found += draft_head_bytes(self.bundle.config, self.bundle.quant, self.draft_head_rows)
         return found
 
     @property
@@ -134,6 +140,7 @@ def resolve(bundle: Bundle, runtime: RuntimeConfig) -> ResolvedModel:
     bundle = without_damaged_sidecars(bundle, runtime)
     added = bundle.predictors, bundle.thresholds, bundle.streams, bundle.damaged
     check_runtime(bundle.config, runtime, *added)
+    check_draft_options(runtime, bundle.streams, bundle.token_counts, bundle.damaged)
     if bundle.incomplete is not None:
         raise bundle.incomplete
     runtime = replace(

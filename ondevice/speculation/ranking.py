@@ -33,8 +33,13 @@ TokenIds = npt.NDArray[np.int64]
 class Ranking:
     """One drafter's candidates, and the acceptance rate of each rank and lead."""
 
-    def __init__(self, max_candidates: int = MAX_CANDIDATES) -> None:
+    def __init__(self, max_candidates: int = MAX_CANDIDATES, tokens: TokenIds | None = None) -> None:
+        """tokens: ascending ids of the tokens that logits are of; None: of the whole vocabulary.
+
+        Chances are then those among these tokens. Others are never candidates.
+        """
         self._max_candidates = max_candidates
+        self._tokens = tokens
         self._sampling = SamplingConfig()
         # By the first candidate's lead, then by rank: a likely first one leaves little chance to the others.
         self._acceptance = [
@@ -53,7 +58,8 @@ class Ranking:
         In greedy decoding, chances are the drafter's own probabilities; in sampling, they are measured
         acceptance rates.
 
-        logits: (V,) the drafter's, for that place. history: the ids before it, for a repetition penalty.
+        logits: (V,) the drafter's, or (n,) those of its tokens, for that place. history: the ids before it,
+            for a repetition penalty.
         """
         ids, scores, level = self._scores(logits, position, history)
         if self._sampling.temperature == 0.0:
@@ -73,14 +79,16 @@ class Ranking:
     def _scores(
         self, logits: Float32, position: int, history: Sequence[int]
     ) -> tuple[TokenIds, Float32, float]:
-        """The best tokens with their scores, best first, and the logits' log-sum-exp."""
+        """The best tokens' ids with their scores, best first, and the logits' log-sum-exp."""
         sampling = self._sampling
         penalised = sampling.repetition_penalty != 1.0 and len(history)
         if sampling.temperature == 0.0 and not penalised:
-            return largest(logits, self._max_candidates)
+            ids, scores, level = largest(logits, self._max_candidates)
+            return self._ids(ids), scores, level
         ids, _, level = largest(logits, NOISY_TOKENS)
         ids = np.sort(ids)
         scores = logits[ids]
+        ids = self._ids(ids)
         if penalised:
             seen = np.isin(ids, np.asarray(history))
             penalty = np.float32(sampling.repetition_penalty)
@@ -89,6 +97,10 @@ class Ranking:
             scores = scores / np.float32(sampling.temperature) + near_noise(seed_of(sampling), position, ids)
         best = np.argsort(-scores, kind="stable")[: self._max_candidates]
         return ids[best], scores[best], level
+
+    def _ids(self, indices: TokenIds) -> TokenIds:
+        """The ids of the tokens at these indices of the logits."""
+        return indices if self._tokens is None else self._tokens[indices]
 
 
 def largest(values: Float32, count: int) -> tuple[TokenIds, Float32, float]:

@@ -28,6 +28,7 @@ SIDECARS = {
     "thresholds.json": "thresholds",
     "streams.json": "streams",
     "hotness.json": "hotness",
+    "token_counts.json": "token_counts",
 }
 """The key of each one's content."""
 CRC_BLOCK = 1 << 20

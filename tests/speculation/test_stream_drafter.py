@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import ondevice
 from ondevice.api import Model, load
@@ -147,8 +148,17 @@ def test_streams_without_a_pruning_adapter_can_not_prune(tmp_path: Path) -> None
 class FakeTransformer:
     """Streams begin with a number each, and say its row of `logits`; `ran`: those that ran by themselves."""
 
-    def __init__(self, logits: Float32 | None = None, pruning: Float32 | None = None) -> None:
-        """logits: (n, V). pruning: (T, V) of a draft's nodes, where there is a pruning adapter."""
+    def __init__(
+        self,
+        logits: Float32 | None = None,
+        pruning: Float32 | None = None,
+        draft_tokens: NDArray[np.int64] | None = None,
+    ) -> None:
+        """logits: (n, V). pruning: (T, V) of a draft's nodes, where there is a pruning adapter.
+
+        draft_tokens: those of a draft head, of which alone there are logits.
+        """
+        self.draft_tokens = draft_tokens
         self.streams = SimpleNamespace(count=COUNT, pruning=pruning)
         self.backend = SimpleNamespace(to_numpy=lambda array: array)
         self.ran: list[list[float]] = []
@@ -158,14 +168,15 @@ class FakeTransformer:
         self.ran.append(branches[:, 0].tolist())
         return branches
 
-    def checked_logits(self, states: Float32) -> Float32:
-        found: Float32 = self._logits[states[:, 0].astype(int)]
-        return found
+    def draft_logits(self, states: Float32) -> Float32:
+        return self._listed(self._logits[states[:, 0].astype(int)])
 
     def pruning_logits(self, entering: Float32) -> Float32:
         assert self.streams.pruning is not None
-        found: Float32 = self.streams.pruning[entering[:, 0].astype(int)]
-        return found
+        return self._listed(self.streams.pruning[entering[:, 0].astype(int)])
+
+    def _listed(self, logits: Float32) -> Float32:
+        return logits if self.draft_tokens is None else logits[:, self.draft_tokens]
 
 
 def numbered(*rows: int) -> Float32:
@@ -313,6 +324,47 @@ def test_streams_that_know_the_law_draft_every_draw(sampling: SamplingConfig) ->
     if sampling.temperature:
         assert min(first) > 0.75
         assert np.mean(first) > 0.85
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(),
+        SamplingConfig(repetition_penalty=1.5),
+        SamplingConfig(temperature=1.0, seed=3),
+        SamplingConfig(temperature=1.0, seed=4, repetition_penalty=1.5),
+    ],
+)
+def test_streams_with_a_draft_head_draft_what_is_drawn_among_its_tokens(sampling: SamplingConfig) -> None:
+    """Ids, noise and penalties are the tokens' own; a token that the head lacks is never drafted."""
+    rng = np.random.default_rng(12)
+    listed = np.sort(rng.choice(VOCAB, VOCAB // 2, replace=False))
+    logits = rng.standard_normal((COUNT, VOCAB)).astype(np.float32)
+    drafter, text = drafter_of(FakeTransformer(logits, draft_tokens=listed)), [int(listed[3]), 2]
+    drafter.begin(text, sampling)
+    without = logits.copy()
+    without[:, np.setdiff1d(np.arange(VOCAB), listed)] = -np.inf
+    lacked = next(token for token in range(VOCAB) if token not in listed)
+    chances = np.zeros((120, COUNT))
+    for turn in range(120):
+        end_pass(drafter, 0, range(1), numbered(*range(COUNT)))
+        prepare(drafter)
+        path: list[int] = []
+        for stream in range(COUNT):
+            expected = sample(without[stream], sampling, len(text) + stream, [*text, *path])
+            proposed = list(drafter.propose(path))
+            assert proposed[0][0] == expected
+            assert {token for token, _ in proposed} <= set(listed.tolist())
+            chances[turn, stream] = proposed[0][1]
+            path.append(expected)
+        # The last draw isn't among the head's tokens: it is judged wrong, and nothing fails.
+        for token in (*path[:-1], lacked):
+            drafter.observe(token, LOGITS)
+            text.append(token)
+    if sampling.temperature:
+        *right, wrong = chances[100:].mean(axis=0).tolist()
+        assert min(right) > 0.85
+        assert wrong < 0.2
 
 
 def test_a_repetition_penalty_reads_the_path_that_is_asked_for() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
 from ondevice.model.transformer import PrunedDraft
@@ -20,9 +21,14 @@ DRAFT = Draft((9, 1, 2, 3, 4, 5), (-1, 0, 1, 1, 0, 0), (1.0, 0.6, 0.1, 0.08, 0.1
 
 
 def pruned(
-    draft: Draft, row_share: float = 0.0, places: int = 64, pruning: Float32 | None = None, **options: Any
+    draft: Draft,
+    row_share: float = 0.0,
+    places: int = 64,
+    pruning: Float32 | None = None,
+    draft_tokens: NDArray[np.int64] | None = None,
+    **options: Any,
 ) -> PrunedDraft:
-    drafter = drafter_of(FakeTransformer(pruning=pruning), **options)
+    drafter = drafter_of(FakeTransformer(pruning=pruning, draft_tokens=draft_tokens), **options)
     prepare(drafter, places)
     prune = drafter.pruner(draft, row_share)
     assert prune is not None
@@ -146,6 +152,24 @@ def test_ends_are_counted_among_those_that_stay() -> None:
         ([0, 2, 3], [2]),
         ([0, 2, 3], [1, 2]),
     ]
+
+
+def test_a_draft_head_prunes_only_what_it_knows() -> None:
+    """Chances are those among its tokens: of 1, 2, 3 and 4, each twice as high as 0.5, 0.3, 0.1 and 0.2."""
+    logits, listed = pruning_logits(CHANCES), np.array([1, 2, 3, 4, *range(20, 40)])
+    every = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    own = every[:, listed] / every[:, listed].sum(axis=1, keepdims=True)
+    first, second, third, fourth = own[0, 0], own[1, 1], own[1, 2], own[0, 3]
+    assert first > second > fourth > third > 0.1
+    for threshold, kept in (
+        (0.05, [0, 1, 2, 3, 4, 5]),
+        ((third + fourth) / 2, [0, 1, 2, 4, 5]),
+        ((fourth + second) / 2, [0, 1, 2, 5]),
+        (0.99, [0, 5]),
+    ):
+        # The head lacks token 5, of which nothing is known.
+        chosen = pruned(DRAFT, pruning=logits, draft_tokens=listed, pruning_threshold=threshold, max_ends=0)
+        assert list(chosen.tokens) == kept
 
 
 def test_nothing_is_pruned_unasked_or_without_an_adapter() -> None:

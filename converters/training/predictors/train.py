@@ -46,6 +46,7 @@ from ondevice.converters.training.predictors.layer_predictor import OperatingPoi
 from ondevice.converters.training.predictors.low_rank import split, train_layer
 from ondevice.converters.training.predictors.operating_points import HeldBack, measure, thresholds
 from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
+from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
 from ondevice.units import usable_cores
@@ -109,8 +110,8 @@ def train_predictors(
     """Fit predictors to `bundle` and write them to the folder `output`.
 
     The last `measured_share` of the pieces neither train nor calibrate: all rates are measured on them. How
-    often each neuron fired on the other pieces is written as well. The caller adds what predictors cost in
-    quality. The files of an earlier training in `output` are replaced.
+    often each neuron fired on the other pieces, and each token occurs there, is written as well. The caller
+    adds what predictors cost in quality. The files of an earlier training in `output` are replaced.
 
     Args:
         bundle: the bundle.
@@ -126,7 +127,8 @@ def train_predictors(
 
     Raises what `check` and `order_neurons` raise, and OndeviceError if the disk has no room.
     """
-    measured = sum(len(piece) for piece in check(bundle, pieces, options))
+    held_back = check(bundle, pieces, options)
+    measured = sum(len(piece) for piece in held_back)
     total = sum(len(piece) for piece in pieces)
     trained, layers = total - measured, bundle.config.num_layers
     order = order and bundle.manifest.provenance.ordered_tokens is None
@@ -152,6 +154,7 @@ def train_predictors(
             started = 0.6
         frequencies = firing_frequencies(activations, bundle.config, trained)
         write_hotness(bundle, frequencies, trained, output)
+        write_token_counts(bundle, count_tokens(pieces[: len(pieces) - len(held_back)]), output)
         stored, arrays = [], arrays_of(backend)
         for layer in range(layers):
             on_progress(started + (1 - started) * layer / layers, f"layer {layer + 1} of {layers}")

@@ -35,6 +35,7 @@ from ondevice.bundle.files import disk_errors, temporary_path, write_durably
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.token_counts import CountedTokens
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import ModelConfig
 from ondevice.converters.training.activations import record_entering
@@ -51,6 +52,7 @@ from ondevice.converters.training.streams.loss import (
 )
 from ondevice.converters.training.streams.options import MOST_LAYERS, MultiStreamOptions
 from ondevice.converters.training.streams.write import write_streams
+from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import OndeviceError, UsageError
 
 WARM_UP_SHARE = 0.05
@@ -71,13 +73,18 @@ ReadWindow = Callable[[], Window]
 
 @dataclass(frozen=True)
 class TrainedMultiStreams:
-    """Trained adapters. arrays: float32 by the names of `streams.safetensors`. facts: without checksums."""
+    """Trained adapters, and the tokens that trained them.
+
+    facts: without checksums. arrays: float32 by the names of `streams.safetensors`.
+    """
 
     facts: MultiStreams
     arrays: Mapping[str, Float32]
+    tokens: CountedTokens
 
     def write(self, folder: Path) -> MultiStreams:
-        """Add the adapters to the bundle in `folder`. Raises what `write_streams` raises."""
+        """Add adapters and token counts to the bundle in `folder`. Raises what `write_streams` raises."""
+        write_token_counts(Bundle.open(folder), self.tokens, folder)
         facts = {name: value for name, value in vars(self.facts).items() if name not in _WRITTEN_FACTS}
         return write_streams(folder, self.arrays, **facts)
 
@@ -143,7 +150,8 @@ def train_streams(
         model = top.model(stored_parameters(arrays, facts.bits), facts)
         right = [right_draft_tokens(model, window()) for index, window in windows if index >= trained]
     on_progress(1.0, "trained")
-    return TrainedMultiStreams(replace(facts, acceptance=acceptance(right)), arrays)
+    facts = replace(facts, acceptance=acceptance(right))
+    return TrainedMultiStreams(facts, arrays, count_tokens(pieces[:trained]))
 
 
 def forget(folder: Path) -> None:

@@ -30,7 +30,7 @@ class ResidentDrafter(Drafter):
 
     def __init__(self, transformer: Transformer) -> None:
         self._transformer = transformer
-        self._ranking = Ranking()
+        self._ranking = Ranking(tokens=transformer.draft_tokens)
         self._text: list[int] = []
         self._chain: list[int] = []
         self._proposals: list[list[tuple[int, float]]] = []
@@ -54,7 +54,7 @@ class ResidentDrafter(Drafter):
             while len(self._chain) < max_chain and chance >= MIN_CHANCE:
                 batch = ForwardBatch([last], resident_only=True)
                 output = self._transformer.run(batch, kv, cancelled)
-                logits = self._transformer.checked_logits(output.hidden)[0]
+                logits = self._transformer.draft_logits(output.hidden)[0]
                 history = [*self._text, *self._chain]
                 self._proposals.append(self._ranking.rank(logits, len(history), history))
                 last, likeliest = self._proposals[-1][0]

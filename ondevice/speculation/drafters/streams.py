@@ -63,7 +63,7 @@ class MultiStreamDrafter(Drafter):
         self._options = options
         self._prunes = options.pruning_threshold > 0 and transformer.streams.pruning is not None
         self._used = min(options.streams or self._count, self._count)
-        self._rankings = [Ranking(options.candidates) for _ in range(self._used)]
+        self._rankings = [Ranking(options.candidates, transformer.draft_tokens) for _ in range(self._used)]
         self._max_rows = max_rows
         self._max_ends = min(options.max_ends, STREAM_ROWS // self._count)
         self._places = 0
@@ -79,7 +79,7 @@ class MultiStreamDrafter(Drafter):
         self._states: Array | None = None
         """(S, D) final states of these streams, if they have run."""
         self._logits: Float32 | None = None
-        """(S, V) logits of `_states`."""
+        """(S, ...) `Transformer.draft_logits` of `_states`."""
         self._ranked: list[Proposals | None] = [None] * self._count
         """Each stream's proposals, once asked for. They depend on the path only by a repetition penalty."""
         self._drawn = 0
@@ -117,7 +117,7 @@ class MultiStreamDrafter(Drafter):
 
     def _checked_logits(self, states: Array) -> Float32:
         try:
-            return self._transformer.checked_logits(states)
+            return self._transformer.draft_logits(states)
         except BundleError:
             # The streams are at fault: the model's own logits are checked elsewhere.
             raise BundleError("the streams compute logits that are not finite; train them again") from None
@@ -165,9 +165,16 @@ class MultiStreamDrafter(Drafter):
         logits = self._transformer.backend.to_numpy(self._transformer.pruning_logits(entering))
         chances = np.exp(logits - logits.max(axis=1, keepdims=True))
         chances /= chances.sum(axis=1, keepdims=True)
+        tokens = columns = np.array(draft.tokens)
+        listed = self._transformer.draft_tokens
+        if listed is not None:
+            columns = np.minimum(np.searchsorted(listed, tokens), len(listed) - 1)
+        likely = chances[draft.parents, columns] >= self._options.pruning_threshold
+        if listed is not None:
+            # Another drafter may propose a token that the draft head lacks: its chance isn't known.
+            likely |= listed[columns] != tokens
         kept = [0]
         for node in range(1, len(draft)):
-            parent = draft.parents[node]
-            if parent in kept and chances[parent, draft.tokens[node]] >= self._options.pruning_threshold:
+            if draft.parents[node] in kept and likely[node]:
                 kept.append(node)
         return kept

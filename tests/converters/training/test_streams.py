@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from ondevice.api import load, verify
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.reader import Bundle
-from ondevice.bundle.streams import STREAMS_MANIFEST, MultiStreams
+from ondevice.bundle.streams import MultiStreams
 from ondevice.config import ModelConfig
 from ondevice.errors import BackendUnavailableError, OndeviceError, UsageError
 from ondevice.training import train_streams
@@ -49,6 +49,7 @@ from ondevice.converters.training.streams.loss import (  # noqa: E402
     stream_loss,
 )
 from ondevice.converters.training.streams.options import MultiStreamOptions  # noqa: E402
+from ondevice.converters.training.token_counts import count_tokens  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 Arrays = dict[str, NDArray[Any]]
@@ -210,6 +211,11 @@ def test_lossless_streams_leave_the_model_as_it_was(bundle: Path, tmp_path: Path
     found = train_streams(bundle, pieces=pieces_of(), output=tmp_path / "made", mode="lossless", **FEW)
     assert Bundle.open(tmp_path / "made").streams == found
     verify(tmp_path / "made")
+    counted, trained = Bundle.open(tmp_path / "made").counted_tokens(), count_tokens(pieces_of()[:-1])
+    assert counted is not None
+    assert counted.tokens.tolist() == trained.tokens.tolist()
+    assert counted.counts.tolist() == trained.counts.tolist()
+    assert int(counted.counts.sum()) == found.trained_tokens
     with load(tmp_path / "made", threads=1) as model:
         assert model.logits(tokens).tobytes() == before.tobytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made"]
@@ -380,11 +386,17 @@ def test_the_command_adds_streams(ondevice: Run, bundle: Path, tmp_path: Path) -
     assert found.trained_tokens + found.measured_tokens == pytest.approx(800, abs=8)
     assert shown.json["acceptance"] == list(found.acceptance)
     assert shown.json["medusa_parameters"] > 50 * shown.json["embedding_parameters"]
-    made = ondevice(*command, "--mode", "lossless", "--output", tmp_path / "made", stdin=30 * SENTENCE)
+    shape = {"gamma": 2, "layers": 2, "attention-rank": 3, "feed-forward-rank": 2, "pruning-rank": 0}
+    options = [f"--{name}={value}" for name, value in shape.items()]
+    options += ["--mode", "lossless", f"--output={tmp_path / 'made'}"]
+    made = ondevice(*command, *options, stdin=30 * SENTENCE)
     assert made.code == 0, made.err
     assert "heads of Medusa" in made.out
     assert "loss" in made.err
-    assert (tmp_path / "made" / STREAMS_MANIFEST).exists()
+    lossless = Bundle.open(tmp_path / "made").streams
+    assert lossless is not None
+    assert (lossless.streams, lossless.first_layer, lossless.pruning_rank) == (2, 1, 0)
+    assert (lossless.attention_rank, lossless.feed_forward_rank) == (3, 2)
     assert ondevice(*command, "--mode", "lossy", stdin=SENTENCE).code == 2
     again = ondevice(*command, "--mode", "lossless", stdin=30 * SENTENCE)
     assert again.code == 2
