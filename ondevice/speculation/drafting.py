@@ -135,6 +135,8 @@ class Drafting:
         self.prune = None
         if self._policy.throttle():
             self._state = "throttled"
+            # Streams of the next draft begin with what this pass computes.
+            self.prune = self._drafter.pruner(plain(root), self._policy.row_share)
             return plain(root)
         self._state = "listening"
         if not self._told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
+from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
 from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow
 from ondevice.speculation.verify import verify
@@ -104,6 +106,22 @@ def test_drafters_leave_every_token_of_the_shipped_model_as_it_is(
                 assert found.finish_reason == expected.finish_reason
                 assert found.stats.speculation == drafter
         assert drafting.generate(QUESTION, max_tokens=80).stats.accepted_tokens_per_pass > 1.05
+
+
+def test_streams_draft_after_a_throttled_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their initial states come from the pass before, whether or not it was throttled."""
+    always_draft(monkeypatch, [DRAFT_NODES])
+    turns = cycle([True, True, False])
+    monkeypatch.setattr(TreePolicy, "throttle", lambda policy: next(turns))
+    with (
+        load(SHIPPED, speculation="off") as plain,
+        load(SHIPPED, speculation="streams") as drafting,
+    ):
+        expected = plain.generate(QUESTION, max_tokens=40)
+        found = drafting.generate(QUESTION, max_tokens=40)
+    assert found.tokens == expected.tokens
+    assert found.stats.drafting.drafts > 5
+    assert found.stats.accepted_tokens_per_pass > 1.05
 
 
 def test_a_stop_string_ends_the_text_inside_an_accepted_path(relu_bundle: Path) -> None:
