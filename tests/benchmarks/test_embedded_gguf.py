@@ -96,6 +96,7 @@ def test_blocks_of_zeros_get_codes_and_no_others_do() -> None:
     assert np.flatnonzero(changed).tolist() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_file_has_the_weights_of_the_bundle(made: tuple[EmbeddedModel, Path]) -> None:
     model, folder = made
     from gguf import GGUFReader
@@ -134,6 +135,7 @@ def test_the_file_has_the_weights_of_the_bundle(made: tuple[EmbeddedModel, Path]
     assert np.array_equal(values("output.weight"), head)
 
 
+@pytest.mark.slow
 def test_llama_cpp_names_the_same_tokens(made: tuple[EmbeddedModel, Path]) -> None:
     """But at near ties. Nothing overflows, and ids without tokens are far from winning."""
     pytest.importorskip("llama_cpp")

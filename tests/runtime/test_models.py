@@ -12,6 +12,7 @@ import pytest
 
 import ondevice.bundle.layout
 from ondevice import converters
+from ondevice.api import load
 from ondevice.config import ModelConfig, RuntimeConfig
 from ondevice.errors import (
     BackendUnavailableError,
@@ -21,6 +22,7 @@ from ondevice.errors import (
     UsageError,
 )
 from ondevice.runtime import backend_choice, models
+from tests.support.paths import SHIPPED
 
 
 @pytest.fixture
@@ -227,9 +229,7 @@ def test_speculation_and_backends_that_are_not_there_are_refused(
     for speculation in ("lookup", "recycling", "resident"):
         models.check_runtime(config, RuntimeConfig(speculation=speculation), None, None)
         with pytest.raises(BackendUnavailableError, match='backend="cpu"'):
-            models.check_runtime(
-                config, RuntimeConfig(speculation=speculation, backend="reference"), None, None
-            )
+            load(SHIPPED, speculation=speculation, backend="reference")
 
 
 def test_mlx_that_is_not_there_is_said_with_how_to_get_it(
