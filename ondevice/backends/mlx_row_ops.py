@@ -27,8 +27,9 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
 from ondevice.config import Activation, ModelConfig
 
-KEYS = (1, 1023, 1025, 4096)
-"""Numbers of keys before the rows: kernels of attention change at powers of two."""
+KEYS = (1, 1016, 1025, 4088)
+"""Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and
+4,088, some rows see fewer alone and more together, whichever side the limit itself is on."""
 CPU_OUTPUTS = 64
 """Outputs of a matrix that are computed on MLX's CPU device."""
 CPU_NEURONS = 256
@@ -136,7 +137,7 @@ class _Ops:
         return MlxMatrix(layout, dtype, (mx.array(codes), *pairs))
 
     def _neurons(self) -> MlxNeurons:
-        count, width = self._shapes.segment_sizes[0], self._config.hidden_size
+        count, width = max(self._shapes.segment_sizes), self._config.hidden_size
         count = count if self._on_gpu else min(count, CPU_NEURONS)
         gate, up = (self._matrix(count, width, self._shapes.bits) for _ in range(2))
         return MlxNeurons(gate, up, self._matrix(count, self._outputs(width), self._shapes.bits))

@@ -135,9 +135,7 @@ class Drafting:
         self.prune = None
         if self._policy.throttle():
             self._state = "throttled"
-            # Streams of the next draft begin with what this pass computes.
-            self.prune = self._drafter.pruner(plain(root), self._policy.row_share)
-            return plain(root)
+            return self._prunable(plain(root))
         self._state = "listening"
         if not self._told:
             self._begin_drafter()
@@ -154,9 +152,7 @@ class Drafting:
                 self._fail(error)
                 return plain(root)
         self._nodes = len(draft)
-        if not self._policy.is_backing_off:
-            self.prune = self._drafter.pruner(draft, self._policy.row_share)
-        return draft
+        return self._prunable(draft)
 
     def drew(self, token: int, logits: Float32) -> None:
         """Tell the drafter that `token` was drawn from logits (V,) and is about to join the text.
@@ -235,6 +231,12 @@ class Drafting:
         )
         self._growing_seconds = time.perf_counter() - prepared
         self._policy.grown(self._growing_seconds, asked)
+        return draft
+
+    def _prunable(self, draft: Draft) -> Draft:
+        """The next pass's draft, with its pruner. The next streams begin with that pass."""
+        if not self._policy.is_backing_off:
+            self.prune = self._drafter.pruner(draft, self._policy.row_share)
         return draft
 
     def _time_plain(self, seconds: float) -> None:

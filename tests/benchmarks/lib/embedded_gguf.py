@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, required=True, help="folder of the bundles `small` and `large`"
     )
-    parser.add_argument("--down", choices=("Q4_0", "Q5_0", "Q8_0", "F32"), default="Q8_0")
+    parser.add_argument("--down", choices=DOWN_TYPES, default="Q8_0")
     args = parser.parse_args()
     path, bundle = gguf_of(args.output, args.down), Bundle.open(args.output / "large")
     sizes = {"gguf_bytes": path.stat().st_size, "bundle_bytes": bundle.bundle_bytes}
