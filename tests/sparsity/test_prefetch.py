@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ondevice.api import Model, load
-from ondevice.backends.base import Float32, Int32
+from ondevice.backends.base import Int32
 from ondevice.runtime.models import shipped_folder
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.prefetch import BACK_OFF_PASSES, TRIAL_PASSES, Prefetcher
@@ -157,11 +157,12 @@ def test_a_pass_given_up_leaves_no_prefetch_behind(model: Model, expected: tuple
 def test_prefetches_that_only_cost_are_off_and_try_again(
     model: Model, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unlikeliest(prefetcher: Prefetcher, layer: int, scores: Float32) -> Int32:
-        ids = prefetcher._cache.absent(layer)
-        return np.sort(ids[np.argsort(scores[ids])[:200]]).astype(np.int32)
+    def useless(
+        prefetcher: Prefetcher, begun: int, used: int, *times: float, original: Any = Prefetcher.count
+    ) -> None:
+        original(prefetcher, begun, 0, *times)
 
-    monkeypatch.setattr(Prefetcher, "_likeliest", unlikeliest)
+    monkeypatch.setattr(Prefetcher, "count", useless)
     on = []
 
     def passing(prefetcher: Prefetcher, original: Any = Prefetcher.next_pass) -> None:
