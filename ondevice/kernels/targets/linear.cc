@@ -54,6 +54,10 @@ void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, 
       tile_tokens<BITS, 4>(tile, x, t, b, a, o, out_stride, left);
       t += 4;
     }
+    if (kTokenTile >= 4 && t + 3 <= tokens) {
+      tile_tokens<BITS, 3>(tile, x, t, b, a, o, out_stride, left);
+      t += 3;
+    }
     if (t + 2 <= tokens) {
       tile_tokens<BITS, 2>(tile, x, t, b, a, o, out_stride, left);
       t += 2;

@@ -73,11 +73,57 @@ static inline void quantize_group(const F v[4], float magnitude, bool nibble_ord
                      nibble_order);
 }
 
+#if defined(ONDEVICE_WORD_SUMS)
+// dot_block by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high one weighted by 16.
+template <int BITS, int TT>
+static inline void dot_block_words(const uint8_t* block, const int8_t* const* x, F* sums) {
+  constexpr int kParts = 2, kVectors = BITS;  // 64 bytes each; a part has eight quads of columns
+  I total[TT];
+  for (int t = 0; t < TT; ++t) total[t] = int_zero();
+  // The loops stay loops: unrolled, GCC keeps more values than there are registers.
+#pragma GCC unroll 1
+  for (int part = 0; part < kParts; ++part, block += 64 * kVectors) {
+    const int column = part * kGroup / kParts;
+    Words low[TT], high[TT];
+    for (int t = 0; t < TT; ++t) low[t] = high[t] = words_zero();
+    if (BITS == 4) {
+#pragma GCC unroll 1
+      for (int v = 0; v < kVectors; ++v) {
+        const B raw = load_bytes(block + 64 * v);
+        prefetch(block + 64 * v + 4096);
+        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], low_nibbles(raw), x[t] + column + 8 * v);
+        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], high_nibbles(raw), x[t] + column + 8 * v + 4);
+      }
+    } else {
+#pragma GCC unroll 1
+      for (int v = 0; v < kVectors; ++v) {
+        const B codes = low_nibbles(load_bytes(block + 64 * v));
+        prefetch(block + 64 * v + 4096);
+        for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], codes, x[t] + column + 4 * v);
+      }
+#pragma GCC unroll 1
+      for (int v = 0; v < kVectors; ++v) {
+        const B codes = high_nibbles(load_bytes(block + 64 * v));
+        for (int t = 0; t < TT; ++t) high[t] = dot_words(high[t], codes, x[t] + column + 4 * v);
+      }
+    }
+    for (int t = 0; t < TT; ++t) {
+      total[t] = add_words(total[t], low[t], 1);
+      if (BITS == 8) total[t] = add_words(total[t], high[t], 16);
+    }
+  }
+  for (int t = 0; t < TT; ++t) sums[t] = to_float(total[t]);
+}
+#endif
+
 // Sums of the code products of one 16-row, 64-column block with TT tokens. They are exact, so their order
 // doesn't matter: with few tokens, each has two chains of additions, because one would leave the multiplier
 // idle.
 template <int BITS, int TT>
 static inline void dot_block(const uint8_t* block, const int8_t* const* x, const int32_t* int_sums, F* sums) {
+#if defined(ONDEVICE_WORD_SUMS)
+  if (TT > 1) return dot_block_words<BITS, TT>(block, x, sums);
+#endif
   I a[TT], b[TT];
   for (int t = 0; t < TT; ++t) a[t] = b[t] = int_zero();
   if (BITS == 4) {
