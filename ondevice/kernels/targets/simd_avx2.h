@@ -128,7 +128,7 @@ static inline Words dot_words(Words acc, B codes, const int8_t* quad) {
   const __m256i x = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(quad));
   acc = {_mm256_add_epi16(acc.a, _mm256_maddubs_epi16(codes.a, x)),
          _mm256_add_epi16(acc.b, _mm256_maddubs_epi16(codes.b, x))};
-  // Additions stay in this order: GCC would add products to each other first, for which registers don't suffice.
+  // Additions stay in this order: GCC would add products first, for which there are too few registers.
   asm("" : "+x"(acc.a), "+x"(acc.b));
   return acc;
 }

@@ -74,7 +74,8 @@ static inline void quantize_group(const F v[4], float magnitude, bool nibble_ord
 }
 
 #if defined(ONDEVICE_WORD_SUMS)
-// dot_block by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high one weighted by 16.
+// dot_block by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high one weighted by
+// 16.
 template <int BITS, int TT>
 static inline void dot_block_words(const uint8_t* block, const int8_t* const* x, F* sums) {
   constexpr int kParts = 2, kVectors = BITS;  // 64 bytes each; a part has eight quads of columns
