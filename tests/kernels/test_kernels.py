@@ -87,6 +87,26 @@ def test_linear(bits: int, shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(out, used @ exact.T + bias, rtol=1e-5, atol=2e-5 * np.sqrt(cols))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tokens", range(1, 10))
+def test_the_largest_products_of_all_columns_add_up(tokens: int, bits: int) -> None:
+    """AVX2 adds products in 16 bits: codes and activations at their limits would be the first to overflow."""
+    rows, cols = 16, 128
+    codes = np.full((rows, cols * bits // 8), 255, dtype=np.uint8)
+    ones, zeros = (np.full((rows, cols // 64), value, dtype=np.float16).view(np.uint16) for value in (1, 0))
+    signs = np.where(np.arange(tokens)[:, None] % 2, -1, 1).astype(np.float32)
+    x = np.repeat(signs, cols, axis=1)
+
+    def run(runner: _native.Runner) -> Float32:
+        matrix, out = _native.Matrix(rows, cols, bits), np.empty((tokens, rows), dtype=np.float32)
+        matrix.load_rows(runner, 0, codes, ones, zeros)
+        matrix.forward(runner, x, None, out)
+        return out
+
+    expected = np.tile(signs * (2**bits - 1) * cols, rows)
+    np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_token_has_the_same_bits_in_any_company(bits: int) -> None:
     weight, x = normal(100, 200), normal(35, 200, seed=1)
