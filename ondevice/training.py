@@ -259,8 +259,9 @@ def convert_and_train(
     """Convert as `convert` does, then order the neurons by `text` and train predictors on it.
 
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
-    run gives the same bytes as one without interruption. A model whose gates are hardly ever zero is only
-    converted. on_training is called with the share of the training that is done, and its current step.
+    run gives the same bytes as one without interruption. A model whose gates are hardly ever zero gets no
+    predictors. Its neurons are ordered by what they add, as drafts use the first ones. on_training is called
+    with the share of the training that is done, and its current step.
 
     Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
     model without a tokenizer and for too little text.
@@ -268,6 +269,7 @@ def convert_and_train(
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
     from ondevice.converters.convert import convert as run
+    from ondevice.converters.training.neuron_order import order_by_contributions
     from ondevice.converters.training.predictors import train as training
     from ondevice.converters.training.sidecars import held_out
 
@@ -280,15 +282,16 @@ def convert_and_train(
                 f"{checkpoint.name} has no tokenizer, so it can learn nothing from a text: convert it "
                 "without --text, or put its tokenizer's files beside it"
             )
-        if not config.zeros_gates:
-            return None
         data = checkpoint.tokenizer.blobs[info.file]
         tokenizer = load_tokenizer(info.kind, data, info.bos_id, info.eos_ids, info.add_bos)
         pieces = _text_pieces(tokenizer, info, text, options.tokens, config.max_context)
         held_out(pieces, options.measured_share)
 
         def train(folder: Path) -> None:
-            train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
+            if config.zeros_gates:
+                train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
+            else:
+                order_by_contributions(folder, pieces, on_training)
 
         return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
 

@@ -1,22 +1,28 @@
-"""The neurons' order on flash, from recorded activations: neurons that fire together lie side by side.
+"""The neurons' order on flash, from recorded activations.
 
-More of the neurons that a token misses in the cache are then neighbours, and neighbours take one read. Every
-neuron has one record, in one place. The order is a permutation, applied to a neuron's gate, up row and down
-column alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring records
-to 8 bits with one scale, and add up in the order of the records. A different order therefore rounds
+Where gates are exactly zero, neurons that fire together lie side by side. More of the neurons that a token
+misses in the cache are then neighbours, and neighbours take one read. Elsewhere every neuron is multiplied,
+and those that contribute most come first. What is in memory is a prefix of each layer, and drafts make do
+with it.
+
+Every neuron has one record, in one place. The order is a permutation, applied to a neuron's gate, up row and
+down column alike, so the model is the same function. The CPU kernels round the results of 64 neighbouring
+records to 8 bits with one scale, and add up in the order of the records. A different order therefore rounds
 differently, neither better nor worse.
 
 "LLM in a flash" (arXiv 2312.11514, section 3.2) bundled neurons that fire together by copying them, which
 read the hottest neurons many times over. "Neuralink" (arXiv 2410.19274) gains by placing them instead. Ours
 is the plain chain from each neuron to the one that fires most alike.
 
-Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB beside them.
+Memory: (F, F) uint16 counts of one layer, 242 MB at 7B, and about 100 MB beside them. By contributions: one
+layer's packed gate and up projections.
 Legend: N tokens, F neurons of a layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +36,12 @@ from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.writer import BundleWriter
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.output_folder import OutputFolder
-from ondevice.converters.training.activations import Activations
+from ondevice.converters.training.activations import Activations, record_inputs
+from ondevice.converters.training.thresholds import LayerGates
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
+from ondevice.model.loading import NeuronRecords, bundle_files
 
 MOST_TOKENS = 8192
 """Most tokens that are counted. Four times as many take four times as long, and save another 0.3 % of the
@@ -50,6 +58,8 @@ def order_neurons(
     on_progress: OnProgress = ignore_progress,
 ) -> Bundle:
     """Put the neurons of `bundle` in the order that the first `tokens` recorded tokens suggest.
+
+    activations: from `record_activations` if the model's gates are exactly zero, else from `record_inputs`.
 
     At most 8,192 of these tokens are counted, evenly spaced. The ordered bundle is written beside the old one
     and takes its place at the end, as in a conversion that replaces a bundle. Until then the old bundle is
@@ -69,9 +79,31 @@ def order_neurons(
                 # A partial ordered bundle is useless: it can't be resumed.
                 folder.clear()
         folder.publish()
-    for layer, order in enumerate(orders):
-        activations.reorder(layer, order)
+    if bundle.config.zeros_gates:
+        for layer, order in enumerate(orders):
+            activations.reorder(layer, order)
     return Bundle.open(folder.output)
+
+
+def order_by_contributions(
+    folder: Path, pieces: Sequence[Sequence[int]], on_progress: OnProgress = ignore_progress
+) -> None:
+    """Order the bundle in `folder`, whose gates are hardly ever zero, by what its neurons add on `pieces`.
+
+    Raises what `order_neurons` and `record_inputs` raise.
+    """
+    bundle = Bundle.open(folder)
+    check(bundle)
+    total = sum(len(piece) for piece in pieces)
+    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
+        activations = record_inputs(
+            bundle,
+            pieces,
+            Path(scratch),
+            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
+        )
+        order_neurons(bundle, activations, total, lambda done, what: on_progress(0.5 + 0.5 * done, what))
+    on_progress(1.0, "ordered")
 
 
 def check(bundle: Bundle) -> None:
@@ -118,6 +150,18 @@ def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
     return chain
 
 
+def descending_contributions(bundle: Bundle, layer: int, inputs: NDArray[np.float16]) -> NDArray[np.int32]:
+    """(F,) neuron ids of a layer, those first that add most for `inputs` (N, D). The lowest id wins a tie.
+
+    Raises FlashReadError, and BundleError if products aren't finite.
+    """
+    with FlashReader(bundle_files(bundle)) as reader:
+        found = LayerGates(bundle, NeuronRecords(bundle, reader, layer)).mean_contributions(inputs)
+    if not np.isfinite(found).all():
+        raise BundleError("a layer's products aren't finite: its weights are not a usable model's")
+    return np.argsort(-found, kind="stable").astype(np.int32)
+
+
 @contextmanager
 def _claimed(bundle: Bundle) -> Iterator[OutputFolder]:
     """The claimed folder where the ordered bundle is written, empty and with room for it."""
@@ -140,15 +184,13 @@ def _write_ordered(
     orders = []
     for layer in range(layers):
         on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
-        counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
-        orders.append(nearest_neighbour_chain(counts))
-        writer.write_records(
-            neuron_file_name(layer),
-            _records(bundle, neuron_file_name(layer), bundle.neuron_layout, orders[layer]),
-        )
-        writer.write_records(
-            gate_file_name(layer), _records(bundle, gate_file_name(layer), bundle.gate_layout, orders[layer])
-        )
+        if bundle.config.zeros_gates:
+            counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
+            orders.append(nearest_neighbour_chain(counts))
+        else:
+            orders.append(descending_contributions(bundle, layer, activations.inputs(layer)[counted]))
+        for name, layout in _record_files(bundle, layer):
+            writer.write_records(name, _records(bundle, name, layout, orders[layer]))
     reordered = _reordered_files(bundle)
     for name, entry in manifest.files.items():
         if name not in reordered and name != CHECKSUMS:
@@ -173,9 +215,17 @@ def _records(
             yield records
 
 
+def _record_files(bundle: Bundle, layer: int) -> list[tuple[str, RecordLayout]]:
+    """Names and layouts of a layer's files that hold one record per neuron."""
+    found = [(neuron_file_name(layer), bundle.neuron_layout)]
+    if bundle.config.zeros_gates:
+        found.append((gate_file_name(layer), bundle.gate_layout))
+    return found
+
+
 def _reordered_files(bundle: Bundle) -> set[str]:
     layers = range(bundle.config.num_layers)
-    return {make(layer) for layer in layers for make in (neuron_file_name, gate_file_name)}
+    return {name for layer in layers for name, _ in _record_files(bundle, layer)}
 
 
 def _written_bytes(bundle: Bundle) -> int:

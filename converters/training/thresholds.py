@@ -188,6 +188,16 @@ class LayerGates:
         importance: Float32 = (np.sqrt(squares / max(1, len(inputs))) * self._down_lengths).astype(np.float32)
         return importance
 
+    def mean_contributions(self, inputs: NDArray[np.float16]) -> Float32:
+        """(F,) mean length of the vector that each neuron adds: |activation(gate) * up| * |down|."""
+        sums = np.zeros(self._up.rows)
+        products = (self._products(matrix, inputs) for matrix in (self._gate, self._up))
+        for gates, ups in zip(*products, strict=True):
+            contributions(self._runner, gates, np.ones_like(self._down_lengths), self._activation, gates)
+            sums += np.einsum("tf,tf->f", gates, np.abs(ups), dtype=np.float64)
+        found: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
+        return found
+
     def _histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
         """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)

@@ -292,11 +292,15 @@ class CpuBackend(OffloadingBackend):
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        """`feed_forward` of every neuron, whether or not a selector would choose it."""
+        """`feed_forward` of every neuron, whether or not a selector would choose it.
+
+        Estimates, as of streams, have the resident neurons alone.
+        """
         native, act = weight.native, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
         pieces = weight.neurons.offloaded(weight.index, batch)
+        exact = batch.num_exact_rows
         if pieces == ():
             native.forward(self.runner, x, weight.segments, act, out, scale, eps, added)
             return out
@@ -308,7 +312,7 @@ class CpuBackend(OffloadingBackend):
                 staging = self._stage(native)
                 native.pack(self.runner, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
-            forward.add([piece])
+            forward.add([piece], exact)
         forward.finish(out, added)
         return out
 

@@ -195,18 +195,24 @@ class MlxBackend(OffloadingBackend, MlxOps):
     ) -> mx.array:
         """`feed_forward` of every neuron, whether or not a selector would choose it.
 
-        Segments are multiplied in order, resident ones before those that come from flash.
+        Segments are multiplied in order, resident ones before those that come from flash. Estimates, as of
+        streams, have the resident ones alone.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
         pieces = weight.neurons.offloaded(weight.index, batch)
         for segment in weight.segments:
             found = found + all_of(x, segment.neurons, activation)
+        estimates = found[batch.num_exact_rows :]
+        if estimates.shape[0]:
+            x, found = x[: batch.num_exact_rows], found[: batch.num_exact_rows]
         for piece in pieces:
             if isinstance(piece, MlxSegment):
                 found = found + all_of(x, piece.neurons, activation)
             else:
                 found = found + all_of(x, weight.neurons_of(piece), activation)
                 self._pieces.ask([found])
+        if estimates.shape[0]:
+            found = mx.concatenate([found, estimates])
         return found if added is None else added + found
 
     def _selected(

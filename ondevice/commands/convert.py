@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     "--text",
     metavar="FILE",
     shell_complete=complete_path,
-    help="Text to order neurons by and train predictors on (ReLU).",
+    help="Text to order neurons by and, with ReLU, to train predictors on.",
 )
 @option("--no-calibrate", is_flag=True, help="Order and train nothing, whatever --text says.")
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
@@ -89,7 +89,8 @@ def convert(
             say(predictor_table(bundle.predictors))
         elif not bundle.config.zeros_gates:
             say(
-                f"--text trains nothing: {bundle.config.hidden_act} gates are hardly ever exactly zero; "
-                "`ondevice train thresholds` finds out which count for little"
+                "--text has ordered the neurons and trained no predictors: "
+                f"{bundle.config.hidden_act} gates are hardly ever exactly zero; `ondevice train thresholds` "
+                "finds out which count for little"
             )
     click.echo(str(path))

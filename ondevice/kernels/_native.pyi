@@ -139,7 +139,12 @@ class FeedForwardPass:
         norm: Float32 | None = None,
         eps: float = 0.0,
     ) -> None: ...
-    def add(self, segments: Sequence[Segment]) -> None: ...
+    def add(self, segments: Sequence[Segment], tokens: int | None = None) -> None:
+        """Add the segments' neurons to the first `tokens` tokens, or to all.
+
+        For the other tokens they count as zero.
+        """
+
     def add_selected(self, ids: Int32, parts: Addresses, whole: bool, scores: Float32) -> None:
         """Neurons that any token selects: those with scores (T, F) above zero.
 

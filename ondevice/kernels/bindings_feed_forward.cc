@@ -88,10 +88,12 @@ void check_valid(const FeedForwardPass& pass) {
   require(pass.valid(), "the pass is finished, or another op has used the runner since it began");
 }
 
-void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments) {
+void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments, std::optional<int64_t> tokens) {
   check_valid(pass);
+  const int64_t first = tokens.value_or(pass.tokens());
+  require(first >= 1 && first <= pass.tokens(), "tokens are from 1 to those of the pass");
   nb::gil_scoped_release release;
-  pass.add(segments);
+  pass.add(segments, first);
 }
 
 void add_selected(FeedForwardPass& pass, const CArray<const int32_t, 1>& ids,
@@ -162,7 +164,7 @@ void bind_feed_forward(nb::module_& m) {
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("runner"),
            nb::arg("layer"), nb::arg("x"), nb::arg("activation"), nb::arg("norm").none() = nb::none(),
            nb::arg("eps") = 0.0f)
-      .def("add", &add, nb::arg("segments"))
+      .def("add", &add, nb::arg("segments"), nb::arg("tokens").none() = nb::none())
       .def("add_selected", &add_selected, nb::arg("ids"), nb::arg("parts"), nb::arg("whole"),
            nb::arg("scores"))
       .def("finish", &finish, nb::arg("out"), nb::arg("added").none() = nb::none());

@@ -95,7 +95,7 @@ void FeedForward::forward(Runner& runner, const std::vector<const Segment*>& seg
                           int64_t x_stride, int64_t tokens, Activation activation, float* out,
                           const Norm& norm, const float* added) const {
   FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, bits_, norm), activation);
-  pass.add(segments);
+  pass.add(segments, tokens);
   pass.finish(out, added);
 }
 

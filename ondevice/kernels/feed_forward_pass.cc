@@ -26,40 +26,40 @@ FeedForwardPass::FeedForwardPass(Runner& runner, const FeedForward& layer, const
   std::memset(scratch_.bias_lanes.data(), 0, lane_bytes);
 }
 
-void FeedForwardPass::add(const std::vector<const Segment*>& segments) {
+void FeedForwardPass::add(const std::vector<const Segment*>& segments, int64_t tokens) {
   size_t first = 0;
   while (first < segments.size()) {
     int64_t neurons = segments[first]->blocks() * kGroup;
     size_t last = first + 1;
     while (last < segments.size() &&
-           (neurons + segments[last]->blocks() * kGroup) * x_.tokens <= kHiddenFloats)
+           (neurons + segments[last]->blocks() * kGroup) * tokens <= kHiddenFloats)
       neurons += segments[last++]->blocks() * kGroup;
-    add_batch(segments.data() + first, static_cast<int64_t>(last - first));
+    add_batch(segments.data() + first, static_cast<int64_t>(last - first), tokens);
     first = last;
   }
 }
 
-void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count) {
+void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, int64_t tokens) {
   int64_t neurons = 0;
   for (int64_t i = 0; i < count; ++i) neurons += segments[i]->blocks() * kGroup;
   const int64_t threads = runner_.pool().threads();
-  scratch_.hidden.grow(static_cast<size_t>(neurons * x_.tokens) * sizeof(float));
-  scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * x_.tokens * kTile) * sizeof(float));
+  scratch_.hidden.grow(static_cast<size_t>(neurons * tokens) * sizeof(float));
+  scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * tokens * kTile) * sizeof(float));
   runner_.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
     int64_t i = 0, first = 0;  // the tile's segment, and that segment's first tile
     for (int64_t tile = begin; tile < end; ++tile) {
       while (first + segments[i]->blocks() * kTilesPerBlock <= tile)
         first += segments[i++]->blocks() * kTilesPerBlock;
-      gate_up(*segments[i], tile - first, hidden() + tile * kTile, neurons, thread);
+      gate_up(*segments[i], tile - first, tokens, hidden() + tile * kTile, neurons, thread);
     }
   });
-  down(segments, count, neurons);
+  down(segments, count, tokens, neurons);
 }
 
 // 16 neurons of a segment: h[t * h_stride + r] = activation(gate) * up.
-void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, float* h, int64_t h_stride, int thread) {
+void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t tokens, float* h,
+                              int64_t h_stride, int thread) {
   const KernelTable& kernels = runner_.kernels();
-  const int64_t tokens = x_.tokens;
   const uint8_t* gate = segment.data() + 2 * tile * kTile * layer_.row_bytes();
   const uint8_t* up = gate + kTile * layer_.row_bytes();
   float* gates = scratch_.gate_up.as<float>() + thread * 2 * tokens * kTile;
@@ -77,8 +77,8 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, float* h, in
     std::memcpy(h + t * h_stride, gates + t * kTile, kTile * sizeof(float));
 }
 
-// Adds hidden activations (T, neurons) times the segments' down rows to the outputs.
-void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_t neurons) {
+// Adds hidden activations (tokens, neurons) times the segments' down rows to the first outputs.
+void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_t tokens, int64_t neurons) {
   const KernelTable& kernels = runner_.kernels();
   const int64_t groups = layer_.groups(), row_bytes = layer_.row_bytes();
   const float* h = hidden();
@@ -89,7 +89,7 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
         const int64_t rows = segments[i]->blocks() * kGroup;
         const uint8_t* down = segments[i]->data() + 2 * rows * row_bytes;
         kernels.down_half(reinterpret_cast<const uint16_t*>(down), width(), rows, h + column, neurons,
-                          x_.tokens, y, width(), begin * kTile, end * kTile);
+                          tokens, y, width(), begin * kTile, end * kTile);
         column += rows;
       }
     });
@@ -105,7 +105,7 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
       const uint8_t* down = segments[i]->data() + 2 * blocks * kGroup * row_bytes;
       for (int64_t g = begin; g < end; ++g)
         kernels.down_quantized(layer_.bits(), down + g * blocks * block_bytes, blocks, h + column, neurons,
-                               x_.tokens, y + g * kGroup, width(),
+                               tokens, y + g * kGroup, width(),
                                scratch_.bias_lanes.as<float>() + g * kTile, groups * kTile);
       column += blocks * kGroup;
     }

@@ -37,7 +37,8 @@ class FeedForwardPass {
   // False once another op has written over this pass's scratch memory.
   bool valid() const { return runner_.input_version() == input_version_; }
 
-  void add(const std::vector<const Segment*>& segments);
+  // Adds the segments' neurons to the first `tokens` tokens. For the others they count as zero.
+  void add(const std::vector<const Segment*>& segments, int64_t tokens);
   void add_selected(const SelectedNeurons& neurons);
   // out (T, hidden) = the sums + added. added may be null or out.
   void finish(float* out, const float* added = nullptr);
@@ -47,9 +48,9 @@ class FeedForwardPass {
   float* hidden() { return scratch_.hidden.as<float>(); }
   float* outputs() { return scratch_.outputs.as<float>(); }
 
-  void add_batch(const Segment* const* segments, int64_t count);
-  void gate_up(const Segment& segment, int64_t tile, float* h, int64_t h_stride, int thread);
-  void down(const Segment* const* segments, int64_t count, int64_t neurons);
+  void add_batch(const Segment* const* segments, int64_t count, int64_t tokens);
+  void gate_up(const Segment& segment, int64_t tile, int64_t tokens, float* h, int64_t h_stride, int thread);
+  void down(const Segment* const* segments, int64_t count, int64_t tokens, int64_t neurons);
 
   void add_selected_batch(const SelectedNeurons& neurons);
   void selected_hidden(const SelectedNeurons& neurons, int64_t h_stride);

@@ -119,6 +119,29 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
     assert np.abs(results[0] - expected).max() <= tolerance * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
+    """Streams see in a draft's pass what they see in a pass of their own; exact rows see every neuron."""
+    hidden, neurons, exact, streams = 100, 200, 3, 5
+    config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
+    gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
+    source = ArrayFeedForward(gate, up, down, bits, neuron_layout(config, QuantConfig(bits)))
+    x = normal(exact + streams, hidden, seed=9)
+    drafted = ForwardBatch(range(exact), stream_rows=streams)
+    own = ForwardBatch((), stream_rows=streams, resident_only=True)
+    for target in TARGETS:
+        backend = make_backend(target=target)
+        layer = backend.load_feed_forward(0, source)
+        for segments in (1, 3, 4):
+            lend(layer, segments)
+            expected = [
+                backend.feed_forward(rows, layer, "silu", batch).copy()
+                for rows, batch in ((x[:exact], ForwardBatch(range(exact))), (x[exact:], own))
+            ]
+            found = backend.feed_forward(x, layer, "silu", drafted)
+            assert found.tobytes() == np.concatenate(expected).tobytes(), (target, segments)
+
+
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_model_has_one_result(bits: Any, kv_bits: Any) -> None:

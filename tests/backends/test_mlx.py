@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ondevice
+from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.backends.row_invariance import UNKNOWN
 from ondevice.bundle.reader import Bundle
@@ -120,6 +121,30 @@ def test_the_budget_changes_no_bit(sparsity: str) -> None:
     assert found[1] == found[0]
     assert found[2] == found[0]
     assert reads[1] > reads[0], "the smallest budget should have had to read"
+
+
+def test_estimates_have_the_resident_neurons_alone() -> None:
+    """Streams see in a draft's pass what they see in a pass of their own; exact rows see every neuron."""
+    least = smallest(SHIPPED, sparsity="dense")
+    with loaded(SHIPPED, sparsity="dense", dram_budget=least + (1 << 20)) as model:
+        tokens = random_tokens(model.config, 8)
+        for _ in range(4):
+            model.logits(tokens)
+        backend = model._engine._backend
+        neurons = model.config.intermediate_size
+        layer = next(layer for layer in backend.feed_forwards if layer.resident_neurons < neurons)
+        rng = np.random.default_rng(4)
+        x = mx.array(rng.standard_normal((8, model.config.hidden_size), np.float32))
+        parts = []
+        for rows, batch in (
+            (x[:3], ForwardBatch(range(3))),
+            (x[3:], ForwardBatch((), stream_rows=5, resident_only=True)),
+            (x, ForwardBatch(range(3), stream_rows=5)),
+        ):
+            backend.begin_pass(batch)
+            parts.append(np.array(backend.feed_forward(rows, layer, "relu", batch)))
+        np.testing.assert_allclose(np.concatenate(parts[:2]), parts[2], atol=1e-5)
+        assert np.abs(parts[0]).max() > 1e-3
 
 
 def test_a_budget_changes_between_tokens_and_the_text_does_not() -> None:

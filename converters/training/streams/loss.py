@@ -65,23 +65,35 @@ class TopLayers:
     config: ModelConfig
     weights: ModelWeights
 
-    def model(self, parameters: Parameters, streams: MultiStreams, resident_tokens: int = 0) -> Transformer:
-        """The layers with streams. streams: their shape. resident_tokens: see `ResidentBackend`."""
+    def model(
+        self,
+        parameters: Parameters,
+        streams: MultiStreams,
+        resident_tokens: int = 0,
+        resident_neurons: int = 0,
+    ) -> Transformer:
+        """The layers with streams. streams: their shape. The other arguments: see `ResidentBackend`."""
         adapters = stream_weights(parameters, streams, self.config.num_layers)
-        return Transformer(self.config, ResidentBackend(resident_tokens), self.weights, adapters)
+        backend = ResidentBackend(resident_tokens, resident_neurons)
+        return Transformer(self.config, backend, self.weights, adapters)
 
 
 class ResidentBackend(MlxFloatBackend):
-    """Backend whose streams use only the neurons that the last tokens used, as where neurons are cached.
+    """Backend whose streams use only the neurons that would be in memory; 0 and 0: every neuron.
 
-    resident_tokens: number of these tokens, the stream's own token included. 0 means that every neuron is
-    available. One backend is for the consecutive forward passes of one text, and for a model with ReLU gates.
-    If a forward pass has streams, all its tokens have them.
+    One backend is for the consecutive forward passes of one text. If a forward pass has streams, all its
+    tokens have them.
+
+    Args:
+        resident_tokens: for a model with ReLU gates, whose neurons are cached: streams use the neurons that
+            this many last tokens used, the stream's own token included.
+        resident_neurons: for other models: streams use this many first neurons of each layer.
     """
 
-    def __init__(self, resident_tokens: int) -> None:
+    def __init__(self, resident_tokens: int, resident_neurons: int = 0) -> None:
         super().__init__()
         self._tokens = resident_tokens
+        self._neurons = resident_neurons
         self._used: dict[int, mx.array] = {}
         """Neurons used by the last tokens, (at most resident_tokens - 1, F), by `id` of a layer's weights."""
 
@@ -94,11 +106,13 @@ class ResidentBackend(MlxFloatBackend):
         norm: Norm | None = None,
         added: mx.array | None = None,
     ) -> mx.array:
+        own = batch.num_exact_rows
+        if self._neurons and own < x.shape[0]:
+            return self._with_prefix(x, weight, activation, own, norm, added)
         if not self._tokens:
             return super().feed_forward(x, weight, activation, batch, norm, added)
         x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
         gates = activate(x @ weight.gate.T, activation)
-        own = batch.num_exact_rows
         used = mx.stop_gradient(gates[:own]) != 0
         if id(weight) in self._used:
             used = mx.concatenate([self._used[id(weight)], used])
@@ -110,6 +124,26 @@ class ResidentBackend(MlxFloatBackend):
         if self._tokens > 1:
             self._used[id(weight)] = used[1 - self._tokens :]
         product = (gates * (x @ weight.up.T)) @ weight.down
+        return product if added is None else added + product
+
+    def _with_prefix(
+        self,
+        x: mx.array,
+        weight: MlxFeedForward,
+        activation: Activation,
+        own: int,
+        norm: Norm | None,
+        added: mx.array | None,
+    ) -> mx.array:
+        """The feed-forward in which rows from `own` on have the first neurons alone."""
+        x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
+        first = (matrix[: self._neurons] for matrix in (weight.gate, weight.up, weight.down))
+        prefix = MlxFeedForward(*first)
+        parts = [
+            (activate(rows @ of.gate.T, activation) * (rows @ of.up.T)) @ of.down
+            for rows, of in ((x[:own], weight), (x[own:], prefix))
+        ]
+        product = mx.concatenate(parts)
         return product if added is None else added + product
 
 
@@ -197,6 +231,7 @@ def stream_loss(
     window: Window,
     run: range,
     resident_tokens: int = 0,
+    resident_neurons: int = 0,
 ) -> mx.array:
     """The loss of the streams of the tokens `run`, in nats per token.
 
@@ -211,9 +246,9 @@ def stream_loss(
         top: the frozen layers.
         window: the text, of T tokens.
         run: the tokens that have streams; run.stop + S < T.
-        resident_tokens: see `ResidentBackend`.
+        resident_tokens, resident_neurons: see `ResidentBackend`.
     """
-    model = top.model(parameters, streams, resident_tokens)
+    model = top.model(parameters, streams, resident_tokens, resident_neurons)
     shared, count = streams.mode == "shared", streams.streams
     main, ends = states(model, window, [run], len(window.tokens) if shared else run.stop + count)
     drafted = model.logits(ends.reshape(-1, ends.shape[2])).reshape(len(run), count, -1)

@@ -60,6 +60,7 @@ WARM_UP_SHARE = 0.05
 MOST_GRADIENT = 1.0
 """Largest norm of all gradients together; larger ones are clipped."""
 MOST_RESIDENT_TOKENS = 16
+"""Most last tokens whose neurons streams are trained with; without ReLU, a layer's sixteenths."""
 SAVE_SECONDS = 60.0
 ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
 _WRITTEN_FACTS = ("model", "sha256", "crcs")
@@ -259,7 +260,7 @@ class Training:
     ) -> None:
         """path: the file of the saved state. If an earlier run has left it, training goes on from there."""
         self._facts, self._top, self._options, self._path = facts, top, options, path
-        self._zeros_gates = config.zeros_gates
+        self._zeros_gates, self._neurons = config.zeros_gates, config.intermediate_size
         self._adam = optimizers.Adam(options.learning_rate, betas=[0.9, 0.95], bias_correction=True)
         self.parameters = initial_parameters(facts, config, options.seed)
         self._adam.init(self.parameters)
@@ -316,6 +317,7 @@ class Training:
         start = int(rng.integers(length - tokens + 1))
         # Both are drawn for every model, so that a seed gives the same runs whatever the model.
         masked, resident = rng.random() < 0.5, int(rng.integers(1, MOST_RESIDENT_TOKENS + 1))
+        prefix = self._neurons * resident // MOST_RESIDENT_TOKENS
         loss, gradients = mx.value_and_grad(stream_loss)(
             self.parameters,
             self._facts,
@@ -323,6 +325,7 @@ class Training:
             window,
             range(start, start + tokens),
             resident if masked and self._zeros_gates else 0,
+            prefix if masked and not self._zeros_gates else 0,
         )
         mx.eval(loss, gradients)
         self._tokens += tokens

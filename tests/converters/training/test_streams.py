@@ -9,6 +9,7 @@ import fcntl
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,44 @@ def test_masks_change_streams_and_nothing_else() -> None:
         token = 5 + row // 2
         hidden = np.maximum(end @ gate.T, 0) * (end @ up.T) * (fired[token] | fired[token - 1])
         np.testing.assert_allclose(second[2 + row], hidden @ down, atol=1e-4)
+
+
+def test_streams_of_dense_models_are_masked_to_a_prefix_of_the_neurons() -> None:
+    rng = np.random.default_rng(2)
+    gate, up, down, x = (rng.standard_normal((rows, 8)).astype(np.float32) for rows in (40, 40, 40, 6))
+    weight = MlxFeedForward(mx.array(gate), mx.array(up), mx.array(down))
+    batch = ForwardBatch(range(2), stream_rows=4)
+    found = np.array(ResidentBackend(0, 15).feed_forward(mx.array(x), weight, "silu", batch))
+    for row, used in ((row, 40 if row < 2 else 15) for row in range(6)):
+        gates = x[row] @ gate[:used].T
+        hidden = gates / (1 + np.exp(-gates)) * (x[row] @ up[:used].T)
+        np.testing.assert_allclose(found[row], hidden @ down[:used], atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_half_of_the_runs_are_masked_as_the_model_needs_it(
+    activation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, window = random_top()
+    streams = facts(CONFIG, "lossless")
+    config = replace(CONFIG, hidden_act=activation)
+    options = MultiStreamOptions(gamma=streams.streams, batch_tokens=80, run_tokens=4)
+    run = training.Training(streams, top, config, options, tmp_path / "state")
+    drawn = []
+
+    def loss(parameters: Any, *arguments: Any) -> Any:
+        drawn.append(arguments[4:])
+        return parameters["embeddings"].sum()
+
+    monkeypatch.setattr(training, "stream_loss", loss)
+    run.step([lambda: window])
+    tokens, neurons = zip(*drawn, strict=True)
+    masks, other = (tokens, neurons) if activation == "relu" else (neurons, tokens)
+    most = 16 if activation == "relu" else CONFIG.intermediate_size
+    assert not any(other)
+    assert 4 <= sum(mask > 0 for mask in masks) <= 16
+    assert max(masks) <= most
+    assert len(set(masks)) > 4
 
 
 def test_runs_leave_the_states_that_one_pass_leaves() -> None:
