@@ -31,8 +31,7 @@ void FeedForwardPass::add(const std::vector<const Segment*>& segments, int64_t t
   while (first < segments.size()) {
     int64_t neurons = segments[first]->blocks() * kGroup;
     size_t last = first + 1;
-    while (last < segments.size() &&
-           (neurons + segments[last]->blocks() * kGroup) * tokens <= kHiddenFloats)
+    while (last < segments.size() && (neurons + segments[last]->blocks() * kGroup) * tokens <= kHiddenFloats)
       neurons += segments[last++]->blocks() * kGroup;
     add_batch(segments.data() + first, static_cast<int64_t>(last - first), tokens);
     first = last;
@@ -88,8 +87,8 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
       for (int64_t i = 0, column = 0; i < count; ++i) {
         const int64_t rows = segments[i]->blocks() * kGroup;
         const uint8_t* down = segments[i]->data() + 2 * rows * row_bytes;
-        kernels.down_half(reinterpret_cast<const uint16_t*>(down), width(), rows, h + column, neurons,
-                          tokens, y, width(), begin * kTile, end * kTile);
+        kernels.down_half(reinterpret_cast<const uint16_t*>(down), width(), rows, h + column, neurons, tokens,
+                          y, width(), begin * kTile, end * kTile);
         column += rows;
       }
     });
@@ -105,8 +104,8 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
       const uint8_t* down = segments[i]->data() + 2 * blocks * kGroup * row_bytes;
       for (int64_t g = begin; g < end; ++g)
         kernels.down_quantized(layer_.bits(), down + g * blocks * block_bytes, blocks, h + column, neurons,
-                               tokens, y + g * kGroup, width(),
-                               scratch_.bias_lanes.as<float>() + g * kTile, groups * kTile);
+                               tokens, y + g * kGroup, width(), scratch_.bias_lanes.as<float>() + g * kTile,
+                               groups * kTile);
       column += blocks * kGroup;
     }
   });

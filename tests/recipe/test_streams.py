@@ -138,7 +138,7 @@ def one_position(
             row = row + layer.out @ mixed + adapters.out.up @ (adapters.out.down @ mixed)
             g = base.normed(row, layer.feed_forward_norm)
             gate, up = (layer.gate_up @ g).chunk(2)
-            active = torch.relu(gate) * (1 if allowed is None else allowed[index])
+            active = base.activation(gate) * (1 if allowed is None else allowed[index])
             extra = adapters.feed_forward
             after.append(row + layer.down @ (active * up) + extra.up @ torch.relu(extra.down @ g))
         rows = after
@@ -146,18 +146,26 @@ def one_position(
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-@pytest.mark.parametrize("residency_tokens", [0, 3])
+@pytest.mark.parametrize("residency", [0, 3])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_streams_are_what_the_maths_says_position_by_position(
-    base: Frozen, stride: int, residency_tokens: int, monkeypatch: pytest.MonkeyPatch
+    model: Llama, activation: Any, stride: int, residency: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multi_stream, "QUERY_BLOCK", 5)
+    other = Llama(replace(SHAPE, hidden_act=activation))
+    other.load_state_dict(model.state_dict())
+    base = Frozen(other, torch.float32)
     made, ids = made_streams(trained=True).requires_grad_(False), random_ids()
     cells = torch.arange(0, TOKENS, stride)
     positions = torch.stack([cells, cells + stride - 1])
     trace = base.trace(ids, made.first_layer)
-    batch = stream_loss.Batch(ids, positions, stride, (residency_tokens,) * 2)
-    masks = stream_loss.residency_masks(trace, batch)
-    assert bool(masks) == bool(residency_tokens)
+    batch = stream_loss.Batch(ids, positions, stride, (residency,) * 2)
+    masks = stream_loss.residency_masks(trace, batch, base.zeros_gates)
+    assert bool(masks) == bool(residency)
+    if masks and activation == "silu":
+        assert torch.equal(
+            masks[0][0, 0], torch.arange(SHAPE.intermediate_size) < SHAPE.intermediate_size * 3 // 16
+        )
     logits = made(base, trace, positions, stride, masks) @ base.head.t()
     for row in range(2):
         for place, at in enumerate(positions[row].tolist()):
@@ -266,11 +274,6 @@ def test_the_shared_mode_trains_the_main_stream_through_the_adapters(base: Froze
     assert all(parameter.grad is not None for parameter in made.parameters())
 
 
-def test_silent_gates_are_needed() -> None:
-    with pytest.raises(ValueError, match="silu"):
-        Frozen(Llama(replace(SHAPE, hidden_act="silu")), torch.float32)
-
-
 @pytest.fixture
 def build(tmp_path: Path) -> Path:
     """Token streams of every domain, and windows with replies."""
@@ -322,8 +325,8 @@ def test_batches_have_a_position_in_every_cell_and_masks_on_half_their_windows(
     for run.step in range(30):
         batch = run.draw()
         assert torch.equal(batch.positions // 4, torch.arange(16).expand(4, 16))
-        assert sum(length > 0 for length in batch.residency_tokens) == 2
-        lengths += batch.residency_tokens
+        assert sum(length > 0 for length in batch.residency) == 2
+        lengths += batch.residency
     assert {min(lengths), max(lengths)} == {0, 16}
     assert 0 < run.continued_drawn < 120
     assert sum(run.batches.drawn.values()) == 120 - run.continued_drawn

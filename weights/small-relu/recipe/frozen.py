@@ -66,8 +66,7 @@ class Frozen:
 
     def __init__(self, model: Llama, dtype: torch.dtype) -> None:
         shape = model.shape
-        if shape.hidden_act != "relu":
-            raise ValueError(f"streams are masked by neurons that are zero; {shape.hidden_act} has none")
+        self.activation = functional.relu if shape.hidden_act == "relu" else functional.silu
         self.shape, self.dtype = shape, dtype
         self.layers = []
         for block in model.model.layers:
@@ -90,6 +89,11 @@ class Frozen:
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         turns = torch.arange(shape.max_position_embeddings + BEYOND)[:, None] / shape.rope_theta**exponents
         self.cos, self.sin = turns.cos(), turns.sin()
+
+    @property
+    def zeros_gates(self) -> bool:
+        """Whether most gates are exactly zero."""
+        return self.shape.hidden_act == "relu"
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of float32 (..., D), in the matrices' type."""
@@ -121,7 +125,7 @@ class Frozen:
         """Output (..., D) of the feed-forward, and booleans (..., F): true where a neuron is not zero."""
         g = self.normed(x, layer.feed_forward_norm)
         gate, up = functional.linear(g, layer.gate_up).chunk(2, dim=-1)
-        change = functional.linear(torch.relu(gate) * up, layer.down)
+        change = functional.linear(self.activation(gate) * up, layer.down)
         if layer.extra is not None:
             into, back = layer.extra
             change = change + functional.linear(torch.relu(functional.linear(g, into)), back)

@@ -151,7 +151,8 @@ class MultiStreams(nn.Module):
     ) -> Tensor:
         g = base.normed(streams, layer.feed_forward_norm)
         gate, up = functional.linear(g, layer.gate_up).chunk(2, dim=-1)
-        active = torch.relu(gate) if mask is None else torch.relu(gate) * mask
+        gate = base.activation(gate)
+        active = gate if mask is None else gate * mask
         return functional.linear(active * up, layer.down) + adapters.feed_forward(g, relu=True)
 
 

@@ -46,7 +46,7 @@ DOMAINS = ("dialogue", "sql", "restaurants", "novels", "math")
 PROMPT_TOKENS, FREE_TOKENS = 64, 128
 ROWS = 24
 TREE_TOP, TREE_NODES, CANDIDATES = 3, (2, 4, 8, 16, 32, 64), 16
-RESIDENCY_TOKENS = 8
+RESIDENCY = 8
 BATCH = 4
 
 
@@ -105,10 +105,10 @@ def held_out(
     return torch.from_numpy(windows.astype(np.int64)), own
 
 
-def drafts(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, residency_tokens: int) -> Drafts:
+def drafts(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, residency: int) -> Drafts:
     """The draft tokens of the streams of all tokens of (n, T) windows, compared with the base's.
 
-    main: the base, or the main stream of the shared mode. residency_tokens: as in `Batch`.
+    main: the base, or the main stream of the shared mode. residency: as in `Batch`.
     """
     gamma, (_, tokens) = streams.sizes.gamma, ids.shape
     right, in_top = [], []
@@ -116,7 +116,7 @@ def drafts(base: Frozen, main: Frozen, streams: MultiStreams, ids: Tensor, resid
     for part in ids.split(BATCH):
         positions = torch.arange(tokens).expand(len(part), tokens)
         trace = main.trace(part, streams.first_layer)
-        masks = residency_masks(trace, Batch(part, positions, 1, (residency_tokens,) * len(part)))
+        masks = residency_masks(trace, Batch(part, positions, 1, (residency,) * len(part)), base.zeros_gates)
         logits = functional.linear(streams(base, trace, positions, 1, masks), base.head).float()
         ahead = torch.arange(tokens)[:, None] + torch.arange(2, gamma + 2)
         targets = part[:, ahead.clamp(max=tokens - 1)]
@@ -220,7 +220,7 @@ def evaluate(base: Frozen, streams: MultiStreams, shared: bool, build: Path, row
     for style, domain in itertools.product(STYLES, DOMAINS):
         ids, own = held_out(main, build, domain, style, rows)
         figures: dict[str, Any] = {"tokens": int(own.sum())}
-        for name, residency in (("all", 0), ("resident", RESIDENCY_TOKENS)):
+        for name, residency in (("all", 0), ("resident", RESIDENCY)):
             drafted = drafts(base, main, streams, ids, residency)
             counts = given_before(drafted.right, own)
             figures[name] = {

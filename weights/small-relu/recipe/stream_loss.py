@@ -23,6 +23,8 @@ from recipe.multi_stream import MultiStreams, recently_active
 Mode = Literal["lossless", "shared"]
 STREAM_WEIGHT = 0.1
 """Weight of each stream's loss in shared mode; the main stream's loss has weight 1 (arXiv 2402.11131)."""
+SIXTEENTHS = 16
+"""Parts of a layer in which the prefix of a model without ReLU is counted."""
 PRUNING_EVERY = 4
 """The pruning adapter is trained at every fourth drawn position: it is small, and learns fast."""
 
@@ -32,14 +34,14 @@ class Batch:
     """A training batch.
 
     ids: (B, T). positions: (B, S) positions with streams, ascending, the i-th in [i * stride, (i + 1) *
-    stride). residency_tokens: for each window, the number of last tokens whose neurons count as resident; 0
-    means no mask.
+    stride). residency: for each window, the number of last tokens whose neurons count as resident, or, for a
+    model without ReLU, the sixteenths of each layer's neurons that do, from the first on; 0 means no mask.
     """
 
     ids: Tensor
     positions: Tensor
     stride: int
-    residency_tokens: tuple[int, ...]
+    residency: tuple[int, ...]
 
 
 def soft_errors(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +107,7 @@ class Judge:
         else:
             trace = self.streams.main(base).trace(ids, self.streams.first_layer)
         chances = self._chances(trace)
-        masks = residency_masks(trace, batch)
+        masks = residency_masks(trace, batch, base.zeros_gates)
         hidden = self._run(base, trace, batch.positions, batch.stride, masks)
         tokens = ids.shape[1]
         first = (torch.arange(len(ids)) * tokens)[:, None] + batch.positions
@@ -154,19 +156,31 @@ class Judge:
         return total, losses.mean().item()
 
 
-def residency_masks(trace: Trace, batch: Batch) -> list[Tensor]:
-    """By stream layer, (B, S, F) resident neurons: those active for the last tokens, or all.
+def residency_masks(trace: Trace, batch: Batch, zeros: bool) -> list[Tensor]:
+    """By stream layer, (B, S, F) resident neurons: those active for the last tokens, a prefix, or all.
 
     The list is empty if no window has a mask.
     """
-    if not any(batch.residency_tokens):
+    if not any(batch.residency):
         return []
     rows = torch.arange(len(batch.ids))[:, None]
     masks = []
     for left in trace.layers:
         windows = [
-            recently_active(active, tokens) if tokens else torch.ones_like(active)
-            for active, tokens in zip(left.active, batch.residency_tokens, strict=True)
+            _resident(active, residency, zeros) if residency else torch.ones_like(active)
+            for active, residency in zip(left.active, batch.residency, strict=True)
         ]
         masks.append(torch.stack(windows)[rows, batch.positions])
     return masks
+
+
+def _resident(active: Tensor, residency: int, zeros: bool) -> Tensor:
+    """(T, F) resident neurons of a window.
+
+    active: (T, F), true where a neuron of a ReLU model is not zero.
+    """
+    if zeros:
+        return recently_active(active, residency)
+    neurons = active.shape[1]
+    prefix = torch.arange(neurons) < neurons * residency // SIXTEENTHS
+    return prefix.expand_as(active)

@@ -48,7 +48,7 @@ class StreamTraining:
     continued_share: float = 0.65
     """Share of the windows that have the base's own replies. The others are true text."""
     masked_share: float = 0.5
-    most_residency_tokens: int = 16
+    most_residency: int = 16
     seed: int = 1
     begun_with: str = ""
     """Name of the run whose streams this run began with, or "": shared mode starts from lossless streams."""
@@ -97,7 +97,7 @@ class Run:
         ids = torch.from_numpy(np.stack(windows).astype(np.int64))
         cells = np.arange(0, ids.shape[1], training.stride)
         positions = cells + rng.integers(training.stride, size=(training.windows, len(cells)))
-        lengths = rng.integers(1, training.most_residency_tokens + 1, size=training.windows)
+        lengths = rng.integers(1, training.most_residency + 1, size=training.windows)
         masked = rng.permutation(training.windows) < training.masked_share * training.windows
         return Batch(
             ids,
