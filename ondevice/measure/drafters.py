@@ -228,7 +228,7 @@ def compare_drafters(
     runtime = on_kernels(runtime, "the comparison of --speculation all")
     arms, notes = _arms(model, runtime, drafters)
     plain = arms[OFF]
-    prompts = _prompts(plain, tasks, sampling.max_tokens)
+    prompts = prompt_ids(plain, tasks, sampling.max_tokens)
     base = next((it for it in arms.values() if it.runs_streams or it.draft_head_rows), plain)
     with closing(Engine(base, never_cancelled)) as engine, closing(DrafterSwitch(engine)) as switch:
         found = _measured(switch, arms, prompts, sampling, on_progress)
@@ -278,8 +278,12 @@ def _arms(
     return arms, notes
 
 
-def _prompts(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
-    """Token ids of every task's prompts."""
+def prompt_ids(resolved: ResolvedModel, tasks: Sequence[Task], max_tokens: int) -> dict[str, list[list[int]]]:
+    """Token ids of every task's prompts.
+
+    Raises UsageError for a task without prompts or without a name of its own, ContextOverflowError for a
+    prompt that leaves no room for `max_tokens`.
+    """
     tokenizer = text_tokenizer(resolved)
     template = _chat_template(resolved.bundle, tokenizer) if any(task.chat for task in tasks) else None
     found: dict[str, list[list[int]]] = {}

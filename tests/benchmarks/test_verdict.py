@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from ondevice.measure.drafters import Comparison
-from tests.benchmarks.compare import drafting_at_scale
+from tests.benchmarks.compare import drafting_at_scale, drafting_versus_llama_cpp
 from tests.benchmarks.compare import versus_llama_cpp as versus
+from tests.benchmarks.lib.greedy import verified
 from tests.benchmarks.lib.measure import KILLED
 
 
@@ -85,3 +86,43 @@ def test_a_case_passes_by_the_medians_of_its_rounds(
     row = drafting_at_scale.verdict(case, [one_round(turn) for turn in range(3)])
     assert (row["best"], row["passed"]) == (best, passed)
     assert f"| {best} |" in drafting_at_scale.table([{"case": case.name, **row}])
+
+
+def test_medians_over_llama_cpp_decide() -> None:
+    found, passed = drafting_versus_llama_cpp.verdict(
+        {"plain": [7.5, 6.0, 8.0], "prompt lookup": [4.6, 9.0, 1.0]}
+    )
+    assert passed
+    assert "| llama.cpp, plain | 7.50 (6.00 to 8.00) | 7.0 | 10.0 | held |" in found
+    found, passed = drafting_versus_llama_cpp.verdict(
+        {"plain": [7.5, 6.0, 8.0], "prompt lookup": [4.4, 9.0, 1.0]}
+    )
+    assert not passed
+    assert "4.40 (1.00 to 9.00) | 4.5 | 4.5 | MISSED |" in found
+
+
+def test_rates_are_of_the_tokens_that_passes_gave() -> None:
+    result: dict[str, Any] = {"texts": [[1, 2, 3], [4]], "decode_seconds": 4.0}
+    assert drafting_versus_llama_cpp.rate(result) == 0.5
+    assert drafting_versus_llama_cpp.rate({"texts": [[1]], "decode_seconds": 0.0}) == 0.0
+
+
+def test_texts_share_what_comes_before_the_first_difference() -> None:
+    ours, theirs = [[1, 2, 3, 4], [5, 6], [7]], [[1, 2, 9, 4], [5, 6], [7, 8]]
+    assert drafting_versus_llama_cpp.shared_tokens(ours, theirs) == (2 + 2 + 1) / (4 + 2 + 2)
+
+
+@pytest.mark.parametrize(
+    ("draft", "found", "text"),
+    [
+        ([], [4], [4]),
+        ([4, 5], [4, 5, 6], [4, 5, 6]),
+        ([4, 5], [4, 7, 6], [4, 7]),
+        ([4, 5], [3, 5, 6], [3]),
+        ([4, 2, 5], [4, 2, 5, 6], [4, 2]),
+    ],
+)
+def test_a_draft_is_right_up_to_the_first_other_token_or_the_end(
+    draft: list[int], found: list[int], text: list[int]
+) -> None:
+    assert verified(draft, found, {2}) == text

@@ -3,6 +3,10 @@
 Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, warm_up (0: no pass
 first), and what llama.cpp is told: load_mode (auto, none, mmap, direct_io), repack (extra buffer types),
 micro_batch. KV is 8-bit (q8_0, which needs flash attention).
+
+With `prompts` (lists of token ids) in place of `prompt`, every one is continued from an empty context until
+one of the tokens `end` or `max_tokens`. With `draft_tokens` above 0, as many tokens are drafted by
+llama-cpp-python's `LlamaPromptLookupDecoding` and verified in one batch.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
+from tests.benchmarks.lib.greedy import verified
 from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
 
 LOAD_MODES = {
@@ -67,6 +73,28 @@ class Engine:
         logits = llama_cpp.llama_get_logits_ith(self.context, -1)
         return np.ctypeslib.as_array(logits, shape=(self.vocab_size,))
 
+    def rows(self, tokens: list[int], position: int) -> list[int]:
+        """Append `tokens`, the first at `position`, and return the likeliest token after each."""
+        batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for place, token in enumerate(tokens):
+                batch.token[place], batch.pos[place], batch.logits[place] = token, position + place, True
+                batch.n_seq_id[place], batch.seq_id[place][0] = 1, 0
+            code = llama_cpp.llama_decode(self.context, batch)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+        if code:
+            raise SystemExit(f"llama_decode returned {code}")
+        logits = (llama_cpp.llama_get_logits_ith(self.context, place) for place in range(len(tokens)))
+        return [int(np.ctypeslib.as_array(row, shape=(self.vocab_size,)).argmax()) for row in logits]
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from position `length` on."""
+        memory = llama_cpp.llama_get_memory(self.context)
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, length, -1):
+            raise SystemExit(f"llama.cpp can't forget the tokens from {length} on")
+
     def clear(self) -> None:
         """Forget all tokens."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
@@ -103,6 +131,37 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
     }
 
 
+def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
+    """Continue every prompt greedily; decode times leave prompts out."""
+    started = time.monotonic()
+    engine, texts, seconds, passes = Engine(spec), [], 0.0, 0
+    wanted, end = spec["max_tokens"], set(spec["end"])
+    drafted = spec.get("draft_tokens", 0)
+    drafter = LlamaPromptLookupDecoding(num_pred_tokens=drafted) if drafted else None
+    for prompt in spec["prompts"]:
+        engine.clear()
+        text = [engine.forward(prompt)]
+        begin = time.monotonic()
+        while len(text) < wanted and text[-1] not in end:
+            draft: list[int] = []
+            if drafter is not None:
+                draft = [int(token) for token in drafter(np.array([*prompt, *text], dtype=np.intc))]
+                draft = draft[: wanted - len(text) - 1]
+            found = engine.rows([text[-1], *draft], len(prompt) + len(text) - 1)
+            passes += 1
+            text += verified(draft, found, end)
+            engine.truncate(len(prompt) + len(text) - 1)
+        seconds += time.monotonic() - begin
+        texts.append(text)
+    return {
+        "first_token_at": started,
+        "texts": texts,
+        "decode_seconds": seconds,
+        "decode_passes": passes,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
 def _to_stderr(_level: int, text: bytes, _data: int | None) -> None:
     sys.stderr.write(text.decode(errors="replace"))
 
@@ -110,4 +169,5 @@ def _to_stderr(_level: int, text: bytes, _data: int | None) -> None:
 if __name__ == "__main__":
     log = llama_cpp.llama_log_callback(_to_stderr)
     llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
-    print(json.dumps(run(json.loads(sys.argv[1]))))
+    asked = json.loads(sys.argv[1])
+    print(json.dumps(continue_texts(asked) if "prompts" in asked else run(asked)))
