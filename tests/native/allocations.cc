@@ -83,7 +83,7 @@ void run(Runner& runner, int bits) {
   twice("feed_forward", bits, [&] {
     ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), kCols, kTokens, kCols, bits),
                                    ondevice::Activation::kSilu);
-    pass.add(segments);
+    pass.add(segments, pass.tokens());
     pass.finish(y.data());
   });
   const std::vector<float> gates(kTokens * kRows, 1.0f);

@@ -144,7 +144,7 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
       if (selected)
         add_selected(pass, records, gates);
       else
-        pass.add(order);
+        pass.add(order, pass.tokens());
       pass.finish(y.data());
       const std::string name = "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) +
                                "x" + std::to_string(neurons) + " act=" + std::to_string(act) +
