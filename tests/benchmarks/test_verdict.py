@@ -102,9 +102,10 @@ def test_medians_over_llama_cpp_decide() -> None:
 
 
 def test_rates_are_of_the_tokens_that_passes_gave() -> None:
-    result: dict[str, Any] = {"texts": [[1, 2, 3], [4]], "decode_seconds": 4.0}
+    # The second text ended with its first pass, by a token that no text has.
+    result: dict[str, Any] = {"texts": [[1, 2], [4]], "decoded_tokens": 2, "decode_seconds": 4.0}
     assert drafting_versus_llama_cpp.rate(result) == 0.5
-    assert drafting_versus_llama_cpp.rate({"texts": [[1]], "decode_seconds": 0.0}) == 0.0
+    assert drafting_versus_llama_cpp.rate({"decoded_tokens": 0, "decode_seconds": 0.0}) == 0.0
 
 
 def test_texts_share_what_comes_before_the_first_difference() -> None:

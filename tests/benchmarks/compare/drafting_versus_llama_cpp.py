@@ -37,8 +37,8 @@ TIMEOUT_SECONDS = 7200.0
 
 
 def rate(result: Result) -> float:
-    """Decoded tokens per second; a text's first token comes with its prompt."""
-    tokens: int = sum(len(text) - 1 for text in result["texts"])
+    """Decoded tokens per second, ends of text included; a text's first token comes with its prompt."""
+    tokens: int = result["decoded_tokens"]
     seconds: float = result["decode_seconds"]
     return tokens / seconds if seconds else 0.0
 

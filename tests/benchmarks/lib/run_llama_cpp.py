@@ -134,7 +134,7 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
 def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
     """Continue every prompt greedily; decode times leave prompts out."""
     started = time.monotonic()
-    engine, texts, seconds, passes = Engine(spec), [], 0.0, 0
+    engine, texts, decoded, seconds, passes = Engine(spec), [], 0, 0.0, 0
     wanted, end = spec["max_tokens"], set(spec["end"])
     drafted = spec.get("draft_tokens", 0)
     drafter = LlamaPromptLookupDecoding(num_pred_tokens=drafted) if drafted else None
@@ -152,10 +152,12 @@ def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
             text += verified(draft, found, end)
             engine.truncate(len(prompt) + len(text) - 1)
         seconds += time.monotonic() - begin
-        texts.append(text)
+        decoded += len(text) - 1
+        texts.append(text[:-1] if text[-1] in end else text)
     return {
         "first_token_at": started,
         "texts": texts,
+        "decoded_tokens": decoded,
         "decode_seconds": seconds,
         "decode_passes": passes,
         "peak_memory_bytes": peak_memory_bytes(),

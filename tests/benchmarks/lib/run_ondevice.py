@@ -4,8 +4,8 @@ Spec: model, prompt (token ids), max_tokens, context (tokens of KV), threads, wa
 before the clock starts; 0: none), dram_budget (bytes or `auto`), io, sparsity, temperature (0: greedy). KV is
 8-bit. The end-of-text token is forbidden, so that every run has its `max_tokens`.
 
-With `prompts` (lists of token ids) in place of `prompt`, every one is continued greedily from an empty
-context, with drafts as `speculation` says, until an end-of-text token or `max_tokens`.
+With `prompts` (lists of token ids) in place of `prompt`, every one is continued greedily, with drafts
+as `speculation` says, until an end-of-text token or `max_tokens`.
 """
 
 from __future__ import annotations
@@ -87,18 +87,22 @@ def run(spec: dict[str, Any]) -> dict[str, object]:
 
 def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
     """Continue every prompt; decode times leave prompts out."""
-    texts, seconds, passes = [], 0.0, 0
+    texts, decoded, seconds, passes = [], 0, 0.0, 0
     started = time.monotonic()
     with load(spec) as model:
         for prompt in spec["prompts"]:
             response = model.generate(tokens=prompt, max_tokens=spec["max_tokens"], temperature=0.0)
             texts.append(list(response.tokens))
-            seconds += response.stats.decode_seconds
-            passes += response.stats.decode_passes
+            stats = response.stats
+            # The end-of-text token is a pass's result too, though no text has it.
+            decoded += round(stats.accepted_tokens_per_pass * stats.decode_passes)
+            seconds += stats.decode_seconds
+            passes += stats.decode_passes
         plan = model.plan
     return {
         "first_token_at": started,
         "texts": texts,
+        "decoded_tokens": decoded,
         "decode_seconds": seconds,
         "decode_passes": passes,
         "peak_memory_bytes": peak_memory_bytes(),
