@@ -128,10 +128,11 @@ def convert(
             folder.discard_leftover()
             return folder.output
         if resume and _is_converted(folder.output, checkpoint, quant_config, origin):
-            raise UsageError(
-                f"{folder.output} is converted, but not with this text; `ondevice train predictors --model "
-                f"{folder.output} --text FILE` adds what is trained on it, or start again with --force"
-            )
+            remedy = f"start again with --force, which replaces {folder.output}"
+            if checkpoint.config.zeros_gates:
+                command = f"ondevice train predictors --model {folder.output} --text FILE"
+                remedy = f"`{command}` adds what is trained on it, or start again with --force"
+            raise UsageError(f"{folder.output} is converted, but not with this text; {remedy}")
         _check_manifest(checkpoint, quant_config, trained)
         folder.check(resume, force)
         folder.claim(resume)

@@ -269,7 +269,7 @@ def convert_and_train(
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
     from ondevice.converters.convert import convert as run
-    from ondevice.converters.training.neuron_order import order_by_contributions
+    from ondevice.converters.training.neuron_order import MOST_TOKENS, order_by_contributions
     from ondevice.converters.training.predictors import train as training
     from ondevice.converters.training.sidecars import held_out
 
@@ -291,7 +291,7 @@ def convert_and_train(
             if config.zeros_gates:
                 train_predictors(folder, pieces=pieces, order=True, on_progress=on_training)
             else:
-                order_by_contributions(folder, pieces, on_training)
+                order_by_contributions(folder, spread(pieces, MOST_TOKENS), on_training)
 
         return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.files import disk_errors, temporary_path
 from ondevice.bundle.reader import Bundle
+from ondevice.callbacks import OnProgress
 from ondevice.config import Sparsity
 from ondevice.converters.training.observed import ObservedCpu, Observer
 from ondevice.converters.training.predictors.arrays import TrainingBackend
@@ -253,6 +255,27 @@ def _run(
             next(model.every_logits(ForwardBatch(chunk), kv, 1))
             done += len(chunk)
             on_progress(done)
+
+
+@contextmanager
+def temporarily_recorded(
+    record: Callable[..., Activations],
+    bundle: Bundle,
+    pieces: Sequence[Sequence[int]],
+    on_progress: OnProgress,
+    **options: Any,
+) -> Iterator[Activations]:
+    """What `record`, one of the functions above, records in a temporary folder.
+
+    on_progress: gets a share done from 0 to 0.5. options: of `record`. Raises what `record` raises.
+    """
+    total = sum(len(piece) for piece in pieces)
+
+    def progress(tokens: int) -> None:
+        on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens")
+
+    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
+        yield record(bundle, pieces, Path(scratch), progress, **options)
 
 
 def check_room(folder: Path, tokens: int, token_bytes: int, what: str) -> None:

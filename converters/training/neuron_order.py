@@ -21,7 +21,6 @@ Legend: N tokens, F neurons of a layer.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -30,13 +29,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ondevice.backends.base import Float32
 from ondevice.bundle.layout import CHECKSUMS, RecordLayout, gate_file_name, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.writer import BundleWriter
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.converters.output_folder import OutputFolder
-from ondevice.converters.training.activations import Activations, record_inputs
+from ondevice.converters.training.activations import Activations, record_inputs, temporarily_recorded
 from ondevice.converters.training.thresholds import LayerGates
 from ondevice.errors import BundleError
 from ondevice.flash.reader import FlashReader
@@ -95,13 +95,7 @@ def order_by_contributions(
     bundle = Bundle.open(folder)
     check(bundle)
     total = sum(len(piece) for piece in pieces)
-    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
-        activations = record_inputs(
-            bundle,
-            pieces,
-            Path(scratch),
-            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
-        )
+    with temporarily_recorded(record_inputs, bundle, pieces, on_progress) as activations:
         order_neurons(bundle, activations, total, lambda done, what: on_progress(0.5 + 0.5 * done, what))
     on_progress(1.0, "ordered")
 
@@ -150,16 +144,14 @@ def nearest_neighbour_chain(counts: NDArray[np.uint16]) -> NDArray[np.int32]:
     return chain
 
 
-def descending_contributions(bundle: Bundle, layer: int, inputs: NDArray[np.float16]) -> NDArray[np.int32]:
-    """(F,) neuron ids of a layer, those first that add most for `inputs` (N, D). The lowest id wins a tie.
+def descending(contributions: Float32) -> NDArray[np.int32]:
+    """(F,) neuron ids, those of the largest `contributions` (F,) first. The lowest id wins a tie.
 
-    Raises FlashReadError, and BundleError if products aren't finite.
+    Raises BundleError if a contribution isn't finite.
     """
-    with FlashReader(bundle_files(bundle)) as reader:
-        found = LayerGates(bundle, NeuronRecords(bundle, reader, layer)).mean_contributions(inputs)
-    if not np.isfinite(found).all():
+    if not np.isfinite(contributions).all():
         raise BundleError("a layer's products aren't finite: its weights are not a usable model's")
-    return np.argsort(-found, kind="stable").astype(np.int32)
+    return np.argsort(-contributions, kind="stable").astype(np.int32)
 
 
 @contextmanager
@@ -182,15 +174,17 @@ def _write_ordered(
     )
     counted = slice(0, tokens, -(-tokens // MOST_TOKENS))
     orders = []
-    for layer in range(layers):
-        on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
-        if bundle.config.zeros_gates:
-            counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
-            orders.append(nearest_neighbour_chain(counts))
-        else:
-            orders.append(descending_contributions(bundle, layer, activations.inputs(layer)[counted]))
-        for name, layout in _record_files(bundle, layer):
-            writer.write_records(name, _records(bundle, name, layout, orders[layer]))
+    with FlashReader(bundle_files(bundle)) as reader:
+        for layer in range(layers):
+            on_progress(layer / layers, f"order of layer {layer + 1} of {layers}")
+            if bundle.config.zeros_gates:
+                counts = co_firing_counts(activations.fired(layer)[counted], bundle.config.intermediate_size)
+                orders.append(nearest_neighbour_chain(counts))
+            else:
+                gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+                orders.append(descending(gates.mean_contributions(activations.inputs(layer)[counted])))
+            for name, layout in _record_files(bundle, layer):
+                writer.write_records(name, _records(bundle, name, layout, orders[layer]))
     reordered = _reordered_files(bundle)
     for name, entry in manifest.files.items():
         if name not in reordered and name != CHECKSUMS:

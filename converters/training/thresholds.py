@@ -11,7 +11,6 @@ Legend: N tokens, D hidden size, F neurons of a layer.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from ondevice.bundle.thresholds import (
 )
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import TRAIN_TOKENS, Activation
-from ondevice.converters.training.activations import record_inputs
+from ondevice.converters.training.activations import record_inputs, temporarily_recorded
 from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
@@ -93,21 +92,17 @@ def calibrate_thresholds(
     total = sum(len(piece) for piece in pieces)
     calibrated, layers = total - measured, bundle.config.num_layers
     found = []
-    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
-        activations = record_inputs(
-            bundle,
-            pieces,
-            Path(scratch),
-            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
-        )
-        with FlashReader(bundle_files(bundle)) as reader:
-            for layer in range(layers):
-                on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
-                gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
-                inputs = activations.inputs(layer)
-                importance = gates.importance(inputs[:calibrated])
-                found.append(gates.thresholds(importance, inputs, calibrated, options.targets))
-                log.info("layer %d: %s", layer, " ".join(f"{value:.4g}" for value in found[-1].thresholds))
+    with (
+        temporarily_recorded(record_inputs, bundle, pieces, on_progress) as activations,
+        FlashReader(bundle_files(bundle)) as reader,
+    ):
+        for layer in range(layers):
+            on_progress(0.5 + 0.5 * layer / layers, f"layer {layer + 1} of {layers}")
+            gates = LayerGates(bundle, NeuronRecords(bundle, reader, layer))
+            inputs = activations.inputs(layer)
+            importance = gates.importance(inputs[:calibrated])
+            found.append(gates.thresholds(importance, inputs, calibrated, options.targets))
+            log.info("layer %d: %s", layer, " ".join(f"{value:.4g}" for value in found[-1].thresholds))
     thresholds = write_thresholds(bundle, found, output, options.targets, calibrated, measured)
     on_progress(1.0, "written")
     return thresholds
@@ -193,8 +188,9 @@ class LayerGates:
         sums = np.zeros(self._up.rows)
         products = (self._products(matrix, inputs) for matrix in (self._gate, self._up))
         for gates, ups in zip(*products, strict=True):
-            contributions(self._runner, gates, np.ones_like(self._down_lengths), self._activation, gates)
-            sums += np.einsum("tf,tf->f", gates, np.abs(ups), dtype=np.float64)
+            for gate, up in zip(gates, ups, strict=True):
+                contributions(self._runner, gate[None], up, self._activation, gate[None])
+            sums += gates.sum(axis=0, dtype=np.float64)
         found: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
         return found
 

@@ -300,7 +300,6 @@ class CpuBackend(OffloadingBackend):
         out = self._buffer("feed_forward", x.shape) if added is None else added
         scale, eps = norm or NO_NORM
         pieces = weight.neurons.offloaded(weight.index, batch)
-        exact = batch.num_exact_rows
         if pieces == ():
             native.forward(self.runner, x, weight.segments, act, out, scale, eps, added)
             return out
@@ -312,7 +311,7 @@ class CpuBackend(OffloadingBackend):
                 staging = self._stage(native)
                 native.pack(self.runner, staging, -(-len(piece) // BLOCK_NEURONS), 0, piece)
                 piece = staging
-            forward.add([piece], exact)
+            forward.add([piece], batch.num_exact_rows)
         forward.finish(out, added)
         return out
 

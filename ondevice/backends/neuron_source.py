@@ -68,7 +68,8 @@ class NeuronSource:
         """The layer's neurons that its segments don't hold, ascending: records (n, stride) or a segment.
 
         Each is valid until the next is asked for, unless the layer's `PieceMemory` says otherwise. An empty
-        tuple if the segments hold all neurons, and for `resident_only`.
+        tuple if the segments hold all neurons, and for `resident_only`. Backends multiply them for the exact
+        rows alone, so a batch without any must get none.
         """
         raise OndeviceError("nothing provides the neurons that aren't resident")
 

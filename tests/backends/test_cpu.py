@@ -132,7 +132,7 @@ def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
     for target in TARGETS:
         backend = make_backend(target=target)
         layer = backend.load_feed_forward(0, source)
-        for segments in (1, 3, 4):
+        for segments in (0, 1, 3):
             lend(layer, segments)
             expected = [
                 backend.feed_forward(rows, layer, "silu", batch).copy()
@@ -140,6 +140,21 @@ def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
             ]
             found = backend.feed_forward(x, layer, "silu", drafted)
             assert found.tobytes() == np.concatenate(expected).tobytes(), (target, segments)
+
+
+def test_segments_are_added_to_tokens_of_the_pass_alone() -> None:
+    source = ArrayFeedForward(
+        *(normal(64, 64, seed=seed) for seed in range(3)),
+        8,
+        neuron_layout(tiny_config(hidden_size=64, intermediate_size=64), QuantConfig(8)),
+    )
+    backend = make_backend()
+    layer = backend.load_feed_forward(0, source)
+    lend(layer, 1)
+    forward = _native.FeedForwardPass(backend.runner, layer.native, normal(3, 64), ACTIVATIONS.index("silu"))
+    for tokens in (0, 4, -1):
+        with pytest.raises(ValueError, match="from 1 to those of the pass"):
+            forward.add(layer.segments, tokens)
 
 
 @pytest.mark.parametrize("kv_bits", [8, 16])

@@ -150,6 +150,13 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
                                "x" + std::to_string(neurons) + " act=" + std::to_string(act) +
                                " tokens=" + std::to_string(tokens);
       keep(out, name, y);
+      if (!selected && tokens > 1) {
+        ondevice::FeedForwardPass part(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
+                                       activation);
+        part.add(order, tokens / 2);
+        part.finish(y.data());
+        keep(out, name + " first half", y);
+      }
       if (selected) {
         y = forward_selected(runner, layer, records, gate, x, norm, tokens, activation);
       } else {

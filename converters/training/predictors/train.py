@@ -7,7 +7,6 @@ for one layer, and all quantised predictors. The recorded activations are on dis
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,12 @@ from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import GROUP_SIZE, TRAIN_TOKENS
 from ondevice.converters.quantize import QuantizedRows, quantize
 from ondevice.converters.training import neuron_order
-from ondevice.converters.training.activations import Activations, gate_rows, record_activations
+from ondevice.converters.training.activations import (
+    Activations,
+    gate_rows,
+    record_activations,
+    temporarily_recorded,
+)
 from ondevice.converters.training.hotness import firing_frequencies, write_hotness
 from ondevice.converters.training.predictors.arrays import Arrays, TrainingBackend, arrays_of
 from ondevice.converters.training.predictors.layer_predictor import (
@@ -134,14 +138,9 @@ def train_predictors(
     order = order and bundle.manifest.provenance.ordered_tokens is None
     if order:
         neuron_order.check(Bundle.open(output))
-    with tempfile.TemporaryDirectory(prefix="ondevice-activations-") as scratch:
-        activations = record_activations(
-            bundle,
-            pieces,
-            Path(scratch),
-            lambda tokens: on_progress(0.5 * tokens / total, f"activations of {tokens} of {total} tokens"),
-            backend=backend,
-        )
+    with temporarily_recorded(
+        record_activations, bundle, pieces, on_progress, backend=backend
+    ) as activations:
         started = 0.5
         if order:
             # The recording is valid for the ordered bundle too, which differs only in rounding.

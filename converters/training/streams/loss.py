@@ -108,7 +108,11 @@ class ResidentBackend(MlxFloatBackend):
     ) -> mx.array:
         own = batch.num_exact_rows
         if self._neurons and own < x.shape[0]:
-            return self._with_prefix(x, weight, activation, own, norm, added)
+            first = (matrix[: self._neurons] for matrix in (weight.gate, weight.up, weight.down))
+            text = super().feed_forward(x[:own], weight, activation, batch, norm)
+            streams = super().feed_forward(x[own:], MlxFeedForward(*first), activation, batch, norm)
+            product = mx.concatenate([text, streams])
+            return product if added is None else added + product
         if not self._tokens:
             return super().feed_forward(x, weight, activation, batch, norm, added)
         x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
@@ -124,26 +128,6 @@ class ResidentBackend(MlxFloatBackend):
         if self._tokens > 1:
             self._used[id(weight)] = used[1 - self._tokens :]
         product = (gates * (x @ weight.up.T)) @ weight.down
-        return product if added is None else added + product
-
-    def _with_prefix(
-        self,
-        x: mx.array,
-        weight: MlxFeedForward,
-        activation: Activation,
-        own: int,
-        norm: Norm | None,
-        added: mx.array | None,
-    ) -> mx.array:
-        """The feed-forward in which rows from `own` on have the first neurons alone."""
-        x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
-        first = (matrix[: self._neurons] for matrix in (weight.gate, weight.up, weight.down))
-        prefix = MlxFeedForward(*first)
-        parts = [
-            (activate(rows @ of.gate.T, activation) * (rows @ of.up.T)) @ of.down
-            for rows, of in ((x[:own], weight), (x[own:], prefix))
-        ]
-        product = mx.concatenate(parts)
         return product if added is None else added + product
 
 

@@ -13,6 +13,15 @@ from ondevice.errors import UsageError
 MOST_LAYERS = 8
 
 
+RESIDENT_PARTS = 16
+"""Parts of a layer in which the resident neurons of a model without ReLU are drawn."""
+
+
+def resident_prefix(neurons: int, parts: int) -> int:
+    """Number of first neurons in `parts` of a layer's RESIDENT_PARTS; at least one."""
+    return max(1, neurons * parts // RESIDENT_PARTS)
+
+
 def longest_run(streams: int) -> int:
     """Most tokens of a run: the run and a token's streams form one path of the forward pass's tree."""
     return MAX_DEPTH + 1 - streams

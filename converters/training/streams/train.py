@@ -50,7 +50,7 @@ from ondevice.converters.training.streams.loss import (
     stored_parameters,
     stream_loss,
 )
-from ondevice.converters.training.streams.options import MOST_LAYERS, MultiStreamOptions
+from ondevice.converters.training.streams.options import MOST_LAYERS, MultiStreamOptions, resident_prefix
 from ondevice.converters.training.streams.write import write_streams
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import OndeviceError, UsageError
@@ -60,7 +60,8 @@ WARM_UP_SHARE = 0.05
 MOST_GRADIENT = 1.0
 """Largest norm of all gradients together; larger ones are clipped."""
 MOST_RESIDENT_TOKENS = 16
-"""Most last tokens whose neurons streams are trained with; without ReLU, a layer's sixteenths."""
+METHOD = 2
+"""Version of the training. It changes whenever the same arguments would come to other numbers."""
 SAVE_SECONDS = 60.0
 ENTERING, STATE, IDENTITY = "entering.f32", "state.safetensors", "training.json"
 _WRITTEN_FACTS = ("model", "sha256", "crcs")
@@ -198,6 +199,7 @@ def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> by
     for piece in pieces:
         text.update(len(piece).to_bytes(8, "little") + np.array(piece, dtype="<i8").tobytes())
     content = {"model": weights_digest(bundle.manifest), "text": text.hexdigest(), "options": asdict(options)}
+    content["method"] = METHOD
     return json.dumps(content, sort_keys=True, indent=1).encode()
 
 
@@ -316,16 +318,19 @@ class Training:
         tokens = min(self._options.run_tokens, length)
         start = int(rng.integers(length - tokens + 1))
         # Both are drawn for every model, so that a seed gives the same runs whatever the model.
-        masked, resident = rng.random() < 0.5, int(rng.integers(1, MOST_RESIDENT_TOKENS + 1))
-        prefix = self._neurons * resident // MOST_RESIDENT_TOKENS
+        masked, drawn = rng.random() < 0.5, int(rng.integers(1, MOST_RESIDENT_TOKENS + 1))
+        resident = {}
+        if masked and self._zeros_gates:
+            resident = {"resident_tokens": drawn}
+        elif masked:
+            resident = {"resident_neurons": resident_prefix(self._neurons, drawn)}
         loss, gradients = mx.value_and_grad(stream_loss)(
             self.parameters,
             self._facts,
             self._top,
             window,
             range(start, start + tokens),
-            resident if masked and self._zeros_gates else 0,
-            prefix if masked and not self._zeros_gates else 0,
+            **resident,
         )
         mx.eval(loss, gradients)
         self._tokens += tokens

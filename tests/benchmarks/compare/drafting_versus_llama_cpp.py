@@ -85,6 +85,8 @@ def main() -> int:
     parser.add_argument("--sparsity", choices=("dense", "exact", "predicted"), help="of ondevice")
     parser.add_argument("--draft-tokens", type=int, default=10, help="of llama.cpp's prompt lookup")
     args = parser.parse_args()
+    if not args.gguf.is_file() or args.pairs < 1:
+        parser.error("--gguf must be a file, and --pairs 1 or more")
     require_rig()
     bundle, limit = Bundle.open(args.model), args.gguf.stat().st_size // 2
     resolved = open_model(args.model, RuntimeConfig(speculation="off", max_context=CONTEXT))
@@ -111,6 +113,8 @@ def main() -> int:
         runs["ondevice"].append({"tokens_per_second": rate(mine), "passes": mine["decode_passes"]})
         for rival, draft_tokens in ((PLAIN, 0), (LOOKUP, args.draft_tokens)):
             other = run("run_llama_cpp", theirs | {"draft_tokens": draft_tokens}, limit)
+            if not rate(other):
+                raise SystemExit("every text of llama.cpp ended with its prompt; take other prompts")
             ratios[rival].append(rate(mine) / rate(other))
             shared = shared_tokens(mine["texts"], other["texts"])
             facts = {

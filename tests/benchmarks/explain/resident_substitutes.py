@@ -23,11 +23,13 @@ from pathlib import Path
 import numpy as np
 
 import ondevice
+from ondevice.api import open_model
 from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward
 from ondevice.bundle.reader import Bundle
-from ondevice.config import GROUP_SIZE
+from ondevice.config import GROUP_SIZE, RuntimeConfig
+from ondevice.measure.drafters import prompt_ids
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
 from tests.benchmarks.lib.held_out_prompts import held_out_tasks
@@ -109,14 +111,13 @@ def accepted(model: Transformer, draft: Transformer, text: Sequence[int], start:
 
 def continuations(folder: Path, prompts: int, tokens: int) -> list[tuple[list[int], int]]:
     """Each prompt with the model's own greedy continuation, and the prompt's number of tokens."""
+    resolved = open_model(folder, RuntimeConfig(sparsity="dense", speculation="off"))
+    asked = prompt_ids(resolved, held_out_tasks(prompts), tokens)
     found = []
     with ondevice.load(folder, sparsity="dense", speculation="off") as model:
-        for task in held_out_tasks(prompts):
-            for prompt in task.prompts:
-                message = {"role": "user", "content": prompt}
-                ids = model.chat_ids([message]) if task.chat else model.tokenizer.encode(prompt)
-                answer = model.generate(tokens=ids, max_tokens=tokens, temperature=0.0)
-                found.append(([*ids, *answer.tokens], len(ids)))
+        for ids in (ids for of_task in asked.values() for ids in of_task):
+            answer = model.generate(tokens=ids, max_tokens=tokens, temperature=0.0)
+            found.append(([*ids, *answer.tokens], len(ids)))
     return found
 
 
@@ -127,7 +128,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of each kind of text")
     parser.add_argument("--max-tokens", type=int, default=48)
     args = parser.parse_args()
+    bundle = Bundle.open(args.model)
+    if bundle.config.zeros_gates:
+        raise SystemExit(
+            f"{bundle.name} has {bundle.config.hidden_act} gates: its neurons are cached one by one"
+        )
     texts = continuations(args.model, args.prompts, args.max_tokens)
+    if not any(len(text) - start > CHAIN for text, start in texts):
+        raise SystemExit(f"no text has more than {CHAIN} tokens; raise --prompts or --max-tokens")
     ways: tuple[str | None, ...] = (None, *COARSE)
     table: dict[str, dict[str, dict[str, float]]] = {}
     with running(args.model) as model:
@@ -146,7 +154,6 @@ def main() -> None:
     for name, row in table.items():
         cells = [f"{of['tokens_per_pass']:.2f}, {of['read_per_token']:.1%} read" for of in row.values()]
         print(f"| {name} | " + " | ".join(cells) + " |")
-    bundle = Bundle.open(args.model)
     ordered = bundle.manifest.provenance.ordered_tokens
     print(json.dumps({"benchmark": "resident_substitutes", "model": bundle.name, "ordered": ordered} | table))
 

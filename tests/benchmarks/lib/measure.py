@@ -147,6 +147,28 @@ def peak_memory_bytes() -> int:
     raise RuntimeError("no VmHWM in /proc/self/status")
 
 
+def texts_result(
+    started: float, texts: list[list[int]], decoded: int, seconds: float, passes: int
+) -> dict[str, object]:
+    """What a run that continues texts prints.
+
+    Args:
+        started: when it began, as `time.monotonic` has it.
+        texts: token ids, without ends of text.
+        decoded: tokens that decode passes gave, ends of text included.
+        seconds: time of these passes.
+        passes: their number.
+    """
+    return {
+        "first_token_at": started,
+        "texts": texts,
+        "decoded_tokens": decoded,
+        "decode_seconds": seconds,
+        "decode_passes": passes,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
 def decode_rate(times: Sequence[float]) -> float:
     """Tokens per second from the moments at which tokens came, the first `STEADY_TOKENS` left out."""
     steady = times[STEADY_TOKENS - 1 :]

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from tests.benchmarks.lib.greedy import verified
-from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
+from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes, texts_result
 
 LOAD_MODES = {
     "auto": llama_cpp.LLAMA_LOAD_MODE_AUTO,
@@ -154,14 +154,7 @@ def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
         seconds += time.monotonic() - begin
         decoded += len(text) - 1
         texts.append(text[:-1] if text[-1] in end else text)
-    return {
-        "first_token_at": started,
-        "texts": texts,
-        "decoded_tokens": decoded,
-        "decode_seconds": seconds,
-        "decode_passes": passes,
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
+    return texts_result(started, texts, decoded, seconds, passes)
 
 
 def _to_stderr(_level: int, text: bytes, _data: int | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ondevice
-from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes
+from tests.benchmarks.lib.measure import STEADY_TOKENS, decode_rate, peak_memory_bytes, texts_result
 
 END_OF_TEXT = 2
 
@@ -98,16 +98,7 @@ def continue_texts(spec: dict[str, Any]) -> dict[str, object]:
             decoded += round(stats.accepted_tokens_per_pass * stats.decode_passes)
             seconds += stats.decode_seconds
             passes += stats.decode_passes
-        plan = model.plan
-    return {
-        "first_token_at": started,
-        "texts": texts,
-        "decoded_tokens": decoded,
-        "decode_seconds": seconds,
-        "decode_passes": passes,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "plan_bytes": plan.total_bytes,
-    }
+    return texts_result(started, texts, decoded, seconds, passes)
 
 
 if __name__ == "__main__":

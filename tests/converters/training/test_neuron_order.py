@@ -381,6 +381,25 @@ def test_a_text_orders_a_model_without_zeros_as_it_is_converted(
     assert not np.array_equal(mlp_rows(bundle_weights(dense[0]), 0), mlp_rows(bundle_weights(found.path), 0))
     with load(found.path, sparsity="dense") as model:
         assert model.generate(PROMPT, max_tokens=4).tokens
+    # What `train predictors` would refuse is no remedy.
+    with pytest.raises(UsageError, match="not with this text; start again with force=True"):
+        convert_and_train(checkpoint, found.path, "Another text. " * 100, resume=True)
+
+
+def test_no_more_tokens_are_recorded_than_order_the_neurons(
+    dense: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neuron_order, "MOST_TOKENS", 600)
+    recorded_tokens = []
+    record = neuron_order.record_inputs
+
+    def counted(bundle: Bundle, some: Any, *arguments: Any) -> Activations:
+        recorded_tokens.append(sum(map(len, some)))
+        return record(bundle, some, *arguments)
+
+    monkeypatch.setattr(neuron_order, "record_inputs", counted)
+    convert_and_train(dense[0].with_name("checkpoint"), tmp_path / "b", "How long is it? " * 200)
+    assert 0 < recorded_tokens[0] <= 600
 
 
 def test_the_ordered_model_without_zeros_is_the_same_function(dense: tuple[Path, Path]) -> None:

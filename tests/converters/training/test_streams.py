@@ -161,8 +161,8 @@ def test_half_of_the_runs_are_masked_as_the_model_needs_it(
     run = training.Training(streams, top, config, options, tmp_path / "state")
     drawn = []
 
-    def loss(parameters: Any, *arguments: Any) -> Any:
-        drawn.append(arguments[4:])
+    def loss(parameters: Any, *arguments: Any, **resident: int) -> Any:
+        drawn.append((resident.get("resident_tokens", 0), resident.get("resident_neurons", 0)))
         return parameters["embeddings"].sum()
 
     monkeypatch.setattr(training, "stream_loss", loss)
@@ -297,7 +297,9 @@ def test_a_training_that_was_stopped_comes_to_the_same_numbers(
     assert not scratch.exists()
 
 
-def test_what_is_left_of_another_training_is_not_gone_on_from(bundle: Path, tmp_path: Path) -> None:
+def test_what_is_left_of_another_training_is_not_gone_on_from(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = {"output": tmp_path / "made", "pieces": pieces_of()} | FEW
     with pytest.raises(Stop):
         train_streams(bundle, on_step=stopping_at(1), **kept)  # type: ignore[arg-type]
@@ -306,6 +308,10 @@ def test_what_is_left_of_another_training_is_not_gone_on_from(bundle: Path, tmp_
     for changes in ({"seed": 1}, {"mode": "shared"}, {"pieces": pieces_of("Something else. ")}):
         with pytest.raises(UsageError, match="unfinished training of another"):
             train_streams(bundle, **(kept | changes))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "METHOD", training.METHOD + 1)
+        with pytest.raises(UsageError, match="unfinished training of another"):
+            train_streams(bundle, **kept)  # type: ignore[arg-type]
     descriptor = os.open(left, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(OndeviceError, match="another process"):
@@ -394,7 +400,7 @@ def test_what_cannot_be_trained_is_refused_first(
 def test_a_loss_that_is_not_a_number_is_an_error(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def loss(parameters: Any, *_: object) -> Any:
+    def loss(parameters: Any, *_: object, **__: object) -> Any:
         return parameters["embeddings"].sum() * float("nan")
 
     monkeypatch.setattr(training, "stream_loss", loss)

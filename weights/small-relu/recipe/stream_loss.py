@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ondevice.converters.training.streams.options import resident_prefix
 from recipe.frozen import Frozen, Trace
 from recipe.model import LOSS_CHUNK
 from recipe.multi_stream import MultiStreams, recently_active
@@ -23,8 +24,6 @@ from recipe.multi_stream import MultiStreams, recently_active
 Mode = Literal["lossless", "shared"]
 STREAM_WEIGHT = 0.1
 """Weight of each stream's loss in shared mode; the main stream's loss has weight 1 (arXiv 2402.11131)."""
-SIXTEENTHS = 16
-"""Parts of a layer in which the prefix of a model without ReLU is counted."""
 PRUNING_EVERY = 4
 """The pruning adapter is trained at every fourth drawn position: it is small, and learns fast."""
 
@@ -35,7 +34,7 @@ class Batch:
 
     ids: (B, T). positions: (B, S) positions with streams, ascending, the i-th in [i * stride, (i + 1) *
     stride). residency: for each window, the number of last tokens whose neurons count as resident, or, for a
-    model without ReLU, the sixteenths of each layer's neurons that do, from the first on; 0 means no mask.
+    model without ReLU, the parts of `resident_prefix` of each layer that do; 0 means no mask.
     """
 
     ids: Tensor
@@ -182,5 +181,5 @@ def _resident(active: Tensor, residency: int, zeros: bool) -> Tensor:
     if zeros:
         return recently_active(active, residency)
     neurons = active.shape[1]
-    prefix = torch.arange(neurons) < neurons * residency // SIXTEENTHS
+    prefix = torch.arange(neurons) < resident_prefix(neurons, residency)
     return prefix.expand_as(active)
