@@ -60,20 +60,18 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t toke
                               int64_t h_stride, int thread) {
   const KernelTable& kernels = runner_.kernels();
   const uint8_t* gate = segment.data() + 2 * tile * kTile * layer_.row_bytes();
-  const uint8_t* up = gate + kTile * layer_.row_bytes();
-  float* gates = scratch_.gate_up.as<float>() + thread * 2 * tokens * kTile;
-  float* ups = gates + tokens * kTile;
-  for (const auto& [weights, out] : {std::pair{gate, gates}, std::pair{up, ups}}) {
-    if (layer_.bits() == 16)
-      kernels.linear_half(reinterpret_cast<const uint16_t*>(weights), width(), x_.padded, tokens, nullptr,
-                          nullptr, out, kTile, 0, kTile);
-    else
-      kernels.linear_quantized(layer_.bits(), weights, x_.quantized, tokens, nullptr, nullptr, out, kTile,
-                               kTile, 0, 1);
+  float* products = scratch_.gate_up.as<float>() + thread * 2 * tokens * kTile;
+  if (layer_.bits() == 16) {
+    for (int64_t part = 0; part < 2; ++part)
+      kernels.linear_half(reinterpret_cast<const uint16_t*>(gate + part * kTile * layer_.row_bytes()),
+                          width(), x_.padded, tokens, nullptr, nullptr, products + part * kTile, 2 * kTile, 0,
+                          kTile);
+  } else {
+    kernels.linear_quantized(layer_.bits(), gate, x_.quantized, tokens, nullptr, nullptr, products, 2 * kTile,
+                             2 * kTile, 0, 2);
   }
-  kernels.activate(activation_, gates, ups, gates, tokens * kTile);
-  for (int64_t t = 0; t < tokens; ++t)
-    std::memcpy(h + t * h_stride, gates + t * kTile, kTile * sizeof(float));
+  for (int64_t t = 0; t < tokens; ++t, products += 2 * kTile)
+    kernels.activate(activation_, products, products + kTile, h + t * h_stride, kTile);
 }
 
 // Adds hidden activations (tokens, neurons) times the segments' down rows to the first outputs.

@@ -63,18 +63,19 @@ void add_centred(F sums, int32_t code_sum, float scale, float* out) {
   store(out, fma(set1(scale), centred, load(out)));
 }
 
-template <int BITS, int TT>
+// N tiles of outputs side by side, which share the loads of activations.
+template <int BITS, int TT, int N>
 void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, float* y,
                  int64_t y_stride, float* lanes, int64_t lanes_stride) {
   constexpr int64_t kTileBytes = kTile * kGroup * BITS / 8;
   // Quantising is a chain of dependent steps, so with few tokens several blocks are quantised side by side.
-  constexpr int64_t kAhead = TT >= 4 ? 1 : 2;
+  constexpr int64_t kBlocksAhead = TT >= 4 ? 1 : 2;
   F bias_sum[TT];
   for (int t = 0; t < TT; ++t) bias_sum[t] = load(lanes + t * lanes_stride);
-  for (int64_t first = 0; first < blocks; first += kAhead) {
-    const int64_t count = blocks - first < kAhead ? blocks - first : kAhead;
+  for (int64_t first = 0; first < blocks; first += kBlocksAhead) {
+    const int64_t count = blocks - first < kBlocksAhead ? blocks - first : kBlocksAhead;
     const uint8_t* block = group + first * down_block_bytes<BITS>();
-    ScaledBlock<TT> scaled[kAhead];
+    ScaledBlock<TT> scaled[kBlocksAhead];
     for (int64_t b = 0; b < count; ++b)
       scale_block<BITS, TT, BITS == 4>(
           reinterpret_cast<const uint16_t*>(block + b * down_block_bytes<BITS>() +
@@ -83,11 +84,15 @@ void down_tokens(const uint8_t* group, int64_t blocks, const float* h, int64_t h
     for (int64_t b = 0; b < count; ++b, block += down_block_bytes<BITS>()) {
       const int8_t* x[TT];
       for (int t = 0; t < TT; ++t) x[t] = scaled[b].codes[t];
-      for (int64_t tile = 0; tile < kTilesPerGroup; ++tile) {
-        F sums[TT];
-        dot_block<BITS, TT>(block + tile * kTileBytes, x, scaled[b].sum, sums);
-        for (int t = 0; t < TT; ++t)
-          add_centred<BITS>(sums[t], scaled[b].sum[t], scaled[b].scale[t], y + t * y_stride + tile * kTile);
+      for (int64_t tile = 0; tile < kTilesPerGroup; tile += N) {
+        const uint8_t* blocks_of[N];
+        for (int n = 0; n < N; ++n) blocks_of[n] = block + (tile + n) * kTileBytes;
+        F sums[N][TT];
+        dot_blocks<BITS, TT, N>(blocks_of, x, scaled[b].sum, sums);
+        for (int n = 0; n < N; ++n)
+          for (int t = 0; t < TT; ++t)
+            add_centred<BITS>(sums[n][t], scaled[b].sum[t], scaled[b].scale[t],
+                              y + t * y_stride + (tile + n) * kTile);
       }
     }
   }
@@ -98,15 +103,18 @@ template <int BITS>
 void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride, int64_t tokens,
               float* y, int64_t y_stride, float* lanes, int64_t lanes_stride) {
   int64_t t = 0;
-  for (; t + kTokenTile <= tokens; t += kTokenTile)
-    down_tokens<BITS, kTokenTile>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
-                                  lanes + t * lanes_stride, lanes_stride);
-  for (; t + 2 <= tokens; t += 2)
-    down_tokens<BITS, 2>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
-                         lanes + t * lanes_stride, lanes_stride);
-  for (; t < tokens; ++t)
-    down_tokens<BITS, 1>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride, y_stride,
-                         lanes + t * lanes_stride, lanes_stride);
+  const auto add = [&](auto together, auto side_by_side) {
+    constexpr int TT = together.value;
+    down_tokens<BITS, TT, side_by_side.value>(group, blocks, h + t * h_stride, h_stride, y + t * y_stride,
+                                              y_stride, lanes + t * lanes_stride, lanes_stride);
+    t += TT;
+  };
+  constexpr Count<kPairedTokens ? 2 : 1> kSide{};
+  while (t + kTokenTile <= tokens) add(Count<kTokenTile>(), Count<1>());
+  if (kTokenTile > 4 && t + 4 <= tokens) add(Count<4>(), kSide);
+  if (kTokenTile > 3 && t + 3 <= tokens) add(Count<3>(), kSide);
+  while (t + 2 <= tokens) add(Count<2>(), Count<1>());
+  if (t < tokens) add(Count<1>(), Count<1>());
 }
 
 }  // namespace

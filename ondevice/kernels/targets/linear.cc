@@ -5,65 +5,84 @@ namespace ondevice {
 namespace ONDEVICE_NS {
 namespace {
 
+// N tiles side by side, which share the loads of activations.
 // Per output, groups ascending: acc = fma(weight scale * activation scale, integer sum, acc),
 // then acc = fma(weight bias, activation sum, acc).
-template <int BITS, int TT>
-void tile_tokens(const uint8_t* tile, const QuantizedRows& x, int64_t t0, const float* bias,
+template <int BITS, int TT, int N>
+void tile_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t t0, const float* bias,
                  const float* added, float* out, int64_t out_stride, int64_t rows) {
   constexpr int64_t kBytes = tile_group_bytes(BITS), kCodes = kTile * kGroup * BITS / 8;
-  F acc[TT];
-  for (int t = 0; t < TT; ++t) acc[t] = zero();
+  const int64_t tile_bytes = x.groups * kBytes;
+  F acc[N][TT];
+  for (int n = 0; n < N; ++n)
+    for (int t = 0; t < TT; ++t) acc[n][t] = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
-    const uint8_t* block = tile + g * kBytes;
+    const uint8_t* blocks[N];
     const int8_t* codes[TT];
     int32_t int_sums[TT];
+    for (int n = 0; n < N; ++n) blocks[n] = tiles + n * tile_bytes + g * kBytes;
     for (int t = 0; t < TT; ++t) {
       codes[t] = x.codes + ((t0 + t) * x.groups + g) * kGroup;
       int_sums[t] = x.int_sums[(t0 + t) * x.groups + g];
     }
-    F sums[TT];
-    dot_block<BITS, TT>(block, codes, int_sums, sums);
-    const F scale = load_half(reinterpret_cast<const uint16_t*>(block + kCodes));
-    const F offset = load_half(reinterpret_cast<const uint16_t*>(block + kCodes + 2 * kTile));
-    for (int t = 0; t < TT; ++t) {
-      acc[t] = fma(mul(scale, set1(x.scales[(t0 + t) * x.groups + g])), sums[t], acc[t]);
-      acc[t] = fma(offset, set1(x.sums[(t0 + t) * x.groups + g]), acc[t]);
+    F sums[N][TT];
+    dot_blocks<BITS, TT, N>(blocks, codes, int_sums, sums);
+    for (int n = 0; n < N; ++n) {
+      const F scale = load_half(reinterpret_cast<const uint16_t*>(blocks[n] + kCodes));
+      const F offset = load_half(reinterpret_cast<const uint16_t*>(blocks[n] + kCodes + 2 * kTile));
+      prefetch(blocks[n] + kCodes + kAhead);
+      for (int t = 0; t < TT; ++t) {
+        acc[n][t] = fma(mul(scale, set1(x.scales[(t0 + t) * x.groups + g])), sums[n][t], acc[n][t]);
+        acc[n][t] = fma(offset, set1(x.sums[(t0 + t) * x.groups + g]), acc[n][t]);
+      }
     }
   }
-  for (int t = 0; t < TT; ++t) {
-    if (bias) acc[t] = add(acc[t], load_partial(bias, rows));
-    if (added) acc[t] = add(load_partial(added + (t0 + t) * out_stride, rows), acc[t]);
-    store_partial(out + (t0 + t) * out_stride, acc[t], rows);
+  for (int n = 0; n < N; ++n, rows -= kTile)
+    for (int t = 0; t < TT; ++t) {
+      const int64_t at = (t0 + t) * out_stride + n * kTile;
+      if (bias) acc[n][t] = add(acc[n][t], load_partial(bias + n * kTile, rows));
+      if (added) acc[n][t] = add(load_partial(added + at, rows), acc[n][t]);
+      store_partial(out + at, acc[n][t], rows);
+    }
+}
+
+// N tiles with all tokens.
+template <int BITS, int N>
+void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+                  const float* added, float* out, int64_t out_stride, int64_t rows) {
+  constexpr int kMost = N > 1 ? kPairedTokens : kTokenTile;
+  int64_t t = 0;
+  for (; t + kMost <= tokens; t += kMost)
+    tile_tokens<BITS, kMost, N>(tiles, x, t, bias, added, out, out_stride, rows);
+  if (kMost > 4 && t + 4 <= tokens) {
+    tile_tokens<BITS, 4, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    t += 4;
   }
+  if (kMost > 3 && t + 3 <= tokens) {
+    tile_tokens<BITS, 3, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    t += 3;
+  }
+  if (t + 2 <= tokens) {
+    tile_tokens<BITS, 2, N>(tiles, x, t, bias, added, out, out_stride, rows);
+    t += 2;
+  }
+  if (t < tokens) tile_tokens<BITS, 1, N>(tiles, x, t, bias, added, out, out_stride, rows);
 }
 
 template <int BITS>
-void tiles_tokens(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
-                  const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin,
-                  int64_t end) {
-  for (int64_t i = begin; i < end; ++i) {
-    const uint8_t* tile = tiles + i * x.groups * tile_group_bytes(BITS);
-    const int64_t left = rows - i * kTile;
-    const float* b = bias ? bias + i * kTile : nullptr;
-    const float* a = added ? added + i * kTile : nullptr;
-    float* o = out + i * kTile;
-    int64_t t = 0;
-    for (; t + kTokenTile <= tokens; t += kTokenTile)
-      tile_tokens<BITS, kTokenTile>(tile, x, t, b, a, o, out_stride, left);
-    if (kTokenTile > 4 && t + 4 <= tokens) {
-      tile_tokens<BITS, 4>(tile, x, t, b, a, o, out_stride, left);
-      t += 4;
-    }
-    if (kTokenTile >= 4 && t + 3 <= tokens) {
-      tile_tokens<BITS, 3>(tile, x, t, b, a, o, out_stride, left);
-      t += 3;
-    }
-    if (t + 2 <= tokens) {
-      tile_tokens<BITS, 2>(tile, x, t, b, a, o, out_stride, left);
-      t += 2;
-    }
-    if (t < tokens) tile_tokens<BITS, 1>(tile, x, t, b, a, o, out_stride, left);
-  }
+void all_tiles(const uint8_t* tiles, const QuantizedRows& x, int64_t tokens, const float* bias,
+               const float* added, float* out, int64_t out_stride, int64_t rows, int64_t begin, int64_t end) {
+  const int64_t tile_bytes = x.groups * tile_group_bytes(BITS);
+  int64_t i = begin;
+  const auto add = [&](auto count) {
+    constexpr int N = count.value;
+    tiles_tokens<BITS, N>(tiles + i * tile_bytes, x, tokens, bias ? bias + i * kTile : nullptr,
+                          added ? added + i * kTile : nullptr, out + i * kTile, out_stride, rows - i * kTile);
+    i += N;
+  };
+  if constexpr (kPairedTokens > 0)
+    while (tokens > 2 && i + 2 <= end) add(Count<2>());
+  while (i < end) add(Count<1>());
 }
 
 typedef uint32_t Words16 __attribute__((vector_size(64)));
@@ -197,9 +216,9 @@ void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, in
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end) {
   if (bits == 4)
-    tiles_tokens<4>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
+    all_tiles<4>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
   else
-    tiles_tokens<8>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
+    all_tiles<8>(tiles, x, tokens, bias, added, out, out_stride, rows, begin, end);
 }
 
 void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,

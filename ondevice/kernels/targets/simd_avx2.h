@@ -185,6 +185,8 @@ static inline int32_t store_codes(int8_t* codes, F x, F y, F z, F w, bool nibble
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 constexpr int kTokenTile = 4;
+// Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
+constexpr int kPairedTokens = 0;
 
 }  // namespace avx2
 }  // namespace ondevice

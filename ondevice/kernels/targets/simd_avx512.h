@@ -166,6 +166,8 @@ static inline int32_t store_codes(int8_t* codes, F a, F b, F c, F d, bool nibble
 static inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 constexpr int kTokenTile = 8;
+// Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
+constexpr int kPairedTokens = 4;
 
 }  // namespace avx512
 }  // namespace ondevice

@@ -197,6 +197,8 @@ static inline void prefetch(const void* p) { __builtin_prefetch(p); }
 #undef ONDEVICE_EACH
 
 constexpr int kTokenTile = 4;
+// Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
+constexpr int kPairedTokens = 0;
 
 }  // namespace neon
 }  // namespace ondevice

@@ -217,6 +217,8 @@ static inline void prefetch(const void*) {}
 #undef ONDEVICE_EACH
 
 constexpr int kTokenTile = 2;
+// Most tokens of a pass over two tiles side by side; 0 where that brings nothing.
+constexpr int kPairedTokens = 0;
 
 }  // namespace scalar
 }  // namespace ondevice

@@ -1,5 +1,3 @@
-#include <type_traits>
-
 #include "../interleave.h"
 #include "simd.h"
 #include "target_kernels.h"
@@ -11,10 +9,6 @@ namespace {
 // The sums of down_projection.cc, block by block, over the neurons that fire, from rows as they are stored.
 
 typedef float Floats16 __attribute__((vector_size(64)));
-
-// A number of tokens, or of pieces of a row, that are computed together.
-template <int N>
-using Count = std::integral_constant<int, N>;
 
 // c of one block's neurons that fire, for 16 groups side by side; ScaledBlock holds the same of all neurons
 // for one group. Each lane is a group, so nothing is reduced across lanes. Neurons at zero would change

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#include <type_traits>
+
 #include "../kernel_table.h"
 #include "simd.h"
 
@@ -73,6 +75,13 @@ static inline void quantize_group(const F v[4], float magnitude, bool nibble_ord
                      nibble_order);
 }
 
+// A number of tokens, of tiles or of pieces of a row that are computed together.
+template <int N>
+using Count = std::integral_constant<int, N>;
+
+// Bytes between what is multiplied and what is prefetched.
+constexpr int64_t kAhead = 4096;
+
 #if defined(ONDEVICE_WORD_SUMS)
 // dot_block by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high one weighted by
 // 16.
@@ -91,7 +100,7 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* const* x,
 #pragma GCC unroll 1
       for (int v = 0; v < kVectors; ++v) {
         const B raw = load_bytes(block + 64 * v);
-        prefetch(block + 64 * v + 4096);
+        prefetch(block + 64 * v + kAhead);
         for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], low_nibbles(raw), x[t] + column + 8 * v);
         for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], high_nibbles(raw), x[t] + column + 8 * v + 4);
       }
@@ -99,7 +108,7 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* const* x,
 #pragma GCC unroll 1
       for (int v = 0; v < kVectors; ++v) {
         const B codes = low_nibbles(load_bytes(block + 64 * v));
-        prefetch(block + 64 * v + 4096);
+        prefetch(block + 64 * v + kAhead);
         for (int t = 0; t < TT; ++t) low[t] = dot_words(low[t], codes, x[t] + column + 4 * v);
       }
 #pragma GCC unroll 1
@@ -117,46 +126,47 @@ static inline void dot_block_words(const uint8_t* block, const int8_t* const* x,
 }
 #endif
 
-// Sums of the code products of one 16-row, 64-column block with TT tokens. They are exact, so their order
-// doesn't matter: with few tokens, each has two chains of additions, because one would leave the multiplier
-// idle.
-template <int BITS, int TT>
-static inline void dot_block(const uint8_t* block, const int8_t* const* x, const int32_t* int_sums, F* sums) {
+// Sums of the code products of N blocks of 16 rows and 64 columns with TT tokens. They are exact, so their
+// order doesn't matter: with few tokens, each has two chains of additions, because one would leave the
+// multiplier idle.
+template <int BITS, int TT, int N>
+static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const* x, const int32_t* int_sums,
+                              F (*sums)[TT]) {
 #if defined(ONDEVICE_WORD_SUMS)
-  if (TT > 1) return dot_block_words<BITS, TT>(block, x, sums);
+  if (TT > 1) {
+    for (int n = 0; n < N; ++n) dot_block_words<BITS, TT>(blocks[n], x, sums[n]);
+    return;
+  }
 #endif
-  I a[TT], b[TT];
-  for (int t = 0; t < TT; ++t) a[t] = b[t] = int_zero();
-  if (BITS == 4) {
-    for (int v = 0; v < 8; ++v) {
-      const B raw = load_bytes(block + 64 * v);
-      if (TT <= 2) prefetch(block + 64 * v + 4096);
-      const B low = low_nibbles(raw), high = high_nibbles(raw);
-      for (int t = 0; t < TT; ++t) {
-        a[t] = dot_q4(a[t], low, x[t] + 8 * v);
-        if (TT <= 2)
-          b[t] = dot_q4(b[t], high, x[t] + 8 * v + 4);
-        else
-          a[t] = dot_q4(a[t], high, x[t] + 8 * v + 4);
-      }
+  constexpr bool kTwoChains = N * TT <= 4;
+  I a[N][TT], b[N][TT];
+  for (int n = 0; n < N; ++n)
+    for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
+  // Eight columns of 4 bits, or of 8 bits, at a time.
+  for (int v = 0; v < 8; ++v) {
+    B low[N], high[N];
+    for (int n = 0; n < N; ++n) {
+      const uint8_t* at = blocks[n] + 16 * BITS * v;
+      const B raw = load_bytes(at);
+      prefetch(at + kAhead);
+      if (BITS == 8) prefetch(at + 64 + kAhead);
+      low[n] = BITS == 4 ? low_nibbles(raw) : raw;
+      high[n] = BITS == 4 ? high_nibbles(raw) : load_bytes(at + 64);
     }
-  } else {
-    for (int v = 0; v < 16; v += 2) {
-      const B low = load_bytes(block + 64 * v), high = load_bytes(block + 64 * v + 64);
-      for (int t = 0; t < TT; ++t) {
-        a[t] = dot_q8(a[t], low, x[t] + 4 * v);
-        if (TT <= 2)
-          b[t] = dot_q8(b[t], high, x[t] + 4 * v + 4);
-        else
-          a[t] = dot_q8(a[t], high, x[t] + 4 * v + 4);
+    for (int t = 0; t < TT; ++t)
+      for (int n = 0; n < N; ++n) {
+        I& second = kTwoChains ? b[n][t] : a[n][t];
+        a[n][t] = BITS == 4 ? dot_q4(a[n][t], low[n], x[t] + 8 * v) : dot_q8(a[n][t], low[n], x[t] + 8 * v);
+        second =
+            BITS == 4 ? dot_q4(second, high[n], x[t] + 8 * v + 4) : dot_q8(second, high[n], x[t] + 8 * v + 4);
       }
+  }
+  for (int n = 0; n < N; ++n)
+    for (int t = 0; t < TT; ++t) {
+      if (kTwoChains) a[n][t] = add_int(a[n][t], b[n][t]);
+      if (BITS == 8) a[n][t] = finish_q8(a[n][t], int_sums[t]);
+      sums[n][t] = to_float(a[n][t]);
     }
-  }
-  for (int t = 0; t < TT; ++t) {
-    if (TT <= 2) a[t] = add_int(a[t], b[t]);
-    if (BITS == 8) a[t] = finish_q8(a[t], int_sums[t]);
-    sums[t] = to_float(a[t]);
-  }
 }
 
 }  // namespace ONDEVICE_NS
