@@ -54,6 +54,9 @@ class FeedForwardPass {
 
   void add_selected_batch(const SelectedNeurons& neurons);
   void selected_hidden(const SelectedNeurons& neurons, int64_t h_stride);
+  void own_hidden(const SelectedNeurons& neurons, int64_t h_stride);
+  void own_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t token, uint8_t* affines,
+                    float* out);
   void gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile, float* out);
   void selected_down(const SelectedNeurons& neurons, int64_t h_stride);
   void order_selected(float* y, const float* lanes);

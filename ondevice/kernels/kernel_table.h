@@ -72,11 +72,10 @@ struct KernelTable {
   void (*linear_quantized)(int bits, const uint8_t* tiles, const QuantizedRows& x, int64_t tokens,
                            const float* bias, const float* added, float* out, int64_t out_stride,
                            int64_t rows, int64_t begin, int64_t end);
-  // out[t, r] of 16 scattered rows, for a few tokens: what linear_quantized gives for a tile of these rows,
-  // whose scales and biases are `affine`. `next`, if not null: 16 rows to prefetch into the cache.
+  // out[r] of 16 scattered rows, for one token: what linear_quantized gives for a tile of these rows, whose
+  // scales and biases are `affine`. `next`, if not null: 16 rows to prefetch into the cache.
   void (*linear_gathered)(int bits, const uint8_t* const* rows, const uint8_t* const* next,
-                          const uint16_t* affine, const QuantizedRows& x, int64_t tokens, float* out,
-                          int64_t out_stride);
+                          const uint16_t* affine, const QuantizedRows& x, float* out);
   // Row-major float16 weights. Rows of weights and of x have padded_cols columns, a multiple of 16, padded
   // with zeros.
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,

@@ -42,6 +42,8 @@ struct FeedForwardScratch {
   MappedBuffer low_rank;       // (T, rank): outputs of a predictor's first matrix
   MappedBuffer scores;         // (T, neurons)
   std::vector<int32_t> selected_ids;
+  std::vector<int32_t> own_columns;  // of each token the columns of `hidden` that it selects, in tiles of 16
+  std::vector<int32_t> tile_tokens;  // of each of these tiles, its token
   std::vector<const uint8_t*> selected_parts;
 
   void trim();

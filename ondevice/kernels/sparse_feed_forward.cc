@@ -10,8 +10,9 @@
 namespace ondevice {
 namespace {
 
-// Up to this number of tokens, rows are multiplied in place; for more it pays to interleave them first.
-constexpr int64_t kFewTokens = 4;
+// Up to this number of tokens, each multiplies the neurons that it selects itself, in place; more tokens
+// select most neurons together, and it pays to interleave rows once for all of them.
+constexpr int64_t kFewTokens = 16;
 
 // Puts the scales and biases of 16 rows side by side; groups are `stride` bytes apart in `out`.
 void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_t* out, int64_t stride) {
@@ -49,6 +50,20 @@ void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uin
 void rows_of_tile(const SelectedNeurons& neurons, int64_t first, int64_t offset, const uint8_t** rows) {
   for (int64_t r = 0; r < kTile; ++r)
     rows[r] = neurons.parts[first + r < neurons.count ? first + r : first] + offset;
+}
+
+// The same of the 16 neurons in `columns`, which are filled up with -1.
+void rows_of_columns(const SelectedNeurons& neurons, const int32_t* columns, int64_t offset,
+                     const uint8_t** rows) {
+  for (int64_t r = 0; r < kTile; ++r) rows[r] = neurons.parts[columns[columns[r] < 0 ? 0 : r]] + offset;
+}
+
+// Whether a token multiplies neuron k. Gates that don't count for it are zero, or the activation makes them
+// so.
+bool selects(const SelectedNeurons& neurons, Activation activation, int64_t token, int64_t k) {
+  const float score = neurons.scores[token * neurons.scores_stride + neurons.ids[k]];
+  const bool positive = neurons.whole || activation == Activation::kRelu || activation == Activation::kRelu2;
+  return positive ? !(score <= 0) : score != 0;
 }
 
 // The gates of 16 neurons (T, 16) are their scores; zeros behind the last neuron.
@@ -115,7 +130,10 @@ void FeedForwardPass::add_selected(const SelectedNeurons& neurons) {
 void FeedForwardPass::add_selected_batch(const SelectedNeurons& neurons) {
   const int64_t h_stride = padded_to_tile(neurons.count);
   scratch_.hidden.grow(static_cast<size_t>(x_.tokens * h_stride + kGroup) * sizeof(float));
-  selected_hidden(neurons, h_stride);
+  if (x_.tokens <= kFewTokens)
+    own_hidden(neurons, h_stride);
+  else
+    selected_hidden(neurons, h_stride);
   selected_down(neurons, h_stride);
 }
 
@@ -151,24 +169,85 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
   });
 }
 
+// The same, token by token: each multiplies only neurons that it selects.
+void FeedForwardPass::own_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
+  const int64_t tokens = x_.tokens, threads = runner_.pool().threads();
+  const int64_t affine_bytes = layer_.groups() * 4 * kTile;
+  uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(affine_bytes / 4));
+  scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * kTile) * sizeof(float));
+  std::memset(hidden(), 0, static_cast<size_t>(tokens * h_stride) * sizeof(float));
+  // Each token's columns of h, in tiles of 16.
+  std::vector<int32_t>& columns = scratch_.own_columns;
+  std::vector<int32_t>& owners = scratch_.tile_tokens;
+  columns.clear();
+  owners.clear();
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t k = 0; k < neurons.count; ++k)
+      if (selects(neurons, activation_, t, k)) columns.push_back(static_cast<int32_t>(k));
+    columns.resize(static_cast<size_t>(padded_to_tile(static_cast<int64_t>(columns.size()))), -1);
+    owners.resize(columns.size() / kTile, static_cast<int32_t>(t));
+  }
+  const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
+  runner_.pool().parallel_for(
+      static_cast<int64_t>(owners.size()), 2, [&](int64_t begin, int64_t end, int thread) {
+        uint8_t* affines = scratch + thread * affine_bytes;
+        float* gates = scratch_.gate_up.as<float>() + thread * 2 * kTile;
+        float* ups = gates + kTile;
+        const uint8_t *first[2][kTile], *second[kTile];
+        rows_of_columns(neurons, columns.data() + begin * kTile, first_at, first[begin % 2]);
+        for (int64_t i = begin; i < end; ++i) {
+          const int32_t* own = columns.data() + i * kTile;
+          const int64_t t = owners[i];
+          const uint8_t** next = nullptr;
+          if (i + 1 < end) rows_of_columns(neurons, own + kTile, first_at, next = first[(i + 1) % 2]);
+          if (neurons.whole) {
+            rows_of_columns(neurons, own, layer_.record().up, second);
+            own_products(first[i % 2], second, t, affines, gates);
+            own_products(second, next, t, affines, ups);
+          } else {
+            own_products(first[i % 2], next, t, affines, ups);
+            for (int64_t r = 0; r < kTile; ++r)
+              gates[r] = own[r] < 0 ? 0.0f : neurons.scores[t * neurons.scores_stride + neurons.ids[own[r]]];
+          }
+          runner_.kernels().activate(activation_, gates, ups, ups, kTile);
+          float* h = hidden() + t * h_stride;
+          for (int64_t r = 0; r < kTile && own[r] >= 0; ++r) h[own[r]] = ups[r];
+        }
+      });
+}
+
+// Products of 16 rows with one token. `next`, if not null: 16 rows to prefetch into the cache.
+void FeedForwardPass::own_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t token,
+                                   uint8_t* affines, float* out) {
+  const KernelTable& kernels = runner_.kernels();
+  const int64_t groups = layer_.groups();
+  if (layer_.bits() == 16) {
+    for (int64_t r = 0; r < kTile; ++r)
+      kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded + token * width(), 1,
+                          nullptr, nullptr, out + r, kTile, 0, 1);
+    return;
+  }
+  const QuantizedRows& x = x_.quantized;
+  gather_affines(layer_.bits(), groups, rows, affines, 4 * kTile);
+  kernels.linear_gathered(layer_.bits(), rows, next, reinterpret_cast<const uint16_t*>(affines),
+                          {x.codes + token * groups * kGroup, x.scales + token * groups,
+                           x.sums + token * groups, x.int_sums + token * groups, groups},
+                          out);
+}
+
 // Products of 16 rows with every token -> (T, 16). `next`, if not null: 16 rows to prefetch into the cache.
 void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile,
                                         float* out) {
   const KernelTable& kernels = runner_.kernels();
-  const int64_t groups = layer_.groups();
-  const int bits = layer_.bits();
-  if (bits == 16) {
+  if (layer_.bits() == 16) {
     for (int64_t r = 0; r < kTile; ++r)
       kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded, x_.tokens, nullptr,
                           nullptr, out + r, kTile, 0, 1);
-  } else if (x_.tokens <= kFewTokens) {
-    gather_affines(bits, groups, rows, tile, 4 * kTile);
-    kernels.linear_gathered(bits, rows, next, reinterpret_cast<const uint16_t*>(tile), x_.quantized,
-                            x_.tokens, out, kTile);
-  } else {
-    gather_tile(bits, groups, rows, next, tile);
-    kernels.linear_quantized(bits, tile, x_.quantized, x_.tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
+    return;
   }
+  gather_tile(layer_.bits(), layer_.groups(), rows, next, tile);
+  kernels.linear_quantized(layer_.bits(), tile, x_.quantized, x_.tokens, nullptr, nullptr, out, kTile, kTile,
+                           0, 1);
 }
 
 void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_stride) {

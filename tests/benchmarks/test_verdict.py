@@ -88,6 +88,19 @@ def test_a_case_passes_by_the_medians_of_its_rounds(
     assert f"| {best} |" in drafting_at_scale.table([{"case": case.name, **row}])
 
 
+def test_auto_is_held_against_drafters_that_need_no_second_model() -> None:
+    speeds = {"off": 1.0, "lookup": 1.5, "model": 2.5, "auto": 1.45}
+    rows = [
+        SimpleNamespace(task="all", drafter=name, tokens=speed * 10, seconds=10, tokens_per_pass=1.0)
+        for name, speed in speeds.items()
+    ]
+    found = cast(Comparison, SimpleNamespace(rows=rows, tasks=("all",)))
+    case = next(case for case in drafting_at_scale.CASES if case.name == "relu-dense-half")
+    row = drafting_at_scale.verdict(case, [found])
+    assert (row["best"], row["passed"]) == ("model", True)
+    assert row["auto_over_best"] == pytest.approx(1.45 / 1.5)
+
+
 def test_medians_over_llama_cpp_decide() -> None:
     found, passed = drafting_versus_llama_cpp.verdict(
         {"plain": [7.5, 6.0, 8.0], "prompt lookup": [4.6, 9.0, 1.0]}

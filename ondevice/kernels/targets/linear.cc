@@ -125,69 +125,42 @@ void gather_words(const uint8_t* const* rows, int64_t at, B out[4]) {
 #undef ONDEVICE_PAIRS
 }
 
-// dot_block of 16 scattered rows. Tokens are `stride` groups apart in x and int_sums.
-template <int BITS, int TT>
-void dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, const int32_t* int_sums,
-                  int64_t stride, F* sums) {
-  I a[TT], b[TT];
-  for (int t = 0; t < TT; ++t) a[t] = b[t] = int_zero();
+// dot_blocks of 16 scattered rows, for one token.
+template <int BITS>
+F dot_gathered(const uint8_t* const* rows, int64_t at, const int8_t* x, int32_t int_sum) {
+  // Two chains of additions, where one would leave the multiplier idle.
+  I chains[2] = {int_zero(), int_zero()};
   for (int64_t piece = 0; piece < kGroup * BITS / 8; piece += 16) {
     B columns[4];
     gather_words(rows, at + piece, columns);
     for (int w = 0; w < 4; ++w) {
       const int8_t* quad = x + piece * 8 / BITS + w * 32 / BITS;
-      const B low = BITS == 4 ? low_nibbles(columns[w]) : columns[w], high = high_nibbles(columns[w]);
-      for (int t = 0; t < TT; ++t) {
-        // Two chains per token where one would leave the multiplier idle.
-        I& chain = TT <= 2 && w % 2 ? b[t] : a[t];
-        chain = BITS == 4 ? dot_q4(chain, low, quad + t * stride * kGroup)
-                          : dot_q8(chain, low, quad + t * stride * kGroup);
-        if (BITS == 4) chain = dot_q4(chain, high, quad + t * stride * kGroup + 4);
-      }
+      I& chain = chains[w % 2];
+      chain = BITS == 4 ? dot_q4(chain, low_nibbles(columns[w]), quad) : dot_q8(chain, columns[w], quad);
+      if (BITS == 4) chain = dot_q4(chain, high_nibbles(columns[w]), quad + 4);
     }
   }
-  for (int t = 0; t < TT; ++t) {
-    if (TT <= 2) a[t] = add_int(a[t], b[t]);
-    sums[t] = to_float(BITS == 8 ? finish_q8(a[t], int_sums[t * stride]) : a[t]);
-  }
+  const I sum = add_int(chains[0], chains[1]);
+  return to_float(BITS == 8 ? finish_q8(sum, int_sum) : sum);
 }
 
 // affine: scales and biases of 16 rows side by side, group by group.
-template <int BITS, int TT>
-void gathered_tokens(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
-                     const QuantizedRows& x, int64_t t0, float* out, int64_t out_stride) {
+template <int BITS>
+void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
+                   const QuantizedRows& x, float* out) {
   constexpr int64_t kRowBytes = kGroup * BITS / 8,
                     kFetched = kRowBytes + 4;  // bytes per group, kFetched with scale and bias
-  F acc[TT];
-  for (int t = 0; t < TT; ++t) acc[t] = zero();
+  F acc = zero();
   for (int64_t g = 0; g < x.groups; ++g) {
     // Rows are scattered, so the hardware doesn't prefetch those of the next tile.
     if (next)
       for (int64_t line = (g * kFetched + 63) / 64; line < ((g + 1) * kFetched + 63) / 64; ++line)
         for (int64_t r = 0; r < kTile; ++r) prefetch(next[r] + line * 64);
-    const int64_t i = t0 * x.groups + g;
-    F sums[TT];
-    dot_gathered<BITS, TT>(rows, g * kRowBytes, x.codes + i * kGroup, x.int_sums + i, x.groups, sums);
-    const F scale = load_half(affine + 2 * kTile * g), offset = load_half(affine + 2 * kTile * g + kTile);
-    for (int t = 0; t < TT; ++t) {
-      acc[t] = fma(mul(scale, set1(x.scales[i + t * x.groups])), sums[t], acc[t]);
-      acc[t] = fma(offset, set1(x.sums[i + t * x.groups]), acc[t]);
-    }
+    const F sum = dot_gathered<BITS>(rows, g * kRowBytes, x.codes + g * kGroup, x.int_sums[g]);
+    acc = fma(mul(load_half(affine + 2 * kTile * g), set1(x.scales[g])), sum, acc);
+    acc = fma(load_half(affine + 2 * kTile * g + kTile), set1(x.sums[g]), acc);
   }
-  for (int t = 0; t < TT; ++t) store(out + (t0 + t) * out_stride, acc[t]);
-}
-
-template <int BITS>
-void gathered_rows(const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
-                   const QuantizedRows& x, int64_t tokens, float* out, int64_t out_stride) {
-  int64_t t = 0;
-  for (; t + kTokenTile <= tokens; t += kTokenTile, next = nullptr)
-    gathered_tokens<BITS, kTokenTile>(rows, next, affine, x, t, out, out_stride);
-  for (; kTokenTile > 4 && t + 4 <= tokens; t += 4, next = nullptr)
-    gathered_tokens<BITS, 4>(rows, next, affine, x, t, out, out_stride);
-  for (; kTokenTile > 2 && t + 2 <= tokens; t += 2, next = nullptr)
-    gathered_tokens<BITS, 2>(rows, next, affine, x, t, out, out_stride);
-  if (t < tokens) gathered_tokens<BITS, 1>(rows, next, affine, x, t, out, out_stride);
+  store(out, acc);
 }
 
 // Four rows at a time, each with 16 lanes over the columns.
@@ -222,11 +195,11 @@ void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, in
 }
 
 void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
-                     const QuantizedRows& x, int64_t tokens, float* out, int64_t out_stride) {
+                     const QuantizedRows& x, float* out) {
   if (bits == 4)
-    gathered_rows<4>(rows, next, affine, x, tokens, out, out_stride);
+    gathered_rows<4>(rows, next, affine, x, out);
   else
-    gathered_rows<8>(rows, next, affine, x, tokens, out, out_stride);
+    gathered_rows<8>(rows, next, affine, x, out);
 }
 
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,

@@ -19,63 +19,68 @@ struct SelectedScales {
   float sum[kTile];
 };
 
-// Columns [first, first + count) of h: the neurons of one block of 64 stored ids.
-struct SelectedBlock {
-  int64_t first, count;
-};
-
-SelectedBlock next_block(const SelectedRows& neurons, SelectedBlock block) {
-  const int64_t first = block.first + block.count;
-  int64_t end = first;
-  while (end < neurons.count && neurons.ids[end] / kGroup == neurons.ids[first] / kGroup) ++end;
-  return {first, end - first};
-}
-
-// Bit k is set if the block's neuron k fires for at least one of TT tokens.
-template <int TT>
-uint64_t firing_in(const SelectedBlock& block, const float* h, int64_t h_stride) {
-  uint64_t bits = 0;
-  for (int64_t k = 0; k < block.count; k += kTile)
-    for (int t = 0; t < TT; ++t)
-      bits |= static_cast<uint64_t>(nonzero_lanes(load(h + t * h_stride + block.first + k))) << k;
-  // The next block follows in the same vector.
-  return block.count < kGroup ? bits & ((uint64_t{1} << block.count) - 1) : bits;
-}
-
-// The neurons of a block that fire for at least one of TT tokens, and their activations.
-template <int TT>
+// The neurons of one block of 64 stored ids that fire for token `token`, and their activations.
 struct Firing {
+  int64_t token;
+  int64_t count;
   const uint8_t* rows[kGroup];
   uint8_t index[kGroup];
-  float h[TT][kGroup];
-  int64_t count;
+  float h[kGroup];
 };
 
-template <int TT>
-void find_firing(const SelectedRows& neurons, const SelectedBlock& block, const float* h, int64_t h_stride,
-                 Firing<TT>* out) {
-  int64_t n = 0;
-  for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1, ++n) {
-    const int64_t column = block.first + __builtin_ctzll(bits);
-    out->rows[n] = neurons.parts[column] + neurons.down;
-    out->index[n] = static_cast<uint8_t>(neurons.ids[column] % kGroup);
-    for (int t = 0; t < TT; ++t) out->h[t][n] = h[t * h_stride + column];
-  }
-  out->count = n;
-  // The last four are filled up with rows whose activations are 0.
-  for (; n % 4; ++n) out->rows[n] = out->rows[0];
-}
+// Finds what fires, block by block and in each block token by token: a row that several tokens need is then
+// still in the cache. Each token multiplies its own neurons alone, as few are shared.
+class FiringFinder {
+ public:
+  FiringFinder(const SelectedRows& neurons, const float* h, int64_t h_stride, int64_t tokens)
+      : neurons_(neurons), h_(h), h_stride_(h_stride), tokens_(tokens), token_(tokens) {}
 
-// Prefetches the next block's rows into the cache: they are scattered, so the hardware doesn't.
-template <int BITS, int TT>
-void prefetch_firing(const SelectedRows& neurons, const SelectedBlock& block, int64_t g0, int64_t live,
-                     const float* h, int64_t h_stride) {
-  constexpr int64_t kGroupBytes = kGroup * BITS / 8;
-  for (uint64_t bits = firing_in<TT>(block, h, h_stride); bits; bits &= bits - 1) {
-    const uint8_t* row = neurons.parts[block.first + __builtin_ctzll(bits)] + neurons.down;
-    for (int64_t at = g0 * kGroupBytes; at < (g0 + live) * kGroupBytes; at += 64) prefetch(row + at);
+  // False if no block is left in which a neuron fires. `out` is then empty.
+  bool next(Firing* out) {
+    out->count = 0;
+    while (out->count == 0) {
+      if (token_ == tokens_ && !next_block()) return false;
+      find(token_++, out);
+    }
+    return true;
   }
-}
+
+ private:
+  bool next_block() {
+    first_ += count_;
+    int64_t end = first_;
+    while (end < neurons_.count && neurons_.ids[end] / kGroup == neurons_.ids[first_] / kGroup) ++end;
+    count_ = end - first_;
+    token_ = 0;
+    return count_ > 0;
+  }
+
+  void find(int64_t token, Firing* out) const {
+    const float* h = h_ + token * h_stride_ + first_;
+    uint64_t bits = 0;
+    for (int64_t k = 0; k < count_; k += kTile)
+      bits |= static_cast<uint64_t>(nonzero_lanes(load(h + k))) << k;
+    // The next block follows in the same vector.
+    if (count_ < kGroup) bits &= (uint64_t{1} << count_) - 1;
+    int64_t n = 0;
+    for (; bits; bits &= bits - 1, ++n) {
+      const int64_t k = __builtin_ctzll(bits);
+      out->rows[n] = neurons_.parts[first_ + k] + neurons_.down;
+      out->index[n] = static_cast<uint8_t>(neurons_.ids[first_ + k] % kGroup);
+      out->h[n] = h[k];
+    }
+    out->token = token;
+    out->count = n;
+    // The last four are filled up with rows whose activations are 0.
+    for (; n % 4; ++n) out->rows[n] = out->rows[0];
+  }
+
+  const SelectedRows& neurons_;
+  const float* h_;
+  const int64_t h_stride_, tokens_;
+  int64_t token_;
+  int64_t first_ = 0, count_ = 0;  // the block's columns of h
+};
 
 // Scales and their inverses from the largest magnitude of each lane, as quantize_group computes them for one.
 void lane_scales(F magnitude, float* scale, float* inverse) {
@@ -90,36 +95,42 @@ void lane_scales(F magnitude, float* scale, float* inverse) {
   memcpy(scale, &scales, sizeof(scales));
 }
 
-// Scales of neurons in 16 groups side by side, and bias + middle * scale, which is summed in the bias lanes.
-struct SelectedAffines {
-  float scale[kGroup][kTile], offset[kGroup][kTile];
-};
-
-// One token's c -> codes. lanes: (16, 16), where [n % 16][i] is lane n % 16 of the i-th group.
-void scale_token(const SelectedAffines& affines, const float* h, const uint8_t* index, int64_t count,
-                 float* lanes, SelectedScales* out) {
+// The block's c for 16 groups from g0 on -> codes. lanes: (16, 16), where [n % 16][i] is lane n % 16 of the
+// i-th group. The scales and biases of `next` are prefetched.
+template <int BITS>
+void scale_selected(const Firing& firing, const Firing& next, int64_t groups, int64_t g0, int64_t live,
+                    float* lanes, SelectedScales* out) {
+  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
+  const int64_t affine = groups * kGroup * BITS / 8 + 2 * g0;
+  for (int64_t k = 0; k < next.count; ++k) {
+    prefetch(next.rows[k] + affine);
+    prefetch(next.rows[k] + affine + 2 * groups);
+  }
   float c[kGroup][kTile];
   F magnitude = zero();
-  for (int64_t k = 0; k < count; ++k) {
-    const F v = set1(h[k]);
-    float* lane = lanes + index[k] % kTile * kTile;
-    store(lane, fma(v, load(affines.offset[k]), load(lane)));
-    const F scaled = mul(v, load(affines.scale[k]));
+  for (int64_t k = 0; k < firing.count; ++k) {
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(firing.rows[k] + affine);
+    const F scale = load_half_partial(scales, live);
+    const F offset = fma(scale, set1(kMiddle), load_half_partial(scales + groups, live));
+    const F v = set1(firing.h[k]);
+    float* lane = lanes + firing.index[k] % kTile * kTile;
+    store(lane, fma(v, offset, load(lane)));
+    const F scaled = mul(v, scale);
     store(c[k], scaled);
     magnitude = max_magnitude(magnitude, scaled);
   }
-  for (int64_t k = count; k % 4; ++k) store(c[k], zero());
+  for (int64_t k = firing.count; k % 4; ++k) store(c[k], zero());
   float inverse[kTile];
   lane_scales(magnitude, out->scale, inverse);
   const F scale = load(out->scale);
   if (nonzero_lanes(sub(scale, scale)))
     // Values that no integer can represent must not be converted.
-    for (int64_t k = 0; k < count; ++k)
+    for (int64_t k = 0; k < firing.count; ++k)
       for (int64_t i = 0; i < kTile; ++i)
         if (out->scale[i] != out->scale[i]) c[k][i] = 0.0f;
   const F inverses = load(inverse);
   F sum = zero();
-  for (int64_t k = 0; k < count; k += 4) {
+  for (int64_t k = 0; k < firing.count; k += 4) {
     F quads[4];
     for (int r = 0; r < 4; ++r) quads[r] = mul(load(c[k + r]), inverses);
     sum = add(sum, store_quads(out->codes[k / 4][0], quads));
@@ -127,139 +138,69 @@ void scale_token(const SelectedAffines& affines, const float* h, const uint8_t* 
   store(out->sum, sum);
 }
 
-template <int BITS, int TT>
-void scale_selected(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* lanes,
-                    int64_t lanes_stride, SelectedScales* out) {
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
-  const int64_t affine = groups * kGroup * BITS / 8 + 2 * g0;
-  SelectedAffines affines;
-  for (int64_t k = 0; k < firing.count; ++k) {
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(firing.rows[k] + affine);
-    const F scale = load_half_partial(scales, live);
-    store(affines.scale[k], scale);
-    store(affines.offset[k], fma(scale, set1(kMiddle), load_half_partial(scales + groups, live)));
-  }
-  for (int t = 0; t < TT; ++t)
-    scale_token(affines, firing.h[t], firing.index, firing.count, lanes + t * lanes_stride, out + t);
-}
-
-// Adds the products of W pieces of 16 bytes of every row, from piece number `piece` on. At 4 bits a byte
-// holds the codes of two outputs: `low` and `high` are the outputs of the same 16 bytes.
-template <int BITS, int TT, int W>
-void add_pieces(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_t g0,
-                const SelectedScales* scaled, float* y, int64_t y_stride) {
+// Adds the products of W pieces of 16 bytes of every row, from piece number `piece` on, and prefetches those
+// of `next`: rows are scattered, so the hardware doesn't. At 4 bits a byte holds the codes of two outputs:
+// `low` and `high` are the outputs of the same 16 bytes.
+template <int BITS, int W>
+void add_pieces(const Firing& firing, const Firing& next, int64_t piece, int64_t g0,
+                const SelectedScales& scaled, float* y) {
   constexpr int64_t kPieces = kGroup * BITS / 128, kOutputs = 128 / BITS;
   constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
   const int64_t first = piece / kPieces - g0, last = (piece + W - 1) / kPieces - g0;
-  I low[TT][W], high[TT][W];
-  for (int t = 0; t < TT; ++t)
-    for (int w = 0; w < W; ++w) low[t][w] = high[t][w] = int_zero();
-  for (int64_t q = 0; q < quads; ++q) {
+  if (piece * 16 % 64 == 0)
+    for (int64_t k = 0; k < next.count; ++k) prefetch(next.rows[k] + piece * 16);
+  I low[W], high[W];
+  for (int w = 0; w < W; ++w) low[w] = high[w] = int_zero();
+  for (int64_t k = 0; k < firing.count; k += 4) {
     B raw[W];
-    interleave_rows(rows + 4 * q, piece * 16, raw);
-    for (int t = 0; t < TT; ++t) {
-      const Quads x = two_quads(scaled[t].codes[q][first], scaled[t].codes[q][BITS == 8 ? first : last]);
-      for (int w = 0; w < W; ++w) {
-        low[t][w] = BITS == 4 ? dot_q4(low[t][w], low_nibbles(raw[w]), x) : dot_q8(low[t][w], raw[w], x);
-        if (BITS == 4) high[t][w] = dot_q4(high[t][w], high_nibbles(raw[w]), x);
-      }
-    }
-  }
-  for (int t = 0; t < TT; ++t) {
-    order_pieces(low[t]);
-    if (BITS == 4) order_pieces(high[t]);
+    interleave_rows(firing.rows + k, piece * 16, raw);
+    const Quads x = two_quads(scaled.codes[k / 4][first], scaled.codes[k / 4][BITS == 8 ? first : last]);
     for (int w = 0; w < W; ++w) {
-      const int64_t i = (piece + w) / kPieces - g0;
-      const float sum = scaled[t].sum[i];
-      const F scale = set1(scaled[t].scale[i]), middle = set1(kMiddle * sum);
-      float* out = y + t * y_stride + (piece + w) * kOutputs;
-      if (BITS == 8) low[t][w] = finish_q8(low[t][w], static_cast<int32_t>(sum));
-      store(out, fma(scale, sub(to_float(low[t][w]), middle), load(out)));
-      if (BITS == 4) store(out + kTile, fma(scale, sub(to_float(high[t][w]), middle), load(out + kTile)));
+      low[w] = BITS == 4 ? dot_q4(low[w], low_nibbles(raw[w]), x) : dot_q8(low[w], raw[w], x);
+      if (BITS == 4) high[w] = dot_q4(high[w], high_nibbles(raw[w]), x);
     }
   }
-}
-
-// The same, but the bytes are put in order first: that pays with more tokens.
-template <int BITS, int TT, int W>
-void add_ordered(const uint8_t* const* rows, int64_t quads, int64_t piece, int64_t g0,
-                 const SelectedScales* scaled, float* y, int64_t y_stride) {
-  constexpr int64_t kPieces = kGroup * BITS / 128, kOutputs = 128 / BITS;
-  constexpr float kMiddle = BITS == 4 ? 8.0f : 128.0f;
-  B ordered[W][kGroup / 4];
-  for (int64_t q = 0; q < quads; ++q) {
-    B raw[W];
-    interleave_rows(rows + 4 * q, piece * 16, raw);
-    order_pieces(raw);
-    for (int w = 0; w < W; ++w) ordered[w][q] = raw[w];
-  }
+  order_pieces(low);
+  if (BITS == 4) order_pieces(high);
   for (int w = 0; w < W; ++w) {
     const int64_t i = (piece + w) / kPieces - g0;
-    I low[TT], high[TT];
-    for (int t = 0; t < TT; ++t) low[t] = high[t] = int_zero();
-    for (int64_t q = 0; q < quads; ++q)
-      for (int t = 0; t < TT; ++t) {
-        const int8_t* x = scaled[t].codes[q][i];
-        const B raw = ordered[w][q];
-        low[t] = BITS == 4 ? dot_q4(low[t], low_nibbles(raw), x) : dot_q8(low[t], raw, x);
-        if (BITS == 4) high[t] = dot_q4(high[t], high_nibbles(raw), x);
-      }
-    for (int t = 0; t < TT; ++t) {
-      const float sum = scaled[t].sum[i];
-      const F scale = set1(scaled[t].scale[i]), middle = set1(kMiddle * sum);
-      float* out = y + t * y_stride + (piece + w) * kOutputs;
-      if (BITS == 8) low[t] = finish_q8(low[t], static_cast<int32_t>(sum));
-      store(out, fma(scale, sub(to_float(low[t]), middle), load(out)));
-      if (BITS == 4) store(out + kTile, fma(scale, sub(to_float(high[t]), middle), load(out + kTile)));
-    }
+    const float sum = scaled.sum[i];
+    const F scale = set1(scaled.scale[i]), middle = set1(kMiddle * sum);
+    float* out = y + (piece + w) * kOutputs;
+    if (BITS == 8) low[w] = finish_q8(low[w], static_cast<int32_t>(sum));
+    store(out, fma(scale, sub(to_float(low[w]), middle), load(out)));
+    if (BITS == 4) store(out + kTile, fma(scale, sub(to_float(high[w]), middle), load(out + kTile)));
   }
 }
 
-// One block's part of up to 16 groups of outputs, for TT tokens.
-template <int BITS, int TT>
-void selected_tokens(const Firing<TT>& firing, int64_t groups, int64_t g0, int64_t live, float* y,
-                     int64_t y_stride, float* lanes, int64_t lanes_stride) {
+// One block's part of one token's outputs in groups [g_begin, g_end).
+template <int BITS>
+void add_block(const Firing& firing, const Firing& next, int64_t groups, int64_t g_begin, int64_t g_end,
+               float* y, float* lanes) {
   constexpr int64_t kPieces = kGroup * BITS / 128;  // of 16 bytes
-  constexpr bool kOrdered = kRowPieces > 1 && TT > 2;
-  if (firing.count == 0) return;
-  const int64_t quads = (firing.count + 3) / 4, end = (g0 + live) * kPieces;
-  SelectedScales scaled[TT];
-  scale_selected<BITS, TT>(firing, groups, g0, live, lanes, lanes_stride, scaled);
-  const auto add = [&](auto pieces, int64_t piece) {
-    constexpr int W = pieces.value;
-    if (kOrdered)
-      add_ordered<BITS, TT, W>(firing.rows, quads, piece, g0, scaled, y, y_stride);
-    else
-      add_pieces<BITS, TT, W>(firing.rows, quads, piece, g0, scaled, y, y_stride);
-  };
-  int64_t piece = g0 * kPieces;
-  for (; piece + kRowPieces <= end; piece += kRowPieces) add(Count<kRowPieces>(), piece);
-  for (; piece < end; ++piece) add(Count<1>(), piece);
+  for (int64_t g0 = g_begin; g0 < g_end; g0 += kTile) {
+    const int64_t live = g_end - g0 < kTile ? g_end - g0 : kTile, end = (g0 + live) * kPieces;
+    SelectedScales scaled;
+    scale_selected<BITS>(firing, next, groups, g0, live, lanes + g0 * kTile, &scaled);
+    int64_t piece = g0 * kPieces;
+    for (; piece + kRowPieces <= end; piece += kRowPieces)
+      add_pieces<BITS, kRowPieces>(firing, next, piece, g0, scaled, y);
+    for (; piece < end; ++piece) add_pieces<BITS, 1>(firing, next, piece, g0, scaled, y);
+  }
 }
 
 template <int BITS>
 void selected_all(const SelectedRows& neurons, int64_t groups, int64_t g_begin, int64_t g_end, const float* h,
                   int64_t h_stride, int64_t tokens, float* y, int64_t y_stride, float* lanes,
                   int64_t lanes_stride) {
-  SelectedBlock block = next_block(neurons, {0, 0}), next;
-  for (; block.count; block = next) {
-    next = next_block(neurons, block);
-    for (int64_t g0 = g_begin; g0 < g_end; g0 += kTile) {
-      const int64_t live = g_end - g0 < kTile ? g_end - g0 : kTile;
-      const auto add = [&](auto together, int64_t t) {
-        constexpr int TT = together.value;
-        Firing<TT> firing;
-        find_firing<TT>(neurons, block, h + t * h_stride, h_stride, &firing);
-        prefetch_firing<BITS, TT>(neurons, next, g0, live, h + t * h_stride, h_stride);
-        selected_tokens<BITS, TT>(firing, groups, g0, live, y + t * y_stride, y_stride,
-                                  lanes + t * lanes_stride + g0 * kTile, lanes_stride);
-      };
-      int64_t t = 0;
-      for (; t + kTokenTile <= tokens; t += kTokenTile) add(Count<kTokenTile>(), t);
-      for (; kTokenTile > 4 && t + 4 <= tokens; t += 4) add(Count<4>(), t);
-      for (; kTokenTile > 2 && t + 2 <= tokens; t += 2) add(Count<2>(), t);
-      if (t < tokens) add(Count<1>(), t);
-    }
+  FiringFinder finder(neurons, h, h_stride, tokens);
+  Firing found[2];
+  int now = 0;
+  for (bool left = finder.next(&found[now]); left; now = 1 - now) {
+    left = finder.next(&found[1 - now]);
+    const int64_t t = found[now].token;
+    add_block<BITS>(found[now], found[1 - now], groups, g_begin, g_end, y + t * y_stride,
+                    lanes + t * lanes_stride);
   }
 }
 

@@ -18,7 +18,7 @@ void linear_quantized(int bits, const uint8_t* tiles, const QuantizedRows& x, in
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t rows,
                       int64_t begin, int64_t end);
 void linear_gathered(int bits, const uint8_t* const* rows, const uint8_t* const* next, const uint16_t* affine,
-                     const QuantizedRows& x, int64_t tokens, float* out, int64_t out_stride);
+                     const QuantizedRows& x, float* out);
 void linear_half(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                  const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                  int64_t end);

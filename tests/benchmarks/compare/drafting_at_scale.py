@@ -2,9 +2,10 @@
 
 Every drafter that the model can have continues held-out prompts of four kinds beside plain decoding, in
 turns, in one process (`ondevice.measure.drafters`); all texts must be equal. A case's figure is the median
-over rounds of one round's tokens per second over those of `--speculation off`. Prints a table, which says
-that the models are embedded ones, and a JSON line; exits 0 only if every `at least` of the chosen cases
-holds.
+over rounds of one round's tokens per second over those of `--speculation off`. With `--draft-model`, the
+small model in that bundle drafts as well: one that was trained apart, or it would always be right. Prints a
+table, which says that the models are embedded ones, and a JSON line; exits 0 only if every `at least` of the
+chosen cases holds.
 
     python -m tests.benchmarks.lib.embedded_model --output DIR --shape 7b
     python -m tests.benchmarks.compare.drafting_at_scale --model DIR/large [--case NAME] [--rounds 3]
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,17 +33,17 @@ from tests.benchmarks.lib.held_out_prompts import held_out_tasks
 from tests.benchmarks.lib.measure import machine, note
 
 SINGLE = ("lookup", "recycling", "streams", "resident")
-AUTO = "auto"
+AUTO, MODEL = "auto", "model"
 AUTO_AT_LEAST, AUTO_AIM = 0.93, 1.0
-"""Speed of `auto` over the best drafter's."""
+"""Speed of `auto` over that of the best drafter without a second model: where one is named, `auto` is that."""
 CONTEXT = 256
 RANDOM_WORDS, RANDOM_TEMPERATURE = 24, 1.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """share: of the bundle's bytes that the budget is; 0: enough for everything. guess: whether the text can
-    be guessed; otherwise it is random, and only `auto` is measured.
+    """share: of the bundle's bytes that the budget is; 0: enough for everything. predictable: whether the text
+    can be; otherwise it is random, and only `auto` is measured.
     """
 
     name: str
@@ -87,11 +88,16 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
     runtime = RuntimeConfig(
         dram_budget=budget, backend="cpu", sparsity=sparsity, max_context=CONTEXT, threads=args.threads
     )
+    if args.draft_model:
+        runtime = replace(runtime, draft_model=str(args.draft_model))
     tasks = held_out_tasks(args.prompts) if case.predictable else random_tasks(args.prompts)
     sampling = SamplingConfig(
         max_tokens=args.max_tokens, temperature=0.0 if case.predictable else RANDOM_TEMPERATURE, seed=0
     )
-    drafters = (*(args.drafter or SINGLE), AUTO) if case.predictable else (AUTO,)
+    drafters = tuple(args.drafter or SINGLE) if case.predictable else ()
+    if args.draft_model and case.predictable:
+        drafters += (MODEL,)
+    drafters += (AUTO,)
     rounds = []
     for turn in range(args.rounds):
         found = compare_drafters(folder, runtime, tasks, sampling, drafters=drafters)
@@ -105,7 +111,7 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
 
 
 def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
-    """A case's figures: each drafter's speed over plain decoding, and `auto`'s over the best drafter's."""
+    """A case's figures: each drafter's speed over plain decoding, and `auto`'s as AUTO_AT_LEAST is of it."""
     ratios: dict[str, list[float]] = {}
     for found in rounds:
         of_round = rates(found)
@@ -126,8 +132,9 @@ def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
         "by_task": {task: rates(last, task) for task in last.tasks},
         "passed": speeds[best] >= case.at_least,
     }
-    if single:
-        row["auto_over_best"] = speeds[AUTO] / speeds[best]
+    alone = [speed for name, speed in single.items() if name != MODEL]
+    if alone:
+        row["auto_over_best"] = speeds[AUTO] / max(alone)
         row["passed"] &= row["auto_over_best"] >= AUTO_AT_LEAST
     return row
 
@@ -135,7 +142,7 @@ def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| case | best drafter | over plain | at least | aim | auto over best | |",
+        "| case | best drafter | over plain | at least | aim | auto over the best without a second model | |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -154,6 +161,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="bundle of an embedded model")
     parser.add_argument("--case", action="append", choices=[case.name for case in CASES])
     parser.add_argument("--drafter", action="append", choices=SINGLE, help="default: all")
+    parser.add_argument("--draft-model", type=Path, help="bundle of a second model, which drafts as well")
     parser.add_argument("--prompts", type=int, default=6, help="of each kind of text")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)

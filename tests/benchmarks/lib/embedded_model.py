@@ -97,21 +97,27 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=SHIPPED)
     args = parser.parse_args()
     model = embed(args.source, SHAPES[args.shape], args.output)
-    text = record(model.small, own_text(args.output / "small", MEASURED_TOKENS, 1))
-    found, rates = firing(model, args.output), predicted_rates(model, text)
+    large = Bundle.open(args.output / "large")
+    facts: dict[str, object] = {"embedded_model": args.shape, "layers": model.layers}
+    # Where no gate is zero, every neuron counts for every token: there is nothing to imitate.
+    if large.config.zeros_gates:
+        facts |= sparse_facts(model, args.output)
+    crossed = 0 if large.streams is None else len(large.streams.layers(large.config))
+    print(f"streams of an embedded model cross {crossed} of {large.config.num_layers} layers")
+    print(json.dumps(facts | {"stream_layers": crossed, "bundle_bytes": large.bundle_bytes}))
+
+
+def sparse_facts(model: EmbeddedModel, folder: Path) -> dict[str, object]:
+    """How the neurons fire and how well they are predicted, printed as well."""
+    text = record(model.small, own_text(folder / "small", MEASURED_TOKENS, 1))
+    found, rates = firing(model, folder), predicted_rates(model, text)
     print("firing, an embedded model        " + "".join(f"{name:>9}" for name in found["small"]))
     for name, row in found.items():
         print(facts_line(name, row))
     for name, rate in rates.items():
         missed, selected = rate["missed"], rate["selected"]
         print(f"predictors of an embedded model, {name}: {missed:.1%} missed, {selected:.1%} selected")
-    large = Bundle.open(args.output / "large")
-    crossed = 0 if large.streams is None else len(large.streams.layers(large.config))
-    print(f"streams of an embedded model cross {crossed} of {large.config.num_layers} layers")
-    facts: dict[str, object] = {"embedded_model": args.shape, "layers": model.layers}
-    facts |= {"stream_layers": crossed, "bundle_bytes": large.bundle_bytes}
-    facts |= {"firing": found, "predictors": rates}
-    print(json.dumps(facts))
+    return {"firing": found, "predictors": rates}
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ def copy_sidecars(source: Path, folder: Path, frequencies: Float32, tokens: int)
     frequencies: (L, F) share of `tokens` tokens for which each neuron of the small bundle fires.
     """
     old, new = Bundle.open(source), Bundle.open(folder)
-    write_hotness(new, frequencies, tokens, folder)
+    if old.config.zeros_gates:
+        write_hotness(new, frequencies, tokens, folder)
     if old.predictors is not None:
         shutil.copyfile(source / PREDICTORS, folder / PREDICTORS)
         save_predictors(replace(old.predictors, model=weights_digest(new.manifest)), folder)
@@ -112,7 +113,8 @@ def embed_sidecars(model: EmbeddedModel, folder: Path) -> None:
             frequencies[layer, model.neuron_places(layer)] = model.frequencies[source]
     if facts is not None:
         _write_predictors(model, facts, layers, large)
-    write_hotness(large, frequencies, len(model.text.entering[0]), folder)
+    if large.config.zeros_gates:
+        write_hotness(large, frequencies, len(model.text.entering[0]), folder)
 
 
 def _embed_streams(model: EmbeddedModel, facts: MultiStreams, stored: Tensors, large: Bundle) -> None:

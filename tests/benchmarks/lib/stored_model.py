@@ -207,7 +207,8 @@ def write_bundle(
     for layer in range(config.num_layers):
         rows = neurons(layer)
         writer.write_records(neuron_file_name(layer), [pack_records(rows, records)])
-        writer.write_records(gate_file_name(layer), [pack_records(rows[:1], gates)])
+        if config.zeros_gates:
+            writer.write_records(gate_file_name(layer), [pack_records(rows[:1], gates)])
     table = embedding_layout(config, Q4)
     writer.write_records(EMBEDDING, (pack_records([rows], table) for rows in embedding))
     writer.write_resident(_resident(attention, final_norm, list(head)))
