@@ -235,7 +235,6 @@ class Engine:
             self._bundle.config,
             self._generator.transformer,
             widths.tree if widths.branches else 0,
-            lambda: self.plan.offloads_weights,
             MultiStreamDrafting(streams=runtime.draft_streams, pruning_threshold=runtime.draft_pruning),
             second,
         )

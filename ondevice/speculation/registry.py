@@ -12,7 +12,7 @@ from ondevice.config import MAX_STREAMS, ModelConfig, RuntimeConfig
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model.transformer import Transformer
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafters.combined import Combined, WhileReading
+from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes
 from ondevice.speculation.drafters.model import DraftModel, ModelDrafter
 from ondevice.speculation.drafters.other_vocabulary import OtherVocabularyDrafter
@@ -30,13 +30,12 @@ class Target:
     """The model that drafts are for.
 
     max_rows: rows of a pass up to which the backend gives each the bits that it has alone, with streams; 0:
-    no draft's pass has streams. reads: tells whether passes wait for flash now.
+    no draft's pass has streams.
     """
 
     config: ModelConfig
     transformer: Transformer
     max_rows: int
-    reads: Callable[[], bool]
     streams: MultiStreamDrafting
     draft_model: DraftModel | None = None
 
@@ -163,7 +162,7 @@ def make_drafter(name: str, target: Target) -> Drafter | None:
 def _automatic(target: Target) -> Drafter:
     members = [DRAFTERS[name].make(target) for name in AUTOMATIC]
     if target.transformer.streams is not None:
-        members.append(WhileReading(DRAFTERS["streams"].make(target), target.reads))
+        members.append(WhileRowsAreCheap(DRAFTERS["streams"].make(target)))
     return Combined(members)
 
 

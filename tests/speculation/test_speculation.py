@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,20 +14,22 @@ import pytest
 import ondevice
 from ondevice.api import Model, load
 from ondevice.backends.base import Float32
+from ondevice.callbacks import IsCancelled, never_cancelled
 from ondevice.config import RuntimeConfig, SamplingConfig
 from ondevice.errors import BundleError, UsageError
 from ondevice.measure.ablation import ablation
-from ondevice.model.transformer import Transformer
+from ondevice.model.kv_cache import KVCache
+from ondevice.model.transformer import Prune, Transformer
 from ondevice.runtime.kv_cache_pool import KVCachePool
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.neuron_cache import NeuronCache
 from ondevice.speculation.drafter import Drafter
-from ondevice.speculation.drafters.combined import Combined
+from ondevice.speculation.drafters.combined import CHEAP_ROW_SHARE, Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup
 from ondevice.speculation.drafters.recycling import MATRIX_BYTES, MAX_CANDIDATES, Recycling, candidates
 from ondevice.speculation.policy import TreePolicy
 from ondevice.speculation.registry import DRAFTERS
-from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow
+from ondevice.speculation.tree import DRAFT_NODES, Draft, Proposals, grow, plain
 from ondevice.speculation.verify import verify
 from tests.support.bundles import EOS, convert_bundle, write_chat_checkpoint
 from tests.support.chat import PROMPT, squeeze
@@ -329,6 +331,40 @@ def test_combined_drafts_are_the_likeliest_of_all() -> None:
     assert [member.observed for member in members] == [[3]] * 3
     many = Combined([Fixed(*((token, 0.9 - token / 100) for token in range(20)))])
     assert [token for token, _ in many.propose(())] == list(range(8))
+
+
+def test_streams_are_asked_in_auto_while_a_row_takes_little_of_a_pass() -> None:
+    asked: list[str] = []
+
+    class Streams(Drafter):
+        def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
+            asked.append("prepare")
+
+        def propose(self, path: Sequence[int]) -> Proposals:
+            return [(1, 0.5)]
+
+        def observe(self, token: int, logits: Float32 | None) -> None:
+            asked.append("judge" if logits is not None else "add")
+
+        def pruner(self, draft: Draft, row_share: float) -> Prune | None:
+            asked.append("prune")
+            return None
+
+    drafter = WhileRowsAreCheap(Streams())
+    kv = cast(KVCache, None)
+    for row_share, expected in (
+        (0.0, ["prepare", "prune", "judge"]),
+        (2 * CHEAP_ROW_SHARE, ["prepare", "judge"]),
+        (2 * CHEAP_ROW_SHARE, ["add"]),
+        (CHEAP_ROW_SHARE, ["prune", "add"]),
+        (CHEAP_ROW_SHARE, ["prepare", "prune", "judge"]),
+    ):
+        asked.clear()
+        drafter.prepare(kv, 4, never_cancelled)
+        drafts = list(drafter.propose(()))
+        drafter.pruner(plain(1), row_share)
+        drafter.observe(1, LOGITS)
+        assert (asked, bool(drafts)) == (expected, "prepare" in expected)
 
 
 def test_recycling_keeps_what_the_model_said_last() -> None:

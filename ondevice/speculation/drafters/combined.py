@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ondevice.backends.base import Float32
 from ondevice.callbacks import IsCancelled
@@ -14,6 +14,10 @@ from ondevice.speculation.tree import Draft, Proposals
 
 MAX_PROPOSALS = 8
 """Maximum draft tokens after a node; less likely ones are never reached."""
+
+
+CHEAP_ROW_SHARE = 0.12
+"""Largest time of a row, in plain passes, with which `auto` drafts with streams."""
 
 
 class Combined(Drafter):
@@ -60,17 +64,18 @@ class Combined(Drafter):
             member.close()
 
 
-class WhileReading(Drafter):
-    """A drafter that is asked only while passes wait for flash.
+class WhileRowsAreCheap(Drafter):
+    """A drafter that is asked only while another row takes little of a plain pass's time.
 
-    Streams add rows to the upper layers for every token. If all neurons are in memory, the time of a pass
-    goes to rows, so streams cost as much as they gain. If neurons are read, rows are nearly free.
+    Streams add rows to the upper layers for every token. While passes wait for flash, rows are nearly free;
+    elsewhere it depends on the machine, so what recent passes took decides.
     """
 
-    def __init__(self, drafter: Drafter, reads: Callable[[], bool]) -> None:
-        """Wraps `drafter`. reads: tells whether passes wait for flash now."""
+    def __init__(self, drafter: Drafter) -> None:
+        """Wraps `drafter`."""
         self._drafter = drafter
-        self._reads = reads
+        self._row_share = 0.0
+        """Time of a row in plain passes, as last measured."""
         self._asked = False
         """Whether `drafter` was asked for the newest draft."""
 
@@ -84,7 +89,7 @@ class WhileReading(Drafter):
         self._drafter.end_pass(output, node)
 
     def prepare(self, kv: KVCache, max_nodes: int, cancelled: IsCancelled) -> None:
-        self._asked = self._reads()
+        self._asked = self._is_cheap
         if self._asked:
             self._drafter.prepare(kv, max_nodes, cancelled)
 
@@ -92,7 +97,12 @@ class WhileReading(Drafter):
         return self._drafter.propose(path) if self._asked else []
 
     def pruner(self, draft: Draft, row_share: float) -> Prune | None:
-        return self._drafter.pruner(draft, row_share) if self._reads() else None
+        self._row_share = row_share
+        return self._drafter.pruner(draft, row_share) if self._is_cheap else None
 
     def close(self) -> None:
         self._drafter.close()
+
+    @property
+    def _is_cheap(self) -> bool:
+        return self._row_share <= CHEAP_ROW_SHARE

@@ -35,15 +35,15 @@ from tests.benchmarks.lib.measure import machine, note
 SINGLE = ("lookup", "recycling", "streams", "resident")
 AUTO, MODEL = "auto", "model"
 AUTO_AT_LEAST, AUTO_AIM = 0.93, 1.0
-"""Speed of `auto` over that of the best drafter without a second model: where one is named, `auto` is that."""
+"""Speed of `auto` over that of the best drafter without a second model."""
 CONTEXT = 256
 RANDOM_WORDS, RANDOM_TEMPERATURE = 24, 1.5
 
 
 @dataclass(frozen=True)
 class Case:
-    """share: of the bundle's bytes that the budget is; 0: enough for everything. predictable: whether the text
-    can be; otherwise it is random, and only `auto` is measured.
+    """share: of the bundle's bytes that the budget is; 0: enough for everything. predictable: whether the
+    text can be drafted; otherwise it is random, and only `auto` is measured.
     """
 
     name: str

@@ -93,6 +93,7 @@ def _arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     for name in ("learning-rate", "continued-share", "masked-share"):
         parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--groups", type=int, default=continuations.GROUPS, help="of continuations")
     parser.add_argument("--begun-with", metavar="NAME", help="begin with the streams of that finished run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--fresh", action="store_true", help="begin again even if there is a checkpoint")
@@ -107,7 +108,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     folder = run_folder(arguments.build, arguments.name)
     folder.mkdir(parents=True, exist_ok=True)
-    for line in continuations.make(arguments.model, arguments.build, 0, 1, continuations.GROUPS):
+    for line in continuations.make(arguments.model, arguments.build, 0, 1, arguments.groups):
         print(json.dumps(line), flush=True)
     model = model_of_bundle(arguments.model)
     base = Frozen(model, product_type())
