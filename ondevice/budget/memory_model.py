@@ -247,7 +247,8 @@ class MemoryModel(ABC):
         groups = padded(self.config.hidden_size, GROUP_SIZE) // GROUP_SIZE
         # Groups of outputs lie 16 side by side, however many there are.
         lanes = 16 * (padded(groups, 16) - groups)
-        return 4 * tokens * (arrays * neurons + rank + lanes) + 64 * neurons
+        # A pass lists the tokens' own neurons, up to 1.7 times all that it selects, in tiles of 16.
+        return 4 * tokens * (arrays * neurons + rank + lanes + 17) + 72 * neurons
 
 
 def input_bytes(cols: int, bits: int) -> int:

@@ -1,7 +1,6 @@
 #include "feed_forward_pass.h"
 
 #include <cstring>
-#include <utility>
 
 namespace ondevice {
 namespace {

@@ -10,7 +10,8 @@
 
 namespace ondevice {
 
-// Neurons that at least one token selects, ids ascending. A token leaves out those it scores zero or less.
+// Neurons that at least one token selects, ids ascending. A token leaves out those that it scores zero or
+// less; gates may be negative, and then a token leaves out those whose gate is zero.
 struct SelectedNeurons {
   const int32_t* ids;
   const uint8_t* const* parts;  // of each neuron: its whole record, or its up row and down row
@@ -54,10 +55,9 @@ class FeedForwardPass {
 
   void add_selected_batch(const SelectedNeurons& neurons);
   void selected_hidden(const SelectedNeurons& neurons, int64_t h_stride);
-  void own_hidden(const SelectedNeurons& neurons, int64_t h_stride);
-  void own_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t token, uint8_t* affines,
-                    float* out);
-  void gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile, float* out);
+  int64_t list_tiles(const SelectedNeurons& neurons, int64_t h_stride);
+  void gathered_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t t0, int64_t tokens,
+                         uint8_t* tile, float* out);
   void selected_down(const SelectedNeurons& neurons, int64_t h_stride);
   void order_selected(float* y, const float* lanes);
 

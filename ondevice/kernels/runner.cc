@@ -20,7 +20,8 @@ constexpr int64_t kQueryRows = 32;
 }  // namespace
 
 void FeedForwardScratch::trim() {
-  for (MappedBuffer* buffer : {&hidden, &gate_up, &outputs, &bias_lanes, &ordered_lanes, &low_rank, &scores})
+  for (MappedBuffer* buffer : {&hidden, &gate_up, &outputs, &bias_lanes, &ordered_lanes, &low_rank, &scores,
+                               &tile_columns, &tile_tokens})
     *buffer = MappedBuffer();
 }
 

@@ -35,15 +35,15 @@ struct InputRows {
 // Scratch memory of a forward pass through a feed-forward layer. It is kept from one pass to the next.
 struct FeedForwardScratch {
   MappedBuffer hidden;         // (T, neurons of a batch): activation(gate) * up
-  MappedBuffer gate_up;        // of each thread: gates and ups (T, 16) of 16 neurons
+  MappedBuffer gate_up;        // of each thread: gates and ups of 16 neurons, 2 x (T, 16)
   MappedBuffer outputs;        // (T, groups * 64)
   MappedBuffer bias_lanes;     // (T, groups, 16); (T, groups / 16, 16, 16) for selected neurons
   MappedBuffer ordered_lanes;  // (groups, 16): bias lanes of one token, in the order of groups
   MappedBuffer low_rank;       // (T, rank): outputs of a predictor's first matrix
   MappedBuffer scores;         // (T, neurons)
+  MappedBuffer tile_columns;   // columns of `hidden`, in tiles of 16
+  MappedBuffer tile_tokens;    // of each of these tiles, its token
   std::vector<int32_t> selected_ids;
-  std::vector<int32_t> own_columns;  // of each token the columns of `hidden` that it selects, in tiles of 16
-  std::vector<int32_t> tile_tokens;  // of each of these tiles, its token
   std::vector<const uint8_t*> selected_parts;
 
   void trim();

@@ -10,9 +10,10 @@
 namespace ondevice {
 namespace {
 
-// Up to this number of tokens, each multiplies the neurons that it selects itself, in place; more tokens
-// select most neurons together, and it pays to interleave rows once for all of them.
-constexpr int64_t kFewTokens = 16;
+// While the tokens' own neurons are at most this many times those of all together, each token multiplies its
+// own in place; beyond, rows are interleaved once for all tokens. Measured at 8 and 50 % firing, 1 to 64
+// tokens.
+constexpr double kMostOwn = 1.7;
 
 // Puts the scales and biases of 16 rows side by side; groups are `stride` bytes apart in `out`.
 void gather_affines(int bits, int64_t groups, const uint8_t* const* rows, uint8_t* out, int64_t stride) {
@@ -45,49 +46,24 @@ void gather_tile(int bits, int64_t groups, const uint8_t* const* rows, const uin
   gather_affines(bits, groups, rows, tile + kTile * row_bytes, block);
 }
 
-// Addresses of the rows of 16 neurons from `first` on, `offset` bytes into their parts. Behind the last
-// neuron the first one fills up the 16: those lanes aren't used.
-void rows_of_tile(const SelectedNeurons& neurons, int64_t first, int64_t offset, const uint8_t** rows) {
-  for (int64_t r = 0; r < kTile; ++r)
-    rows[r] = neurons.parts[first + r < neurons.count ? first + r : first] + offset;
-}
-
-// The same of the 16 neurons in `columns`, which are filled up with -1.
-void rows_of_columns(const SelectedNeurons& neurons, const int32_t* columns, int64_t offset,
-                     const uint8_t** rows) {
+// Addresses of the rows of the 16 neurons in `columns`, `offset` bytes into their parts. -1 fills up the 16:
+// those lanes have the first row and aren't used.
+void rows_of_tile(const SelectedNeurons& neurons, const int32_t* columns, int64_t offset,
+                  const uint8_t** rows) {
   for (int64_t r = 0; r < kTile; ++r) rows[r] = neurons.parts[columns[columns[r] < 0 ? 0 : r]] + offset;
 }
 
-// Whether a token multiplies neuron k. Gates that don't count for it are zero, or the activation makes them
-// so.
-bool selects(const SelectedNeurons& neurons, Activation activation, int64_t token, int64_t k) {
-  const float score = neurons.scores[token * neurons.scores_stride + neurons.ids[k]];
-  const bool positive = neurons.whole || activation == Activation::kRelu || activation == Activation::kRelu2;
-  return positive ? !(score <= 0) : score != 0;
-}
+// Whether a neuron counts for the token that gives it this score. Gates that don't count are zero, or the
+// activation makes them so; other scores that don't are zero or less.
+class Counts {
+ public:
+  Counts(const SelectedNeurons& neurons, Activation activation)
+      : positive_(neurons.whole || activation == Activation::kRelu || activation == Activation::kRelu2) {}
+  bool operator()(float score) const { return positive_ ? !(score <= 0) : score != 0; }
 
-// The gates of 16 neurons (T, 16) are their scores; zeros behind the last neuron.
-void take_gates(const SelectedNeurons& neurons, int64_t first, int64_t tokens, float* gates) {
-  const int64_t count = std::min(neurons.count - first, kTile);
-  for (int64_t t = 0; t < tokens; ++t, gates += kTile) {
-    const float* scores = neurons.scores + t * neurons.scores_stride;
-    for (int64_t r = 0; r < count; ++r) gates[r] = scores[neurons.ids[first + r]];
-    std::fill(gates + count, gates + kTile, 0.0f);
-  }
-}
-
-// Clears gates and ups (T, 16) of neurons that only other tokens selected.
-void clear_unselected(const SelectedNeurons& neurons, int64_t first, int64_t tokens, float* gates,
-                      float* ups) {
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t r = 0; r < kTile; ++r) {
-      const int64_t k = first + r;
-      const bool counts =
-          k < neurons.count && !(neurons.scores[t * neurons.scores_stride + neurons.ids[k]] <= 0);
-      gates[t * kTile + r] = counts ? gates[t * kTile + r] : 0.0f;
-      ups[t * kTile + r] = counts ? ups[t * kTile + r] : 0.0f;
-    }
-}
+ private:
+  bool positive_;
+};
 
 }  // namespace
 
@@ -130,124 +106,109 @@ void FeedForwardPass::add_selected(const SelectedNeurons& neurons) {
 void FeedForwardPass::add_selected_batch(const SelectedNeurons& neurons) {
   const int64_t h_stride = padded_to_tile(neurons.count);
   scratch_.hidden.grow(static_cast<size_t>(x_.tokens * h_stride + kGroup) * sizeof(float));
-  if (x_.tokens <= kFewTokens)
-    own_hidden(neurons, h_stride);
-  else
-    selected_hidden(neurons, h_stride);
+  selected_hidden(neurons, h_stride);
   selected_down(neurons, h_stride);
+}
+
+// Lists columns of h in tiles of 16, filled up with -1, and of each tile its token. A token's tiles have the
+// neurons that it selects; -1 as the token stands for all, and the tiles for all neurons. Returns the number
+// of tiles.
+int64_t FeedForwardPass::list_tiles(const SelectedNeurons& neurons, int64_t h_stride) {
+  const int64_t most = std::max(h_stride, static_cast<int64_t>(kMostOwn * neurons.count)) + kTile * x_.tokens;
+  scratch_.tile_columns.grow(static_cast<size_t>(most + kTile) * sizeof(int32_t));
+  scratch_.tile_tokens.grow(static_cast<size_t>(most / kTile + 1) * sizeof(int32_t));
+  int32_t* columns = scratch_.tile_columns.as<int32_t>();
+  int32_t* tokens = scratch_.tile_tokens.as<int32_t>();
+  const Counts counts(neurons, activation_);
+  int64_t end = 0, own = 0;
+  for (int64_t t = 0; t < x_.tokens && own <= kMostOwn * neurons.count; ++t) {
+    const float* scores = neurons.scores + t * neurons.scores_stride;
+    const int64_t first = end;
+    for (int64_t k = 0; k < neurons.count && own + end - first <= kMostOwn * neurons.count; ++k) {
+      columns[end] = static_cast<int32_t>(k);
+      end += counts(scores[neurons.ids[k]]);
+    }
+    own += end - first;
+    for (; end % kTile; ++end) columns[end] = -1;
+    std::fill(tokens + first / kTile, tokens + end / kTile, static_cast<int32_t>(t));
+  }
+  if (own <= kMostOwn * neurons.count) return end / kTile;
+  for (int64_t k = 0; k < h_stride; ++k) columns[k] = k < neurons.count ? static_cast<int32_t>(k) : -1;
+  std::fill(tokens, tokens + h_stride / kTile, -1);
+  return h_stride / kTile;
 }
 
 // h[t * h_stride + k] = activation(gate) * up, zero where a token doesn't select neuron k.
 void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
-  const int64_t tokens = x_.tokens, values = tokens * kTile, threads = runner_.pool().threads();
+  const int64_t values = x_.tokens * kTile, threads = runner_.pool().threads();
   const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.bits());
   uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(tile_bytes / 4));
   scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * values) * sizeof(float));
+  std::memset(hidden(), 0, static_cast<size_t>(x_.tokens * h_stride) * sizeof(float));
+  const int64_t tiles = list_tiles(neurons, h_stride);
+  const int32_t* tile_tokens = scratch_.tile_tokens.as<int32_t>();
+  const Counts counts(neurons, activation_);
   const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
-  runner_.pool().parallel_for(h_stride / kTile, 2, [&](int64_t begin, int64_t end, int thread) {
+  runner_.pool().parallel_for(tiles, 2, [&](int64_t begin, int64_t end, int thread) {
     uint8_t* tile = scratch + thread * tile_bytes;
     float* gates = scratch_.gate_up.as<float>() + thread * 2 * values;
     float* ups = gates + values;
     const uint8_t *first[2][kTile], *second[kTile];
-    rows_of_tile(neurons, begin * kTile, first_at, first[begin % 2]);
-    for (int64_t i = begin; i < end; ++i) {
+    const int32_t* columns = scratch_.tile_columns.as<int32_t>() + begin * kTile;
+    rows_of_tile(neurons, columns, first_at, first[begin % 2]);
+    for (int64_t i = begin; i < end; ++i, columns += kTile) {
+      const int64_t t0 = std::max(tile_tokens[i], 0), tokens = tile_tokens[i] < 0 ? x_.tokens : 1;
+      const float* scores = neurons.scores + t0 * neurons.scores_stride;
       const uint8_t** next = nullptr;
-      if (i + 1 < end) rows_of_tile(neurons, (i + 1) * kTile, first_at, next = first[(i + 1) % 2]);
+      if (i + 1 < end) rows_of_tile(neurons, columns + kTile, first_at, next = first[(i + 1) % 2]);
       if (neurons.whole) {
-        rows_of_tile(neurons, i * kTile, layer_.record().up, second);
-        gathered_products(first[i % 2], second, tile, gates);
-        gathered_products(second, next, tile, ups);
-        clear_unselected(neurons, i * kTile, tokens, gates, ups);
+        rows_of_tile(neurons, columns, layer_.record().up, second);
+        gathered_products(first[i % 2], second, t0, tokens, tile, gates);
+        gathered_products(second, next, t0, tokens, tile, ups);
       } else {
-        gathered_products(first[i % 2], next, tile, ups);
-        take_gates(neurons, i * kTile, tokens, gates);
+        gathered_products(first[i % 2], next, t0, tokens, tile, ups);
+        for (int64_t t = 0; t < tokens; ++t)
+          for (int64_t r = 0; r < kTile; ++r)
+            gates[t * kTile + r] =
+                columns[r] < 0 ? 0.0f : scores[t * neurons.scores_stride + neurons.ids[columns[r]]];
       }
-      runner_.kernels().activate(activation_, gates, ups, ups, values);
-      for (int64_t t = 0; t < tokens; ++t)
-        std::memcpy(hidden() + t * h_stride + i * kTile, ups + t * kTile, kTile * sizeof(float));
+      runner_.kernels().activate(activation_, gates, ups, ups, tokens * kTile);
+      for (int64_t t = 0; t < tokens; ++t) {
+        float* h = hidden() + (t0 + t) * h_stride;
+        // Of all tokens' tiles, where gates are scores, the activation has cleared what doesn't count.
+        if (tile_tokens[i] < 0 && !neurons.whole)
+          std::memcpy(h + columns[0], ups + t * kTile, kTile * sizeof(float));
+        else
+          for (int64_t r = 0; r < kTile && columns[r] >= 0; ++r)
+            if (counts(scores[t * neurons.scores_stride + neurons.ids[columns[r]]]))
+              h[columns[r]] = ups[t * kTile + r];
+      }
     }
   });
 }
 
-// The same, token by token: each multiplies only neurons that it selects.
-void FeedForwardPass::own_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
-  const int64_t tokens = x_.tokens, threads = runner_.pool().threads();
-  const int64_t affine_bytes = layer_.groups() * 4 * kTile;
-  uint8_t* scratch = reinterpret_cast<uint8_t*>(runner_.scratch(affine_bytes / 4));
-  scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * kTile) * sizeof(float));
-  std::memset(hidden(), 0, static_cast<size_t>(tokens * h_stride) * sizeof(float));
-  // Each token's columns of h, in tiles of 16.
-  std::vector<int32_t>& columns = scratch_.own_columns;
-  std::vector<int32_t>& owners = scratch_.tile_tokens;
-  columns.clear();
-  owners.clear();
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int64_t k = 0; k < neurons.count; ++k)
-      if (selects(neurons, activation_, t, k)) columns.push_back(static_cast<int32_t>(k));
-    columns.resize(static_cast<size_t>(padded_to_tile(static_cast<int64_t>(columns.size()))), -1);
-    owners.resize(columns.size() / kTile, static_cast<int32_t>(t));
-  }
-  const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
-  runner_.pool().parallel_for(
-      static_cast<int64_t>(owners.size()), 2, [&](int64_t begin, int64_t end, int thread) {
-        uint8_t* affines = scratch + thread * affine_bytes;
-        float* gates = scratch_.gate_up.as<float>() + thread * 2 * kTile;
-        float* ups = gates + kTile;
-        const uint8_t *first[2][kTile], *second[kTile];
-        rows_of_columns(neurons, columns.data() + begin * kTile, first_at, first[begin % 2]);
-        for (int64_t i = begin; i < end; ++i) {
-          const int32_t* own = columns.data() + i * kTile;
-          const int64_t t = owners[i];
-          const uint8_t** next = nullptr;
-          if (i + 1 < end) rows_of_columns(neurons, own + kTile, first_at, next = first[(i + 1) % 2]);
-          if (neurons.whole) {
-            rows_of_columns(neurons, own, layer_.record().up, second);
-            own_products(first[i % 2], second, t, affines, gates);
-            own_products(second, next, t, affines, ups);
-          } else {
-            own_products(first[i % 2], next, t, affines, ups);
-            for (int64_t r = 0; r < kTile; ++r)
-              gates[r] = own[r] < 0 ? 0.0f : neurons.scores[t * neurons.scores_stride + neurons.ids[own[r]]];
-          }
-          runner_.kernels().activate(activation_, gates, ups, ups, kTile);
-          float* h = hidden() + t * h_stride;
-          for (int64_t r = 0; r < kTile && own[r] >= 0; ++r) h[own[r]] = ups[r];
-        }
-      });
-}
-
-// Products of 16 rows with one token. `next`, if not null: 16 rows to prefetch into the cache.
-void FeedForwardPass::own_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t token,
-                                   uint8_t* affines, float* out) {
+// Products of 16 rows with tokens from t0 on -> (tokens, 16). `next`, if not null: 16 rows to prefetch into
+// the cache.
+void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, int64_t t0,
+                                        int64_t tokens, uint8_t* tile, float* out) {
   const KernelTable& kernels = runner_.kernels();
   const int64_t groups = layer_.groups();
-  if (layer_.bits() == 16) {
+  const int bits = layer_.bits();
+  if (bits == 16) {
     for (int64_t r = 0; r < kTile; ++r)
-      kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded + token * width(), 1,
-                          nullptr, nullptr, out + r, kTile, 0, 1);
+      kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded + t0 * width(),
+                          tokens, nullptr, nullptr, out + r, kTile, 0, 1);
     return;
   }
-  const QuantizedRows& x = x_.quantized;
-  gather_affines(layer_.bits(), groups, rows, affines, 4 * kTile);
-  kernels.linear_gathered(layer_.bits(), rows, next, reinterpret_cast<const uint16_t*>(affines),
-                          {x.codes + token * groups * kGroup, x.scales + token * groups,
-                           x.sums + token * groups, x.int_sums + token * groups, groups},
-                          out);
-}
-
-// Products of 16 rows with every token -> (T, 16). `next`, if not null: 16 rows to prefetch into the cache.
-void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_t* const* next, uint8_t* tile,
-                                        float* out) {
-  const KernelTable& kernels = runner_.kernels();
-  if (layer_.bits() == 16) {
-    for (int64_t r = 0; r < kTile; ++r)
-      kernels.linear_half(reinterpret_cast<const uint16_t*>(rows[r]), width(), x_.padded, x_.tokens, nullptr,
-                          nullptr, out + r, kTile, 0, 1);
-    return;
+  const QuantizedRows x{x_.quantized.codes + t0 * groups * kGroup, x_.quantized.scales + t0 * groups,
+                        x_.quantized.sums + t0 * groups, x_.quantized.int_sums + t0 * groups, groups};
+  if (tokens == 1) {
+    gather_affines(bits, groups, rows, tile, 4 * kTile);
+    kernels.linear_gathered(bits, rows, next, reinterpret_cast<const uint16_t*>(tile), x, out);
+  } else {
+    gather_tile(bits, groups, rows, next, tile);
+    kernels.linear_quantized(bits, tile, x, tokens, nullptr, nullptr, out, kTile, kTile, 0, 1);
   }
-  gather_tile(layer_.bits(), layer_.groups(), rows, next, tile);
-  kernels.linear_quantized(layer_.bits(), tile, x_.quantized, x_.tokens, nullptr, nullptr, out, kTile, kTile,
-                           0, 1);
 }
 
 void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_stride) {
@@ -269,8 +230,7 @@ void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_st
   const int64_t threads = runner_.pool().threads();
   const int64_t grain = padded_to_tile((groups + threads - 1) / threads);
   const int64_t pieces = (groups + grain - 1) / grain;
-  const int64_t share =
-      pieces < threads ? std::max<int64_t>((tokens * pieces + threads - 1) / threads, 2) : tokens;
+  const int64_t share = pieces < threads ? (tokens * pieces + threads - 1) / threads : tokens;
   const int64_t shares = (tokens + share - 1) / share;
   const int64_t lanes_width = padded_to_tile(groups) * kTile;
   if (!selected_order_) {

@@ -137,6 +137,38 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
         assert alone.tobytes() == dense.tobytes() == together[token : token + 1].tobytes()
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("share", [0.1, 0.6])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+def test_gates_of_any_sign_count_unless_they_are_zero(bits: Bits, share: float, tokens: int) -> None:
+    """As with thresholds: what is cut off has a gate of zero. Tokens share few neurons, or most."""
+    layer, act = Layer.of(200, 330, bits), ACTIVATIONS.index("silu")
+    x, part = normal(tokens, 200, seed=3), layer.source.layout.part_offsets[1]
+    rng = np.random.default_rng(5)
+
+    def selected(runner: _native.Runner, rows: slice, cut: NDArray[np.bool_]) -> Float32:
+        gates = layer.gates(runner, x[rows])
+        gates[cut[rows]] = np.where(rng.random(cut[rows].sum()) < 0.5, 0.0, -0.0)
+        ids = np.flatnonzero((gates != 0).any(axis=0)).astype(np.int32)
+        copies = [layer.records[i, part:].copy() for i in ids]
+        parts = np.array([copy.ctypes.data for copy in copies], dtype=np.uint64)
+        out = np.full(x[rows].shape, np.nan, dtype=np.float32)
+        forward = _native.FeedForwardPass(runner, layer.native, x[rows], act)
+        forward.add_selected(ids, parts, False, gates)
+        forward.finish(out)
+        return out
+
+    cut = rng.random((tokens, 330)) > share
+    together = on_every_target(lambda runner: selected(runner, slice(tokens), cut))
+    for token in range(tokens):
+        one = slice(token, token + 1)
+        alone = on_every_target(lambda runner, rows=one: selected(runner, rows, cut))
+        dense = on_every_target(
+            lambda runner, rows=one, t=token: layer.without(cut[t]).dense(runner, x[rows], act)
+        )
+        assert alone.tobytes() == dense.tobytes() == together[one].tobytes()
+
+
 def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
     """Scores (T, F) by which each token selects its own neurons."""
     scores = normal(tokens, neurons, seed=4)
@@ -159,7 +191,7 @@ def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
 @pytest.mark.parametrize("pattern", ["sparse", "dense", "runs", "alone"])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(200, 330), (1100, 150)])
-@pytest.mark.parametrize("tokens", [2, 4, 7, 8, 17, 33])
+@pytest.mark.parametrize("tokens", [2, 3, 4, 7, 8, 16, 33])
 def test_tokens_together_have_the_bits_of_each_alone(
     hidden: int, neurons: int, bits: Bits, tokens: int, pattern: str
 ) -> None:

@@ -134,7 +134,7 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
   const ondevice::Matrix gate = gate_matrix(runner, bits, hidden, records);
   const ondevice::Norm norm{weight.data(), 1e-5f};
   for (int act = 0; act < 5; ++act)
-    for (const int64_t tokens : {1, 2, 5, 17}) {
+    for (const int64_t tokens : {1, 2, 3, 7, 17}) {
       Floats y(static_cast<size_t>(tokens * hidden)), gates(static_cast<size_t>(tokens * neurons));
       gate.forward(runner, x.data(), hidden, tokens, nullptr, gates.data());
       const Activation activation = static_cast<Activation>(act);

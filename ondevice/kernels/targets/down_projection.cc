@@ -109,6 +109,7 @@ void down_all(const uint8_t* group, int64_t blocks, const float* h, int64_t h_st
                                               y_stride, lanes + t * lanes_stride, lanes_stride);
     t += TT;
   };
+  static_assert(kPairedTokens == 0 || kPairedTokens == 4, "three and four tokens are paired");
   constexpr Count<kPairedTokens ? 2 : 1> kSide{};
   while (t + kTokenTile <= tokens) add(Count<kTokenTile>(), Count<1>());
   if (kTokenTile > 4 && t + 4 <= tokens) add(Count<4>(), kSide);

@@ -32,7 +32,6 @@ static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&o
   out[0] = join_quarters(quads);
 }
 static inline void order_pieces(I (&)[1]) {}
-static inline void order_pieces(B (&)[1]) {}
 
 #if !defined(ONDEVICE_WIDE_ROWS)
 // Pieces of 16 bytes of a row that are computed at once.

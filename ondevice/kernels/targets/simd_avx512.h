@@ -101,9 +101,8 @@ static inline void interleave_rows(const uint8_t* const* rows, int64_t at, B (&o
   out[2].v = _mm512_unpacklo_epi16(ab_high, cd_high);
   out[3].v = _mm512_unpackhi_epi16(ab_high, cd_high);
 }
-// Quads of interleave_rows, or sums of their products -> the order of the rows: p[i] has the i-th 16 bytes.
-template <class V>
-static inline void order_pieces(V (&p)[kRowPieces]) {
+// Sums of products of interleave_rows -> the order of the rows: p[i] has the i-th 16 bytes.
+static inline void order_pieces(I (&p)[kRowPieces]) {
   const __m512i low01 = _mm512_shuffle_i32x4(p[0].v, p[1].v, 0x44);
   const __m512i high01 = _mm512_shuffle_i32x4(p[0].v, p[1].v, 0xee);
   const __m512i low23 = _mm512_shuffle_i32x4(p[2].v, p[3].v, 0x44);

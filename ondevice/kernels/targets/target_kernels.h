@@ -75,7 +75,7 @@ static inline void quantize_group(const F v[4], float magnitude, bool nibble_ord
                      nibble_order);
 }
 
-// A number of tokens, of tiles or of pieces of a row that are computed together.
+// A number of tokens or of tiles that are computed together.
 template <int N>
 using Count = std::integral_constant<int, N>;
 
@@ -83,8 +83,8 @@ using Count = std::integral_constant<int, N>;
 constexpr int64_t kAhead = 4096;
 
 #if defined(ONDEVICE_WORD_SUMS)
-// dot_block by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high one weighted by
-// 16.
+// dot_blocks of one block, by sums of eight in 16 bits. Codes of 8 bits are multiplied as two of 4, the high
+// one weighted by 16.
 template <int BITS, int TT>
 static inline void dot_block_words(const uint8_t* block, const int8_t* const* x, F* sums) {
   constexpr int kParts = 2, kVectors = BITS;  // 64 bytes each; a part has eight quads of columns
@@ -142,7 +142,7 @@ static inline void dot_blocks(const uint8_t* const* blocks, const int8_t* const*
   I a[N][TT], b[N][TT];
   for (int n = 0; n < N; ++n)
     for (int t = 0; t < TT; ++t) a[n][t] = b[n][t] = int_zero();
-  // Eight columns of 4 bits, or of 8 bits, at a time.
+  // Eight columns at a time, of 4 or 8 bits.
   for (int v = 0; v < 8; ++v) {
     B low[N], high[N];
     for (int n = 0; n < N; ++n) {
