@@ -50,7 +50,12 @@ from ondevice.converters.training.streams.loss import (
     stored_parameters,
     stream_loss,
 )
-from ondevice.converters.training.streams.options import MOST_LAYERS, MultiStreamOptions, resident_prefix
+from ondevice.converters.training.streams.options import (
+    MOST_LAYERS,
+    RESIDENT_PARTS,
+    MultiStreamOptions,
+    resident_prefix,
+)
 from ondevice.converters.training.streams.write import write_streams
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import OndeviceError, UsageError
@@ -59,7 +64,8 @@ WARM_UP_SHARE = 0.05
 """Share of the steps in which the learning rate rises, before it falls as a cosine."""
 MOST_GRADIENT = 1.0
 """Largest norm of all gradients together; larger ones are clipped."""
-MOST_RESIDENT_TOKENS = 16
+MOST_RESIDENT_TOKENS = RESIDENT_PARTS
+"""Most last tokens whose neurons streams are trained with; without ReLU, as many parts of a layer."""
 METHOD = 2
 """Version of the training. It changes whenever the same arguments would come to other numbers."""
 SAVE_SECONDS = 60.0
