@@ -204,8 +204,8 @@ def _identity(bundle: Bundle, pieces: Pieces, options: MultiStreamOptions) -> by
     text = hashlib.sha256()
     for piece in pieces:
         text.update(len(piece).to_bytes(8, "little") + np.array(piece, dtype="<i8").tobytes())
-    content = {"model": weights_digest(bundle.manifest), "text": text.hexdigest(), "options": asdict(options)}
-    content["method"] = METHOD
+    content = {"model": weights_digest(bundle.manifest), "text": text.hexdigest(), "method": METHOD}
+    content |= {"options": asdict(options)}
     return json.dumps(content, sort_keys=True, indent=1).encode()
 
 
