@@ -150,7 +150,7 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
                                "x" + std::to_string(neurons) + " act=" + std::to_string(act) +
                                " tokens=" + std::to_string(tokens);
       keep(out, name, y);
-      if (!selected && tokens > 1) {
+      if (tokens > 1) {
         ondevice::FeedForwardPass part(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
                                        activation);
         part.add(order, tokens / 2);
