@@ -111,7 +111,7 @@ def measure_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str
 
 
 def verdict(case: Case, rounds: Sequence[Comparison]) -> dict[str, Any]:
-    """A case's figures: each drafter's speed over plain decoding, and `auto`'s as AUTO_AT_LEAST is of it."""
+    """Each drafter's speed over plain decoding, and that of `auto` over the best without a second model."""
     ratios: dict[str, list[float]] = {}
     for found in rounds:
         of_round = rates(found)
