@@ -97,10 +97,12 @@ def copy_sidecars(source: Path, folder: Path, frequencies: Float32, tokens: int)
 
 
 def embed_sidecars(model: EmbeddedModel, folder: Path) -> None:
-    """Give the large bundle in `folder` what the small one has, and hotness."""
+    """Give the large bundle in `folder` what the small one has, and hotness where gates are zero."""
     large, small = Bundle.open(folder), Bundle.open(model.small.bundle.path)
     if small.streams is not None:
         _embed_streams(model, small.streams, load_file(small.path / STREAMS), large)
+    if not large.config.zeros_gates:
+        return
     facts = small.predictors
     stored: Tensors = {} if facts is None else load_file(small.path / PREDICTORS)
     layers = []
@@ -113,8 +115,7 @@ def embed_sidecars(model: EmbeddedModel, folder: Path) -> None:
             frequencies[layer, model.neuron_places(layer)] = model.frequencies[source]
     if facts is not None:
         _write_predictors(model, facts, layers, large)
-    if large.config.zeros_gates:
-        write_hotness(large, frequencies, len(model.text.entering[0]), folder)
+    write_hotness(large, frequencies, len(model.text.entering[0]), folder)
 
 
 def _embed_streams(model: EmbeddedModel, facts: MultiStreams, stored: Tensors, large: Bundle) -> None:
