@@ -119,6 +119,17 @@ def steady(passes: int = 1500, cold: bool = False, **options: Any) -> Scenario:
     return run
 
 
+def filling(passes: int = 300, **options: Any) -> Scenario:
+    """The first passes are slower, as memory fills: ten times at first."""
+
+    def run(clock: Clock) -> None:
+        for plain in (10.0, 7.0, 4.5, 3.0, 2.0, 1.5):
+            clock.run(1, **options, plain=plain)
+        clock.run(passes, **options)
+
+    return run
+
+
 def alternating(one: dict[str, Any], other: dict[str, Any], passes: int = 300) -> Scenario:
     def run(clock: Clock) -> None:
         for _ in range(4):
@@ -163,6 +174,10 @@ SCENARIOS: dict[str, Scenario] = {
     "budget alternates": alternating(GOOD | {"node": 1.0}, GOOD | {"plain": 10.0}, 600),
     "nodes' price alternates": alternating(GOOD | {"node": 0.05}, GOOD | {"node": 1.2}, 600),
     "long catch-ups": catching_up,
+    "memory fills": filling(claimed=0.5, node=0.25),
+    "memory fills, dear nodes": filling(claimed=0.5, node=0.6),
+    "memory fills, good": filling(claimed=0.8),
+    "memory fills, overconfident": filling(claimed=0.35, right=0.2, node=0.15),
 }
 CHANGES: dict[str, tuple[Any, str, float]] = {
     "all of a draft's nodes on trial": (policy, "TRIAL_NODES", DRAFT_NODES),
@@ -176,7 +191,12 @@ CHANGES: dict[str, tuple[Any, str, float]] = {
     "back-offs don't double": (back_off, "MAX_BACK_OFF", back_off.MIN_BACK_OFF),
     "back-offs begin with 1,536": (back_off, "MIN_BACK_OFF", back_off.MAX_BACK_OFF),
     "one plain pass at first": (back_off, "FIRST_PLAIN", 1),
-    "no plain passes while drafting": (back_off, "PLAIN_EVERY", NEVER),
+    "no plain passes while drafting": (back_off, "FIRST_PLAIN_EVERY", NEVER),
+    "plain passes while drafting at long intervals only": (
+        back_off,
+        "FIRST_PLAIN_EVERY",
+        back_off.PLAIN_EVERY,
+    ),
     "no slack": (back_off, "SLACK", 0.0),
     "twice the slack": (back_off, "SLACK", 1.0),
     "outliers count": (pass_time, "OUTLIER", NEVER),
