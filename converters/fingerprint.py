@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
-
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
+from ondevice.converters.checkpoints.base import Checkpoint
 
 _SAMPLE_BYTES = 512
 
@@ -20,16 +18,10 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256(checkpoint.source_format.encode())
     for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(_sample(tensor, 0))
-        digest.update(_sample(tensor, tensor.nbytes // 2))
+        digest.update(tensor.sample(0, _SAMPLE_BYTES))
+        digest.update(tensor.sample(tensor.nbytes // 2, _SAMPLE_BYTES))
     for name, blob in sorted(checkpoint.tokenizer.blobs.items()):
         digest.update(f"{name} {len(blob)}\n".encode())
         digest.update(blob)
     digest.update(repr((checkpoint.tokenizer.info, sorted(checkpoint.generation.items()))).encode())
     return digest.hexdigest()
-
-
-def _sample(tensor: SourceTensor, start: int) -> bytes:
-    sample = np.empty(min(_SAMPLE_BYTES, tensor.nbytes - start), dtype=np.uint8)
-    tensor.file.read_into(tensor.offset + start, sample)
-    return sample.tobytes()

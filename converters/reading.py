@@ -89,9 +89,9 @@ def _neurons(checkpoint: Checkpoint, layer: int) -> Iterator[Block]:
     name = names.LayerNames(layer)
     gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))
     sources = (gate.name, up.name, down.name)
-    neurons, hidden = gate.shape
+    neurons = gate.shape[0]
     step = _rows_per_block(gate)
-    held = max(1, DOWN_BLOCK_BYTES // (down.itemsize * hidden * step)) * step
+    held = max(1, DOWN_BLOCK_BYTES * neurons // (down.nbytes * step)) * step
     for first in range(0, neurons, held):
         columns = down.columns(first, min(first + held, neurons))
         for start in range(first, first + columns.shape[1], step):
@@ -112,4 +112,4 @@ def _matrix(file: str, tensor: str, sources: Sequence[SourceTensor]) -> Iterator
 
 def _rows_per_block(source: SourceTensor) -> int:
     """Rows read at a time: a multiple of 16, the rows that the kernels quantise together."""
-    return max(16, BLOCK_BYTES // (source.itemsize * source.shape[1]) // 16 * 16)
+    return max(16, BLOCK_BYTES * source.shape[0] // source.nbytes // 16 * 16)

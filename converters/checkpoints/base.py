@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,9 +81,53 @@ class SourceFile:
             self._descriptor = -1
 
 
+class SourceTensor(Protocol):
+    """A tensor of a checkpoint, whatever its format: a matrix read in blocks of rows or columns, or a vector.
+
+    Legend: R rows, C columns.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str:
+        """The type of its values as stored, for messages and the fingerprint."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the checkpoint."""
+        ...
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """The files that hold it."""
+        ...
+
+    def rows(self, start: int, stop: int) -> Weights:
+        """Rows [start, stop) of a matrix, (stop - start, C): float32, float16, or bfloat16 as uint16."""
+        ...
+
+    def columns(self, start: int, stop: int) -> Weights:
+        """Columns [start, stop) of a matrix, (R, stop - start), in the types of `rows`."""
+        ...
+
+    def vector(self) -> NDArray[np.float32]:
+        """A one-dimensional tensor as float32. Raises CheckpointError if a value isn't finite."""
+        ...
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        """Up to `nbytes` of its bytes as stored, from byte `start` on. They tell it from other tensors."""
+        ...
+
+
 @dataclass(frozen=True)
-class SourceTensor:
-    """A tensor inside a checkpoint file: row-major, at byte `offset`.
+class StoredTensor:
+    """A `SourceTensor` of plain floating-point values: row-major, at byte `offset` of `file`.
 
     interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding.
     Its rows are then returned in rotate-half order, (i, i + head_dim / 2), as every bundle stores them.
@@ -97,15 +141,14 @@ class SourceTensor:
     interleaved_head_dim: int = 0
 
     @property
-    def itemsize(self) -> int:
-        return NUMPY_TYPES[self.dtype].itemsize
+    def nbytes(self) -> int:
+        return self._itemsize * prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
-        return self.itemsize * prod(self.shape)
+    def files(self) -> tuple[SourceFile, ...]:
+        return (self.file,)
 
     def rows(self, start: int, stop: int) -> Weights:
-        """Rows [start, stop) of a matrix, (stop - start, C), in the stored type (bfloat16 as uint16)."""
         if not self.interleaved_head_dim:
             return self._contiguous(start, stop)
         size = self.interleaved_head_dim
@@ -115,17 +158,15 @@ class SourceTensor:
         return halves[start - first : stop - first]
 
     def columns(self, start: int, stop: int) -> Weights:
-        """Columns [start, stop) of a matrix, (R, stop - start), in the stored type."""
         rows, cols = self.shape
         if (start, stop) == (0, cols):
             return self._contiguous(0, rows)
         out = np.empty((rows, stop - start), dtype=NUMPY_TYPES[self.dtype])
         for row in range(rows):
-            self.file.read_into(self.offset + self.itemsize * (row * cols + start), out[row])
+            self.file.read_into(self.offset + self._itemsize * (row * cols + start), out[row])
         return out
 
     def vector(self) -> NDArray[np.float32]:
-        """A one-dimensional tensor as float32. Raises CheckpointError if a value isn't finite."""
         out = np.empty(self.shape, dtype=NUMPY_TYPES[self.dtype])
         self.file.read_into(self.offset, out)
         values = to_float32(out)
@@ -133,10 +174,17 @@ class SourceTensor:
             raise CheckpointError(f"{self.name} holds NaN or infinity; the checkpoint is damaged")
         return values
 
+    def sample(self, start: int, nbytes: int) -> bytes:
+        return self.file.read(self.offset + start, min(nbytes, self.nbytes - start))
+
+    @property
+    def _itemsize(self) -> int:
+        return NUMPY_TYPES[self.dtype].itemsize
+
     def _contiguous(self, start: int, stop: int) -> Weights:
         cols = self.shape[1]
         out = np.empty((stop - start, cols), dtype=NUMPY_TYPES[self.dtype])
-        self.file.read_into(self.offset + self.itemsize * start * cols, out)
+        self.file.read_into(self.offset + self._itemsize * start * cols, out)
         return out
 
 
@@ -170,7 +218,7 @@ class Checkpoint:
     @property
     def source_files(self) -> list[SourceFile]:
         """Files that hold tensors, each once, sorted by path."""
-        files = {tensor.file.path: tensor.file for tensor in self.tensors.values()}
+        files = {file.path: file for tensor in self.tensors.values() for file in tensor.files}
         return [files[path] for path in sorted(files)]
 
     def close(self) -> None:

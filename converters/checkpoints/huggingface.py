@@ -111,7 +111,7 @@ def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTenso
     for shard_name, shard in shards.items():
         for name, tensor in shard.items():
             if name in tensors:
-                other = tensors[name].file.path.name
+                other = tensors[name].files[0].path.name
                 raise CheckpointError(
                     f"{other} and {shard_name} both hold {name}; which is meant isn't known; download both"
                 )
@@ -149,7 +149,7 @@ def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, 
 def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
     """Check the head that a tied model's files may hold too: it must be equal to the embedding."""
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-    block = max(1, (4 << 20) // (embedding.itemsize * embedding.shape[1]))
+    block = max(1, (4 << 20) * embedding.shape[0] // embedding.nbytes)
     for start in range(0, embedding.shape[0] if same else 0, block):
         stop = min(start + block, embedding.shape[0])
         same = same and np.array_equal(

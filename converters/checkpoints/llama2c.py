@@ -1,7 +1,7 @@
 """llama2.c `.bin` files: the legacy layout (seven int32, then float32 weights) and its tokenizer.
 
 The header is dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size (negative if the head has its own
-weights) and seq_len. In these files rotary embedding pairs neighbouring rows; `SourceTensor` returns them in
+weights) and seq_len. In these files rotary embedding pairs neighbouring rows; `StoredTensor` returns them in
 rotate-half order.
 """
 
@@ -21,7 +21,7 @@ from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.checkpoints.base import (
     Checkpoint,
     SourceFile,
-    SourceTensor,
+    StoredTensor,
     TokenizerFiles,
     printable,
 )
@@ -133,19 +133,19 @@ def _floats(config: ModelConfig, tied: bool) -> int:
     return sum(prod(shape) for _, shape in _sections(config, tied))
 
 
-def _tensors(file: SourceFile, config: ModelConfig, tied: bool) -> dict[str, SourceTensor]:
+def _tensors(file: SourceFile, config: ModelConfig, tied: bool) -> dict[str, StoredTensor]:
     whole = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "head": HEAD}
-    tensors: dict[str, SourceTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     offset = HEADER.size
     for section, shape in _sections(config, tied):
         if section in whole:
-            tensors[whole[section]] = SourceTensor(whole[section], "F32", shape, file, offset)
+            tensors[whole[section]] = StoredTensor(whole[section], "F32", shape, file, offset)
         elif section:
             pairs = config.head_dim if section in ("q", "k") else 0
             for layer in range(config.num_layers):
                 name = _layer_name(LayerNames(layer), section)
                 start = offset + 4 * layer * prod(shape[1:])
-                tensors[name] = SourceTensor(name, "F32", shape[1:], file, start, pairs)
+                tensors[name] = StoredTensor(name, "F32", shape[1:], file, start, pairs)
         offset += 4 * prod(shape)
     return tensors
 

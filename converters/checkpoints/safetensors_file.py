@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, get_args
 
 from ondevice.bundle.strict_json import unique_keys
-from ondevice.converters.checkpoints.base import SourceFile, SourceTensor, StoredType
+from ondevice.converters.checkpoints.base import SourceFile, StoredTensor, StoredType
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 8 << 20
@@ -25,7 +25,7 @@ BITS = {
 """Bits of a value, by the type's name in the format."""
 
 
-def read_tensors(file: SourceFile) -> dict[str, SourceTensor]:
+def read_tensors(file: SourceFile) -> dict[str, StoredTensor]:
     """Every tensor of `file`, by name.
 
     Raises CheckpointError if the file is truncated or its header isn't sound, UnsupportedModelError for a
@@ -85,14 +85,14 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
-def _tensor(name: str, entry: dict[str, Any], file: SourceFile, offset: int) -> SourceTensor:
+def _tensor(name: str, entry: dict[str, Any], file: SourceFile, offset: int) -> StoredTensor:
     dtype = entry["dtype"]
     if dtype not in get_args(StoredType):
         raise UnsupportedModelError(
             f"{file.path.name}: {name} is stored as {dtype}; only F32, F16 and BF16 can be converted, so "
             "start from the checkpoint before it was quantised"
         )
-    return SourceTensor(name, dtype, tuple(entry["shape"]), file, offset)
+    return StoredTensor(name, dtype, tuple(entry["shape"]), file, offset)
 
 
 def _unsound(file: SourceFile, reason: str) -> CheckpointError:
