@@ -11,7 +11,7 @@ import pytest
 
 from ondevice.bundle.manifest import MAX_BLOB_BYTES
 from ondevice.bundle.reader import Bundle
-from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
+from ondevice.converters.checkpoints.base import SourceFile, StoredTensor
 from ondevice.converters.checkpoints.llama2c import convert_tokenizer, is_llama2c
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.checkpoints.safetensors_file import read_tensors
@@ -48,7 +48,7 @@ def test_interleaved_rows_come_in_halves_whatever_the_block(
 ) -> None:
     rows = np.arange(heads * head_dim * 4, dtype=np.float32).reshape(heads * head_dim, 4)
     (tmp_path / "w").write_bytes(rows.tobytes())
-    tensor = SourceTensor("w", "F32", rows.shape, SourceFile(tmp_path / "w"), 0, head_dim)
+    tensor = StoredTensor("w", "F32", rows.shape, SourceFile(tmp_path / "w"), 0, head_dim)
     expected = np.concatenate(
         [rows[h * head_dim + part : (h + 1) * head_dim : 2] for h in range(heads) for part in (0, 1)]
     )
