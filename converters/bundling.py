@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
-from ondevice.config import ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.converters.quantize import QuantizedRows, SquaredError, quantize, sampled_error
 from ondevice.converters.reading import Block
 from ondevice.kernels import _native
+from ondevice.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -67,22 +67,39 @@ def read_blocks(checkpoint: Checkpoint, wanted: Callable[[str, str], bool]) -> G
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
     """Every resident tensor (a matrix without `.codes`), and the checkpoint tensors it joins, in order."""
     config, tensors = checkpoint.config, checkpoint.tensors
-    for layer in range(config.num_layers):
+    for layer, spec in enumerate(config.layers):
         name, prefix = names.LayerNames(layer), f"layers.{layer}"
-        yield f"{prefix}.attention_norm.weight", [tensors[name.attention_norm]]
+        if spec.norms_input:
+            yield from _norm(checkpoint, layer, "attention_norm")
         yield f"{prefix}.attention.qkv", [tensors[name.projection(which)] for which in "qkv"]
-        if config.attention_bias:
+        if spec.attention.bias:
             yield f"{prefix}.attention.qkv.bias", [tensors[name.projection_bias(which)] for which in "qkv"]
-        if config.qk_norm:
+        if spec.attention.head_norm != "none":
             for which in "qk":
                 yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
         yield f"{prefix}.attention.out", [tensors[name.projection("o")]]
-        if config.attention_output_bias:
+        if spec.attention.output_bias:
             yield f"{prefix}.attention.out.bias", [tensors[name.projection_bias("o")]]
-        yield f"{prefix}.feed_forward_norm.weight", [tensors[name.feed_forward_norm]]
+        if spec.norms_output:
+            yield from _norm(checkpoint, layer, "attention_output_norm")
+        if spec.norms_input:
+            yield from _norm(checkpoint, layer, "feed_forward_norm")
+        if spec.norms_output:
+            yield from _norm(checkpoint, layer, "feed_forward_output_norm")
     yield "final_norm.weight", [tensors[names.FINAL_NORM]]
+    if config.norm.bias:
+        yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
     if not config.tie_embeddings:
         yield "head", [tensors[names.HEAD]]
+
+
+def _norm(
+    checkpoint: Checkpoint, layer: int, which: names.NormName
+) -> Iterator[tuple[str, list[SourceTensor]]]:
+    name, tensors = names.LayerNames(layer), checkpoint.tensors
+    yield f"layers.{layer}.{which}.weight", [tensors[name.norm(which)]]
+    if checkpoint.config.norm.bias:
+        yield f"layers.{layer}.{which}.bias", [tensors[name.norm_bias(which)]]
 
 
 def _neurons(checkpoint: Checkpoint, layer: int) -> Iterator[Block]:

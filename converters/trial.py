@@ -35,11 +35,14 @@ from ondevice.model.loading import (
     Rows,
     bundle_files,
     layer_parts,
+    layer_weights,
+    loaded_norm,
+    norm_parts,
     part_tasks,
 )
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
-from ondevice.model.weights import LayerWeights, ModelWeights
+from ondevice.model.weights import ModelWeights
 from ondevice.units import usable_cores
 
 TRIAL_TOKENS = 64
@@ -93,8 +96,7 @@ def _through_layer(
     x: Float32 | None,
 ) -> Float32:
     """(T, D) output of a layer for its input x (T, D); without x, the input is the tokens' embedding."""
-    windows = bundle.config.layer_windows[layer : layer + 1]
-    config = replace(bundle.config, num_layers=1, layer_windows=windows)
+    config = replace(bundle.config, layers=bundle.config.layers[layer : layer + 1])
     source = NeuronRecords(bundle, reader, layer)
     stride = source.layout.stride
     neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
@@ -103,10 +105,9 @@ def _through_layer(
         feed_forward = backend.load_feed_forward(0, source)
         feed_forward.neurons = _Pieces(source, neurons)
         parts = layer_parts(bundle, resident, layer)
-        fields = dict.fromkeys(("q_norm", "k_norm")) | _loaded(backend, parts)
-        weights = LayerWeights(**fields, feed_forward=feed_forward)
+        weights = layer_weights(config, _loaded(backend, parts), feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
-        model = Transformer(config, backend, ModelWeights(embedding, [weights], None, None))
+        model = Transformer(config, backend, ModelWeights(embedding, [weights], Norm(None, 1.0), None))
         # The arrays that a backend returns are valid only until its next op.
         return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
 
@@ -131,7 +132,6 @@ def _logits(
     rows: Rows = partial(resident.rows, "head")
     if config.tie_embeddings:
         rows = EmbeddingRecords(bundle, reader).rows
-    norm = Norm(resident.vector("final_norm.weight"), config.rms_norm_eps)
     count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, bits).nbytes)
     for first in range(0, config.vocab_size, count):
 
@@ -141,8 +141,11 @@ def _logits(
         backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
-            head = _loaded(backend, [MatrixPart("head", number, config.hidden_size, bits, piece)])["head"]
-            yield np.array(backend.linear(x, head, norm))
+            norm = norm_parts(config, resident, "final_norm")
+            loaded = _loaded(backend, [*norm, MatrixPart("head", number, config.hidden_size, bits, piece)])
+            logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
+            cap = config.logit_soft_cap
+            yield np.array(backend.soft_cap(logits, cap) if cap else logits)
 
 
 def _loaded(backend: CpuBackend, parts: Sequence[Part]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Frozen configuration: what a model is, how it is stored, how it runs, how it samples.
+"""Frozen configuration: how a model is stored, how it runs, how it samples.
 
 Each option has its one default here; the CLI and the API read them from these classes.
 """
@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
-from ondevice.errors import UnsupportedModelError, UsageError
+from ondevice.errors import UsageError
+from ondevice.model_config import SIZE_LIMITS
 
 BackendName = Literal["auto", "cpu", "mlx", "reference"]
 Sparsity = Literal["auto", "dense", "exact", "predicted", "threshold"]
 Speculation = Literal["auto", "off", "streams", "resident", "recycling", "lookup", "model"]
 WhenFull = Literal["drop", "stop"]
 """What a full conversation does: `drop` forgets its oldest turns, `stop` refuses the next one."""
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 GROUP_SIZE = 64
 MAX_STREAMS = 4
 """Most streams of a token."""
@@ -37,103 +36,6 @@ TARGET_RANGE = "above 0 and below 1"
 def is_target(share: float) -> bool:
     """True if `share` lies in TARGET_RANGE."""
     return 0.0 < share < 1.0
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Rotary frequency scaling: `linear` (position interpolation) or `llama3` (by wavelength)."""
-
-    kind: Literal["linear", "llama3"]
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_context: int = 8192
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape and arithmetic of a decoder-only transformer with a gated feed-forward.
-
-    Sizes are logical; storage pads quantised dimensions to multiples of `GROUP_SIZE`.
-    `layer_windows[i]` is layer i's sliding attention window in tokens, 0 for full attention.
-    """
-
-    architecture: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_context: int
-    hidden_act: Activation
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None = None
-    attention_bias: bool = False
-    attention_output_bias: bool = False
-    qk_norm: bool = False
-    tie_embeddings: bool = False
-    layer_windows: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, limit in _SIZE_LIMITS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= limit:
-                raise UnsupportedModelError(f"{name} is {value!r}; it must be an integer from 1 to {limit}")
-        if self.hidden_act not in ACTIVATIONS:
-            raise UnsupportedModelError(
-                f"hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
-        if self.head_dim % 2:
-            raise UnsupportedModelError(f"head_dim {self.head_dim} is odd; rotary embedding needs pairs")
-        if not 0.0 < self.rms_norm_eps < 1.0 or not 1.0 <= self.rope_theta < 1e12:
-            raise UnsupportedModelError(
-                f"rms_norm_eps {self.rms_norm_eps} or rope_theta {self.rope_theta} is out of range"
-            )
-        if not self.layer_windows:
-            object.__setattr__(self, "layer_windows", (0,) * self.num_layers)
-        if len(self.layer_windows) != self.num_layers or min(self.layer_windows) < 0:
-            raise UnsupportedModelError(
-                f"layer_windows must hold {self.num_layers} values of 0 or more, one per layer"
-            )
-
-    @property
-    def zeros_gates(self) -> bool:
-        """True if the activation turns gates below zero into exact zeros, so their neurons add nothing."""
-        return self.hidden_act in ("relu", "relu2")
-
-    @property
-    def query_size(self) -> int:
-        """Width of all query heads together."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def qkv_size(self) -> int:
-        """Rows of the fused query, key and value projection."""
-        return self.query_size + 2 * self.kv_size
-
-
-_SIZE_LIMITS = {
-    "hidden_size": 1 << 17,
-    "num_layers": 1 << 10,
-    "num_heads": 1 << 10,
-    "num_kv_heads": 1 << 10,
-    "head_dim": 1 << 10,
-    "intermediate_size": 1 << 20,
-    "vocab_size": 1 << 22,
-    "max_context": 1 << 24,
-}
 
 
 @dataclass(frozen=True)
@@ -255,7 +157,7 @@ class RuntimeConfig:
 _RUNTIME_LIMITS = {
     "threads": (0, MAX_THREADS),
     "draft_streams": (0, MAX_STREAMS),
-    "draft_head": (0, _SIZE_LIMITS["vocab_size"]),
+    "draft_head": (0, SIZE_LIMITS["vocab_size"]),
     "max_context": (0, MAX_CONTEXT),
     "prefill_chunk": (1, MAX_PREFILL_CHUNK),
 }

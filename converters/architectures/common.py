@@ -1,14 +1,28 @@
-"""Config keys that the families share: sizes, activation, rotary embedding and sliding windows."""
+"""What the families share: the keys of sizes and activations, and a config whose layers are alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ondevice.config import Activation, ModelConfig, RopeScaling
+import numpy as np
+
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.converters.architectures.rotary import RopeScaling, read_rope, rope_spec
+from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import (
+    Activation,
+    AttentionSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    ModelConfig,
+    NormPlaces,
+    NormSpec,
+    RopeSpec,
+)
 
 ACTIVATION_NAMES: dict[str, Activation] = {
     "silu": "silu",
@@ -25,25 +39,58 @@ ACTIVATION_NAMES: dict[str, Activation] = {
 }
 MAX_LAYERS = 1024
 
+Tensors = Mapping[str, SourceTensor]
+"""A checkpoint's tensors by name."""
+
+
+def unchanged(tensors: Tensors) -> Tensors:
+    """The tensors of a family that names and shapes them as `tensors.py` does."""
+    return tensors
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint's model, as its `config.json` describes it.
+
+    adapt: gives the checkpoint's tensors the names, shapes and order that `tensors.py` describes.
+    """
+
+    config: ModelConfig
+    adapt: Callable[[Tensors], Tensors] = unchanged
+
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: its names in `config.json`, and the function that reads its keys into a ModelConfig."""
+    """A model family.
+
+    Args:
+        model_type, class_name: its names in `config.json`.
+        read: reads its keys.
+    """
 
     model_type: str
     class_name: str
-    read: Callable[[ConfigReader], ModelConfig]
+    read: Callable[[ConfigReader], Description]
 
 
-def base_config(
-    reader: ConfigReader,
-    architecture: str,
-    *,
-    max_context: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-) -> dict[str, Any]:
-    """The ModelConfig fields that all families read alike.
+@dataclass(frozen=True)
+class Sizes:
+    """The keys that all families share."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_context: int
+
+
+def read_sizes(
+    reader: ConfigReader, *, max_context: int, kv_heads: int | None = None, head_dim: int | None = None
+) -> Sizes:
+    """Sizes from `config.json`.
 
     max_context, kv_heads, head_dim: the family's values for missing keys. For the last two, None or a null
     key means as many key-value heads as heads, and hidden_size / heads.
@@ -56,38 +103,174 @@ def base_config(
         kv_heads = reader.integer("num_key_value_heads", num_heads)
     if head_dim is None or reader.has("head_dim"):
         head_dim = reader.integer("head_dim", hidden_size // num_heads)
-    activation = reader.text("hidden_act", "silu")
-    if activation not in ACTIVATION_NAMES:
-        raise UnsupportedModelError(
-            f"config.json: hidden_act {shown(activation)} is not one of {', '.join(ACTIVATION_NAMES)}"
-        )
+    if head_dim < 1:
+        raise CheckpointError(f"config.json: a head would have {head_dim} dimensions")
     num_layers = reader.integer("num_hidden_layers")
     if not 1 <= num_layers <= MAX_LAYERS:
         raise UnsupportedModelError(
             f"config.json: num_hidden_layers is {num_layers}; the most is {MAX_LAYERS}"
         )
-    context = reader.integer("max_position_embeddings", max_context)
-    theta, scaling = _rope(reader, context)
-    reader.only("partial_rotary_factor", 1.0)
-    return {
-        "architecture": architecture,
-        "hidden_size": hidden_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": reader.integer("intermediate_size"),
-        "vocab_size": reader.integer("vocab_size"),
-        "max_context": context,
-        "hidden_act": ACTIVATION_NAMES[activation],
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "tie_embeddings": reader.boolean("tie_word_embeddings", False),
-    }
+    return Sizes(
+        hidden_size,
+        num_layers,
+        num_heads,
+        kv_heads,
+        head_dim,
+        reader.integer("intermediate_size"),
+        reader.integer("vocab_size"),
+        reader.integer("max_position_embeddings", max_context),
+    )
 
 
-def windows_by_layer(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
+def read_activation(reader: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
+    """The activation's name here. Raises UnsupportedModelError for one that isn't known."""
+    activation = reader.text(key, default)
+    if activation not in ACTIVATION_NAMES:
+        raise UnsupportedModelError(
+            f"config.json: {key} {shown(activation)} is not one of {', '.join(ACTIVATION_NAMES)}"
+        )
+    return ACTIVATION_NAMES[activation]
+
+
+def score_scale(width: float) -> float:
+    """1 / sqrt(width) in float32: the usual factor of attention scores, for heads of `width` dimensions."""
+    return float(np.float32(1.0) / np.sqrt(np.float32(width)))
+
+
+def decoder(
+    architecture: str,
+    sizes: Sizes,
+    layers: Sequence[LayerSpec],
+    ropes: Sequence[RopeSpec],
+    **options: Any,
+) -> ModelConfig:
+    """The ModelConfig of these sizes and layers. options: its other fields."""
+    return ModelConfig(
+        architecture,
+        sizes.hidden_size,
+        sizes.num_heads,
+        sizes.num_kv_heads,
+        sizes.head_dim,
+        sizes.intermediate_size,
+        sizes.vocab_size,
+        sizes.max_context,
+        ropes=tuple(ropes),
+        layers=tuple(layers),
+        **options,
+    )
+
+
+def alike(
+    count: int,
+    attention: AttentionSpec,
+    activation: Activation,
+    windows: Sequence[int] = (),
+    norms: NormPlaces = "before",
+) -> list[LayerSpec]:
+    """`count` layers that differ in their attention windows at most; without `windows`, in nothing."""
+    feed_forward = FeedForwardSpec(activation)
+    return [
+        LayerSpec(replace(attention, window=window), feed_forward, norms)
+        for window in windows or [attention.window] * count
+    ]
+
+
+def llama_config(
+    architecture: str,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    vocab_size: int,
+    max_context: int,
+    hidden_act: Activation,
+    rms_norm_eps: float,
+    rope_theta: float,
+    rope_scaling: RopeScaling | None = None,
+    *,
+    attention_bias: bool = False,
+    attention_output_bias: bool = False,
+    qk_norm: bool = False,
+    tie_embeddings: bool = False,
+    layer_windows: Sequence[int] = (),
+) -> ModelConfig:
+    """A model with the blocks of Llama, Mistral, Qwen2 or Qwen3, whose layers may differ in their windows.
+
+    Args:
+        architecture: the family's name.
+        hidden_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.
+        intermediate_size, vocab_size, max_context: sizes.
+        hidden_act: activation of the feed-forward's gates.
+        rms_norm_eps: epsilon of the norms.
+        rope_theta: rotary base.
+        rope_scaling: scaling of rotary frequencies.
+        attention_bias: whether queries, keys and values have biases.
+        attention_output_bias: whether the attention output has one.
+        qk_norm: whether each head's queries and keys are normed.
+        tie_embeddings: whether the head is the embedding table.
+        layer_windows: attention window of each layer; empty for full attention.
+    """
+    sizes = Sizes(
+        hidden_size,
+        num_layers,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        intermediate_size,
+        vocab_size,
+        max_context,
+    )
+    attention = AttentionSpec(
+        score_scale(head_dim),
+        head_norm="head" if qk_norm else "none",
+        bias=attention_bias,
+        output_bias=attention_output_bias,
+    )
+    return decoder(
+        architecture,
+        sizes,
+        alike(num_layers, attention, hidden_act, layer_windows),
+        [rope_spec(rope_theta, head_dim, rope_scaling)],
+        norm=NormSpec("rms", rms_norm_eps),
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def read_llama(
+    reader: ConfigReader,
+    architecture: str,
+    *,
+    max_context: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    attention: Mapping[str, Any] | None = None,
+    windows: Callable[[int], Sequence[int]] = lambda num_layers: (),
+) -> ModelConfig:
+    """The ModelConfig of a family with a Llama's blocks, from a Llama's keys.
+
+    Args:
+        reader: of `config.json`.
+        architecture: the family's name.
+        max_context, kv_heads, head_dim: as in `read_sizes`.
+        attention: fields of every AttentionSpec.
+        windows: the attention window of each layer, given their number; empty for full attention.
+    """
+    sizes = read_sizes(reader, max_context=max_context, kv_heads=kv_heads, head_dim=head_dim)
+    spec = AttentionSpec(score_scale(sizes.head_dim), **(attention or {}))
+    layers = alike(sizes.num_layers, spec, read_activation(reader), windows(sizes.num_layers))
+    return decoder(
+        architecture,
+        sizes,
+        layers,
+        [read_rope(reader, sizes.head_dim, sizes.max_context)],
+        norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-6)),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+
+
+def read_windows(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     """Sliding window of each layer in tokens, from the keys of Qwen2 and Qwen3; 0 for full attention.
 
     A missing window is 4096. A null window switches all windows off, whatever use_sliding_window says.
@@ -95,20 +278,32 @@ def windows_by_layer(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     window = reader.integer("sliding_window", 4096)
     check_window(window)
     first = reader.integer("max_window_layers", 28)
-    kinds = reader.texts("layer_types")
     enabled = reader.boolean("use_sliding_window", False) and not reader.is_null("sliding_window")
+    kinds = read_layer_types(reader, num_layers)
     if kinds is None:
         return tuple(window if enabled and i >= first else 0 for i in range(num_layers))
+    if "sliding_attention" in kinds and not enabled:
+        raise CheckpointError(
+            "config.json: layer_types names sliding layers while use_sliding_window is false or "
+            "sliding_window is null; take config.json from the model's own repository"
+        )
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def read_layer_types(reader: ConfigReader, num_layers: int) -> list[str] | None:
+    """`layer_types`, a kind of attention for each layer; None where it is missing."""
+    kinds = reader.texts("layer_types")
+    if kinds is None:
+        return None
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise UnsupportedModelError(f"config.json: layer_types has {', '.join(sorted(unknown))}")
-    if len(kinds) != num_layers or ("sliding_attention" in kinds and not enabled):
+    if len(kinds) != num_layers:
         raise CheckpointError(
-            f"config.json: layer_types names {len(kinds)} layers of {num_layers}, or sliding layers while "
-            "use_sliding_window is false or sliding_window is null; take config.json from the model's own "
-            "repository"
+            f"config.json: layer_types names {len(kinds)} layers of {num_layers}; take config.json from the "
+            "model's own repository"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return kinds
 
 
 def check_window(window: int) -> None:
@@ -117,44 +312,11 @@ def check_window(window: int) -> None:
         raise CheckpointError(f"config.json: sliding_window is {window}; it must be 1 or more, or null")
 
 
-def _rope(reader: ConfigReader, max_context: int) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
-    older, newer = reader.section("rope_scaling"), reader.section("rope_parameters")
-    if older and newer and older != newer:
-        raise CheckpointError("config.json: rope_scaling and rope_parameters contradict each other")
-    where = "config.json: rope_parameters" if newer else "config.json: rope_scaling"
-    theta = reader.number("rope_theta", 10000.0)
-    original = reader.integer("original_max_position_embeddings", max_context)
-    rope = ConfigReader(newer or older or {}, where)
-    older_kind = rope.text("type", rope.text("rope_type", "default"))
-    kind = rope.text("rope_type", older_kind)
-    if kind != older_kind:
-        raise CheckpointError(f"{where}: rope_type {shown(kind)} and type {shown(older_kind)} contradict")
-    theta = rope.number("rope_theta", theta)
-    rope.only("partial_rotary_factor", 1.0)
-    scaling = None
-    if kind in ("linear", "llama3"):
-        fields: dict[str, Any] = {
-            "kind": kind,
-            "factor": rope.number("factor"),
-        }
-        if kind == "llama3":
-            fields["low_freq_factor"] = rope.number("low_freq_factor")
-            fields["high_freq_factor"] = rope.number("high_freq_factor")
-            inner = rope.integer("original_max_position_embeddings", original)
-            outer_wins = reader.has("original_max_position_embeddings")
-            fields["original_max_context"] = original if outer_wins else inner
-        scaling = RopeScaling(**fields)
-        _check_scaling(scaling, where)
-    elif kind != "default":
-        raise UnsupportedModelError(f"{where}: {shown(kind)} is not one of default, linear, llama3")
-    unused = {"original_max_position_embeddings", *(["factor"] if kind == "default" else [])}
-    rope.close(frozenset(unused))
-    return theta, scaling
+def float32(value: float) -> float:
+    """`value` rounded to float32."""
+    return float(np.float32(value))
 
 
-def _check_scaling(scaling: RopeScaling, where: str) -> None:
-    if scaling.factor < 1.0 or not 0.0 < scaling.low_freq_factor < scaling.high_freq_factor:
-        raise CheckpointError(
-            f"{where}: factor must be 1 or more, and high_freq_factor above low_freq_factor above 0"
-        )
+def root(value: int) -> float:
+    """The square root in float32."""
+    return float32(math.sqrt(value))

@@ -34,8 +34,9 @@ class ConfigReader:
     """Reads `config.json` key by key. It remembers the keys read, so that `close` can refuse the others."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        """where: what `values` are part of, for messages."""
         self._values = values
-        self._where = where
+        self.where = where
         self._read: set[str] = set()
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -78,6 +79,15 @@ class ConfigReader:
             raise self._wrong(key, value, "a list of names")
         return value or None
 
+    def numbers(self, key: str) -> list[float] | None:
+        """A list of finite numbers, or None where the key is missing, null or empty."""
+        value = self._value(key, [])
+        if not isinstance(value, list) or not all(
+            type(item) in (int, float) and abs(item) < 1e300 for item in value
+        ):
+            raise self._wrong(key, value, "a list of numbers")
+        return [float(item) for item in value] or None
+
     def has(self, key: str) -> bool:
         """True if the key is there, even with the value null."""
         return key in self._values
@@ -91,7 +101,7 @@ class ConfigReader:
         value = self._value(key, allowed)
         if value != allowed and not _is_off(value):
             raise UnsupportedModelError(
-                f"{self._where}: {key} is {shown(value)}, which this converter doesn't implement"
+                f"{self.where}: {key} is {shown(value)}, which this converter doesn't implement"
             )
 
     def close(self, harmless: frozenset[str] = frozenset()) -> None:
@@ -104,7 +114,7 @@ class ConfigReader:
         if unknown:
             listed = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(unknown)[:8])
             raise UnsupportedModelError(
-                f"{self._where} has keys that may change the arithmetic and aren't known here: {listed}"
+                f"{self.where} has keys that may change the arithmetic and aren't known here: {listed}"
             )
 
     def _value(self, key: str, default: Any) -> Any:
@@ -113,11 +123,11 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self._where} has no {key}; it isn't the config of a language model")
+            raise CheckpointError(f"{self.where} has no {key}; it isn't the config of a language model")
         return value
 
     def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: {key} is {shown(value)}; it must be {wanted}")
+        return CheckpointError(f"{self.where}: {key} is {shown(value)}; it must be {wanted}")
 
 
 def shown(value: object) -> str:

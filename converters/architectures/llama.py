@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from ondevice.config import ModelConfig
-from ondevice.converters.architectures.common import Family, base_config
+from ondevice.converters.architectures.common import Description, Family, read_llama
 from ondevice.converters.architectures.config_reader import ConfigReader
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
+def _read(reader: ConfigReader) -> Description:
     bias = reader.boolean("attention_bias", False)
     reader.only("mlp_bias", False)
     reader.only("pretraining_tp", 1)
-    fields = base_config(reader, "llama", max_context=2048)
-    return ModelConfig(**fields, attention_bias=bias, attention_output_bias=bias)
+    config = read_llama(reader, "llama", max_context=2048, attention={"bias": bias, "output_bias": bias})
+    return Description(config)
 
 
 LLAMA = Family("llama", "LlamaForCausalLM", _read)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from ondevice.config import ModelConfig
-from ondevice.converters.architectures.common import Family, base_config, windows_by_layer
+from ondevice.converters.architectures.common import Description, Family, read_llama, read_windows
 from ondevice.converters.architectures.config_reader import ConfigReader
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
-    fields = base_config(reader, "qwen2", max_context=32768, kv_heads=32)
+def _read(reader: ConfigReader) -> Description:
     reader.only("attention_bias", True)
-    windows = windows_by_layer(reader, fields["num_layers"])
-    return ModelConfig(**fields, attention_bias=True, layer_windows=windows)
+    config = read_llama(
+        reader,
+        "qwen2",
+        max_context=32768,
+        kv_heads=32,
+        attention={"bias": True},
+        windows=lambda num_layers: read_windows(reader, num_layers),
+    )
+    return Description(config)
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read)

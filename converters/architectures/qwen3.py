@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from ondevice.config import ModelConfig
-from ondevice.converters.architectures.common import Family, base_config, windows_by_layer
+from ondevice.converters.architectures.common import Description, Family, read_llama, read_windows
 from ondevice.converters.architectures.config_reader import ConfigReader
 
 
-def _read(reader: ConfigReader) -> ModelConfig:
+def _read(reader: ConfigReader) -> Description:
     bias = reader.boolean("attention_bias", False)
-    fields = base_config(reader, "qwen3", max_context=32768, kv_heads=32, head_dim=128)
-    windows = windows_by_layer(reader, fields["num_layers"])
-    return ModelConfig(
-        **fields, attention_bias=bias, attention_output_bias=bias, qk_norm=True, layer_windows=windows
+    config = read_llama(
+        reader,
+        "qwen3",
+        max_context=32768,
+        kv_heads=32,
+        head_dim=128,
+        attention={"bias": bias, "output_bias": bias, "head_norm": "head"},
+        windows=lambda num_layers: read_windows(reader, num_layers),
     )
+    return Description(config)
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read)

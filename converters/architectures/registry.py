@@ -5,19 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ondevice.config import ModelConfig
+from ondevice.converters.architectures.common import Description
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, ConfigReader, shown
+from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
+from ondevice.converters.architectures.glm4 import GLM4
+from ondevice.converters.architectures.granite import GRANITE
 from ondevice.converters.architectures.llama import LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
+from ondevice.converters.architectures.olmo2 import OLMO2
+from ondevice.converters.architectures.phi3 import PHI3
 from ondevice.converters.architectures.qwen2 import QWEN2
 from ondevice.converters.architectures.qwen3 import QWEN3
+from ondevice.converters.architectures.smollm3 import SMOLLM3
 from ondevice.errors import UnsupportedModelError
+from ondevice.model_config import ModelConfig
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GLM4, SMOLLM3, GRANITE, OLMO2)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def read_config(values: Mapping[str, Any]) -> ModelConfig:
-    """The ModelConfig of a parsed `config.json`.
+    """The ModelConfig of a parsed `config.json`; raises as `describe`."""
+    return describe(values).config
+
+
+def describe(values: Mapping[str, Any]) -> Description:
+    """The model that a parsed `config.json` describes.
 
     Raises UnsupportedModelError for another family or head, for a value that isn't implemented, and for an
     unknown key. Raises CheckpointError for a key that is missing or has the wrong type.
@@ -35,6 +48,6 @@ def read_config(values: Mapping[str, Any]) -> ModelConfig:
             f"config.json: architectures is {shown(names)}; only {family.class_name} can be converted"
         )
     reader.only("is_encoder_decoder", False)
-    config = family.read(reader)
+    description = family.read(reader)
     reader.close(HARMLESS_KEYS)
-    return config
+    return description

@@ -1,14 +1,30 @@
-"""Names and shapes of a checkpoint's tensors. The families share them; some biases and norms are optional."""
+"""Names and shapes of a model's tensors, as the converter reads them. They are those of a Llama checkpoint,
+and names of our own for what that lacks. `Family.adapt` gives them to other families' tensors.
+
+The rows of queries and keys are in rotate-half order: pairs (i, i + Dh / 2) turn together. A norm's weight is
+what its input is multiplied by.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from ondevice.config import ModelConfig
+from ondevice.model_config import LayerSpec, ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
+FINAL_NORM_BIAS = "model.norm.bias"
 HEAD = "lm_head.weight"
+
+NormName = Literal["attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm"]
+NORM_NAMES: tuple[NormName, ...] = get_args(NormName)
+_NORM_NAMES: dict[NormName, str] = {
+    "attention_norm": "input_layernorm",
+    "attention_output_norm": "attention_output_layernorm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward_output_norm": "feed_forward_output_layernorm",
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +41,7 @@ class LayerNames:
         return f"model.layers.{self.layer}.self_attn.{which}_proj.bias"
 
     def head_norm(self, which: str) -> str:
-        """Norm over one head of q or k."""
+        """Norm of q or k, over each head or over the whole projection."""
         return f"model.layers.{self.layer}.self_attn.{which}_norm.weight"
 
     @property
@@ -40,33 +56,46 @@ class LayerNames:
     def down(self) -> str:
         return f"model.layers.{self.layer}.mlp.down_proj.weight"
 
-    @property
-    def attention_norm(self) -> str:
-        return f"model.layers.{self.layer}.input_layernorm.weight"
+    def norm(self, which: NormName) -> str:
+        """Weight of a norm: on the input or the output of attention or the feed-forward."""
+        return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.weight"
 
-    @property
-    def feed_forward_norm(self) -> str:
-        return f"model.layers.{self.layer}.post_attention_layernorm.weight"
+    def norm_bias(self, which: NormName) -> str:
+        return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.bias"
+
+    def norms(self, spec: LayerSpec) -> tuple[NormName, ...]:
+        """The norms that this layer has, in the order of a bundle."""
+        return tuple(
+            name
+            for name in NORM_NAMES
+            if (spec.norms_output if name.endswith("_output_norm") else spec.norms_input)
+        )
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a model, by the names that all families share."""
+    """Shape of every tensor of a model, by its name here."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for layer in range(config.num_layers):
+    for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
         for projection, rows in zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True):
             shapes[name.projection(projection)] = (rows, hidden)
-            if config.attention_bias:
+            if spec.attention.bias:
                 shapes[name.projection_bias(projection)] = (rows,)
         shapes[name.projection("o")] = (hidden, config.query_size)
-        if config.attention_output_bias:
+        if spec.attention.output_bias:
             shapes[name.projection_bias("o")] = (hidden,)
-        if config.qk_norm:
-            shapes[name.head_norm("q")] = shapes[name.head_norm("k")] = (config.head_dim,)
+        for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
+            if size:
+                shapes[name.head_norm(which)] = (size,)
         shapes |= {name.gate: (inner, hidden), name.up: (inner, hidden), name.down: (hidden, inner)}
-        shapes |= {name.attention_norm: (hidden,), name.feed_forward_norm: (hidden,)}
+        for norm in name.norms(spec):
+            shapes[name.norm(norm)] = (hidden,)
+            if config.norm.bias:
+                shapes[name.norm_bias(norm)] = (hidden,)
     shapes[FINAL_NORM] = (hidden,)
+    if config.norm.bias:
+        shapes[FINAL_NORM_BIAS] = (hidden,)
     if not config.tie_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     return shapes

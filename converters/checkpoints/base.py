@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.manifest import TokenizerInfo
-from ondevice.config import ModelConfig
 from ondevice.converters.quantize import Weights, to_float32
 from ondevice.errors import CheckpointError, reading_failed
+from ondevice.model_config import ModelConfig
 
 StoredType = Literal["F32", "F16", "BF16"]
 NUMPY_TYPES: dict[StoredType, np.dtype[Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from ondevice.bundle.manifest import GENERATION_RANGES
-from ondevice.config import LEAST_TEMPERATURE, ModelConfig
-from ondevice.converters.architectures.registry import read_config
+from ondevice.config import LEAST_TEMPERATURE
+from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, StoredTensor, printable
 from ondevice.converters.checkpoints.safetensors_file import read_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import read_tokenizer
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,9 +36,10 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     sound but can't be converted.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    config = read_config(values)
+    description = describe(values)
+    config = description.config
     with ExitStack() as refused:
-        tensors = _select(_all_tensors(folder, refused), config)
+        tensors = _select(description.adapt(_all_tensors(folder, refused)), config)
         generation = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES)
         tokenizer = read_tokenizer(folder, values, generation, config.vocab_size)
         refused.pop_all()
@@ -70,7 +73,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, SourceTensor]:
+def _all_tensors(folder: SourceFolder, opened: ExitStack) -> Mapping[str, SourceTensor]:
     """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
         return read_tensors(_opened(folder.file(SINGLE), opened))
@@ -89,7 +92,7 @@ def _opened(path: Path, opened: ExitStack) -> SourceFile:
     return opened.enter_context(closing(SourceFile(path)))
 
 
-def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, SourceTensor]:
+def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, StoredTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files; download it again")
     shards = {}
@@ -105,9 +108,9 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     return _merged(shards)
 
 
-def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTensor]:
+def _merged(shards: dict[str, dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
     """The tensors of all shards. A tensor that two shards hold is ambiguous, so it is refused."""
-    tensors: dict[str, SourceTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for shard_name, shard in shards.items():
         for name, tensor in shard.items():
             if name in tensors:
@@ -119,7 +122,7 @@ def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTenso
     return tensors
 
 
-def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
+def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
     """The tensors of the model, checked against the config, without redundant ones."""
     expected = tensor_shapes(config)
     missing = sorted(set(expected) - set(tensors))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ondevice.bundle.layout import TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
-from ondevice.config import ModelConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.converters.architectures.tensors import EMBEDDING, FINAL_NORM, HEAD, LayerNames
 from ondevice.converters.checkpoints import sentencepiece_model as proto
 from ondevice.converters.checkpoints.base import (
@@ -28,6 +28,7 @@ from ondevice.converters.checkpoints.base import (
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import check_usable
 from ondevice.errors import CheckpointError, OndeviceError
+from ondevice.model_config import ModelConfig
 
 HEADER = struct.Struct("<7i")
 BOS, EOS = 1, 2
@@ -85,8 +86,8 @@ def _config(name: str, header: bytes) -> tuple[ModelConfig, bool]:
     dim, hidden_dim, layers, heads, kv_heads, vocab, context = HEADER.unpack(header[: HEADER.size])
     if min(dim, hidden_dim, layers, heads, kv_heads, abs(vocab), context) < 1 or dim % heads:
         raise CheckpointError(f"{name} hasn't the header of a llama2.c checkpoint (legacy format); {_REMEDY}")
-    config = ModelConfig(
-        architecture="llama",
+    config = llama_config(
+        "llama",
         hidden_size=dim,
         num_layers=layers,
         num_heads=heads,
@@ -151,15 +152,12 @@ def _tensors(file: SourceFile, config: ModelConfig, tied: bool) -> dict[str, Sto
 
 
 def _layer_name(names: LayerNames, section: str) -> str:
-    if section in ("q", "k", "v", "o"):
-        return names.projection(section)
-    return {
-        "attention_norm": names.attention_norm,
-        "feed_forward_norm": names.feed_forward_norm,
-        "gate": names.gate,
-        "up": names.up,
-        "down": names.down,
-    }[section]
+    match section:
+        case "q" | "k" | "v" | "o":
+            return names.projection(section)
+        case "attention_norm" | "feed_forward_norm":
+            return names.norm(section)
+    return {"gate": names.gate, "up": names.up, "down": names.down}[section]
 
 
 def _find_tokenizer(path: Path, vocab_size: int) -> TokenizerFiles:

@@ -211,7 +211,7 @@ def _empty_context(model: Transformer, observed: ObservedBackend) -> KVCache:
 def _first_layers(model: Transformer, count: int) -> Transformer:
     """The model's first `count` layers, at least one."""
     count = max(1, count)
-    config = replace(model.config, num_layers=count, layer_windows=model.config.layer_windows[:count])
+    config = replace(model.config, layers=model.config.layers[:count])
     return Transformer(config, model.backend, replace(model.weights, layers=model.weights.layers[:count]))
 
 

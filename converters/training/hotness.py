@@ -16,8 +16,8 @@ from ondevice.bundle.files import disk_errors, write_durably
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST, Hotness, frequencies_bytes, hotness_text
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
-from ondevice.config import ModelConfig
 from ondevice.converters.training.activations import Activations
+from ondevice.model_config import ModelConfig
 
 COUNTED_TOKENS = 256
 """Tokens whose bits are unpacked together."""

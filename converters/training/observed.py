@@ -10,9 +10,9 @@ import numpy as np
 from ondevice.backends.base import Float32, Norm
 from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.config import Activation
 from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
+from ondevice.model_config import Activation
 
 Observer = Callable[[int, Float32, Float32], None]
 """Gets a layer's index, the inputs of its gates (T, D), and the gates (T, F) before the activation.
@@ -80,5 +80,5 @@ class ObservedCpu(Observed, CpuBackend):
 
     def normed(self, x: Float32, norm: Norm) -> Float32:
         found = np.empty_like(x)
-        _native.rms_norm(self.runner, x, *norm, found)
+        _native.norm(self.runner, x, norm, found)
         return found

@@ -32,13 +32,14 @@ from ondevice.bundle.thresholds import (
     thresholds_text,
 )
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import TRAIN_TOKENS, Activation
+from ondevice.config import TRAIN_TOKENS
 from ondevice.converters.training.activations import record_inputs, temporarily_recorded
 from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save_sidecar, write_tensors
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import NeuronRecords, bundle_files, record_chunk
+from ondevice.model_config import Activation
 from ondevice.units import usable_cores
 
 TARGETS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -118,7 +119,7 @@ def check(
     """
     if bundle.config.zeros_gates:
         raise UnsupportedModelError(
-            f"{bundle.name} has {bundle.config.hidden_act} gates, whose threshold is zero: --sparsity exact "
+            f"{bundle.name} has {bundle.config.activation} gates, whose threshold is zero: --sparsity exact "
             "leaves out what counts for nothing and keeps the text; thresholds are for silu and gelu"
         )
     return held_out(pieces, options.measured_share)
@@ -130,7 +131,7 @@ class LayerGates:
     def __init__(self, bundle: Bundle, source: NeuronRecords) -> None:
         """Reads the layer's records. Raises FlashReadError if they don't match their checksums."""
         self._runner = make_runner(usable_cores())
-        self._activation: Activation = bundle.config.hidden_act
+        self._activation: Activation = bundle.config.activation
         neurons, row = source.num_neurons, RowLayout(source.hidden_size, source.bits)
         self._gate, self._up = (_native.Matrix(neurons, row.cols, row.bits) for _ in range(2))
         self._down_lengths = np.empty(neurons, dtype=np.float32)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
-from ondevice.config import Activation, ModelConfig
+from ondevice.model_config import Activation, AttentionSpec, ModelConfig
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float16: TypeAlias = NDArray[np.float16]
@@ -214,14 +214,21 @@ class EmbeddingSource(Protocol):
 
 
 class Norm(NamedTuple):
-    """An RMS norm: x / sqrt(mean(x^2) + eps) * weight along the last axis; weight (n,) for x (..., n)."""
+    """An RMS norm: x / sqrt(mean(x^2) + eps) * weight + bias along the last axis; weight (n,) for x (..., n).
+
+    bias: (n,) or None. centred: whether the mean is taken from x first, which makes it a LayerNorm.
+    """
 
     weight: Vector
     eps: float
+    bias: Vector | None = None
+    centred: bool = False
 
 
 class HeadNorms(NamedTuple):
-    """The RMS norms (`Norm`) of every head's queries and keys; weights (Dh,)."""
+    """The RMS norms (`Norm`) of queries and keys: of every head, with weights (Dh,), or of all heads as one
+    vector, with weights (H * Dh,) and (KVH * Dh,).
+    """
 
     q: Vector
     k: Vector
@@ -317,11 +324,11 @@ class Backend(Protocol):
         position: int,
         cos: Float32,
         sin: Float32,
+        spec: AttentionSpec,
         norms: HeadNorms | None = None,
-        window: int = 0,
         tree: TokenTree | None = None,
     ) -> Array:
-        """Causal attention over stored and new keys and values; scores are scaled by 1 / sqrt(Dh).
+        """Causal attention over stored and new keys and values.
 
         Queries and keys are normed and rotated by halves. Then keys and values are quantised and stored,
         token t's at position + t, and are read back as stored. Query t sees positions 0 .. position + t.
@@ -332,8 +339,8 @@ class Backend(Protocol):
             layer: index of the layer.
             position: number of tokens stored before these.
             cos, sin: (T, Dh / 2) rotary tables, in host memory.
-            norms: norms of every head's queries and keys, if the model has them.
-            window: if above 0, a query sees only the last `window` of its positions.
+            spec: what scores are scaled and capped by, and the window of positions that a query sees.
+            norms: norms of queries and keys, if the model has them.
             tree: how the T tokens follow each other, if not as a text. Query t then sees what `tree.visible`
                 says. On `cpu` its result has the same bits as in a text that consists of its path.
 
@@ -341,7 +348,15 @@ class Backend(Protocol):
         """
         ...
 
-    def prefetch(self, x: Array, norm: Norm, weight: FeedForward) -> None:
+    def add_normed(self, x: Array, y: Array, norm: Norm) -> Array:
+        """x + norm(y), (T, D), for x and y (T, D); may overwrite both."""
+        ...
+
+    def soft_cap(self, x: Array, cap: float) -> Array:
+        """cap * tanh(x / cap), for x (T, N), which it may overwrite."""
+        ...
+
+    def prefetch(self, x: Array, norm: Norm | None, weight: FeedForward) -> None:
         """Prefetch the neurons of `weight` for an input near norm(x), x (R, D), if the backend prefetches.
 
         No result may depend on that.

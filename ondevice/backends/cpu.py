@@ -33,11 +33,10 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import ACTIVATIONS, Activation
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
+from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec
 
-NO_NORM = Norm(None, 0.0)
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
 VIEWS = 64
@@ -187,8 +186,7 @@ class CpuBackend(OffloadingBackend):
     ) -> Float32:
         matrix = weight.matrix
         out = self._buffer("linear", (len(x), matrix.rows)) if added is None else added
-        scale, eps = norm or NO_NORM
-        matrix.forward(self.runner, x, weight.bias, out, scale, eps, added)
+        matrix.forward(self.runner, x, weight.bias, out, norm, added)
         return out
 
     def kv_move(self, kv: KVStore, source: int, target: int) -> None:
@@ -213,8 +211,8 @@ class CpuBackend(OffloadingBackend):
         position: int,
         cos: Float32,
         sin: Float32,
+        spec: AttentionSpec,
         norms: HeadNorms | None = None,
-        window: int = 0,
         tree: TokenTree | None = None,
     ) -> Float32:
         layout, config = kv.layout, kv.layout.config
@@ -228,7 +226,9 @@ class CpuBackend(OffloadingBackend):
             config.num_heads,
             config.num_kv_heads,
             position,
-            window,
+            spec.window,
+            spec.scale,
+            spec.soft_cap,
             cos,
             sin,
             norms,
@@ -237,7 +237,15 @@ class CpuBackend(OffloadingBackend):
         )
         return out
 
-    def prefetch(self, x: Float32, norm: Norm, weight: CpuFeedForward) -> None:
+    def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
+        _native.add_normed(self.runner, x, y, norm)
+        return x
+
+    def soft_cap(self, x: Float32, cap: float) -> Float32:
+        _native.soft_cap(self.runner, x, cap)
+        return x
+
+    def prefetch(self, x: Float32, norm: Norm | None, weight: CpuFeedForward) -> None:
         selector = weight.selector
         if selector is not None:
             weight.neurons.prefetch(weight.index, len(x), lambda: self.scores(x, selector, norm))
@@ -255,7 +263,6 @@ class CpuBackend(OffloadingBackend):
             return self.dense_feed_forward(x, weight, activation, batch, norm, added)
         native, selector, act = weight.native, weight.selector, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
-        scale, eps = norm or NO_NORM
         resident = weight.neurons.begin_layer(weight.index, batch)
         if resident is not None and selector.cutoff is None:
             *narrow, scorer = selector.matrices
@@ -270,14 +277,13 @@ class CpuBackend(OffloadingBackend):
                 selector.predicted,
                 act,
                 out,
-                scale,
-                eps,
+                norm,
                 added,
             )
             resident.count_multiplied(count)
             return out
         scores, gates = self._scored(x, selector, norm)
-        forward = _native.FeedForwardPass(self.runner, native, x, act, scale, eps)
+        forward = _native.FeedForwardPass(self.runner, native, x, act, norm)
         for ids, parts in weight.neurons.select(weight.index, scores, batch):
             forward.add_selected(ids, parts, selector.predicted, gates)
         forward.finish(out, added)
@@ -298,12 +304,11 @@ class CpuBackend(OffloadingBackend):
         """
         native, act = weight.native, ACTIVATIONS.index(activation)
         out = self._buffer("feed_forward", x.shape) if added is None else added
-        scale, eps = norm or NO_NORM
         pieces = weight.neurons.offloaded(weight.index, batch)
         if pieces == ():
-            native.forward(self.runner, x, weight.segments, act, out, scale, eps, added)
+            native.forward(self.runner, x, weight.segments, act, out, norm, added)
             return out
-        forward = _native.FeedForwardPass(self.runner, native, x, act, scale, eps)
+        forward = _native.FeedForwardPass(self.runner, native, x, act, norm)
         if weight.segments:
             forward.add(weight.segments)
         for piece in pieces:
@@ -333,7 +338,7 @@ class CpuBackend(OffloadingBackend):
         norm: Norm | None = None,
     ) -> Float32:
         narrow = self._buffer("low rank", (len(x), down.matrix.rows))
-        down.matrix.forward(self.runner, x, None, narrow, *(norm or NO_NORM))
+        down.matrix.forward(self.runner, x, None, narrow, norm)
         if activation is not None:
             np.maximum(narrow, 0, out=narrow)
         wide = self._buffer("from low rank", (len(narrow), up.matrix.rows))
@@ -352,7 +357,7 @@ class CpuBackend(OffloadingBackend):
         """Scores (T, F) for norm(x), x (T, D), and gates (T, F), valid where the score is above zero."""
         for op, linear in zip(SCORES, selector.matrices, strict=False):
             out = self._buffer(op, (len(x), linear.matrix.rows))
-            linear.matrix.forward(self.runner, x, linear.bias, out, *(norm or NO_NORM))
+            linear.matrix.forward(self.runner, x, linear.bias, out, norm)
             x, norm = out, None
         return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
 

@@ -43,7 +43,7 @@ from ondevice.backends.mlx_weights import (
 )
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.bundle.layout import padded
-from ondevice.config import Activation
+from ondevice.model_config import Activation
 
 
 def compute_type() -> mx.Dtype:
@@ -158,7 +158,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         begin(self._begun)
         return self._begun
 
-    def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm | None, weight: MlxFeedForward) -> None:
         selector, tokens = weight.selector, x.shape[0]
         if selector is None:
             return

@@ -14,7 +14,7 @@ from ondevice.backends.base import EmbeddingSource, FeedForwardSource, LinearSou
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.config import Activation
+from ondevice.model_config import Activation
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MlxFloatBackend(MlxOps):
         product = x @ weight.weight.T
         return product if weight.bias is None else product + weight.bias
 
-    def prefetch(self, x: mx.array, norm: Norm, weight: MlxFeedForward) -> None:
+    def prefetch(self, x: mx.array, norm: Norm | None, weight: MlxFeedForward) -> None:
         """Everything is in memory."""
 
     def feed_forward(

@@ -19,7 +19,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import Activation
+from ondevice.model_config import Activation, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,34 @@ class MlxOps:
         position: int,
         cos: Float32,
         sin: Float32,
+        spec: AttentionSpec,
         norms: HeadNorms | None = None,
-        window: int = 0,
         tree: TokenTree | None = None,
     ) -> mx.array:
         config, tokens = kv.layout.config, qkv.shape[0]
         heads, width = config.num_heads, config.head_dim
         q, k, v = mx.split(qkv.reshape(tokens, -1, width), [heads, heads + config.num_kv_heads], axis=1)
         if norms is not None:
-            q, k = mx.fast.rms_norm(q, norms.q, norms.eps), mx.fast.rms_norm(k, norms.k, norms.eps)
+            q, k = _normed_heads(q, norms.q, norms.eps, spec), _normed_heads(k, norms.k, norms.eps, spec)
         turns = mx.array(cos), mx.array(sin)
         q, k = _turned(q, *turns), _turned(k, *turns)
         kv.arrays.write(layer, k, v, position)
         stored = kv.arrays.read(layer, position + tokens)
         q = q.astype(stored[0].dtype).swapaxes(0, 1)
-        context = mx.fast.scaled_dot_product_attention(
-            *(x[None] for x in (q, *stored)),
-            scale=1.0 / math.sqrt(width),
-            mask=_mask(position, tokens, window, tree),
-        )
-        return context[0].swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
+        if spec.soft_cap:
+            context = _capped_attention(q, stored, spec, _visible(position, tokens, spec.window, tree))
+        else:
+            mask = _mask(position, tokens, spec.window, tree)
+            context = mx.fast.scaled_dot_product_attention(
+                *(x[None] for x in (q, *stored)), scale=spec.scale, mask=mask
+            )[0]
+        return context.swapaxes(0, 1).reshape(tokens, heads * width).astype(mx.float32)
+
+    def add_normed(self, x: mx.array, y: mx.array, norm: Norm) -> mx.array:
+        return x + normed(y, norm)
+
+    def soft_cap(self, x: mx.array, cap: float) -> mx.array:
+        return cap * mx.tanh(x / cap)
 
     def rows(self, x: mx.array, tokens: Sequence[int]) -> mx.array:
         return x[mx.array(list(tokens))]
@@ -128,7 +136,31 @@ def activate(x: mx.array, activation: Activation) -> mx.array:
 
 
 def normed(x: mx.array, norm: Norm | None) -> mx.array:
-    return x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
+    """norm(x), or x without a norm."""
+    if norm is None:
+        return x
+    if norm.centred:
+        return mx.fast.layer_norm(x, norm.weight, norm.bias, norm.eps)
+    found = mx.fast.rms_norm(x, norm.weight, norm.eps)
+    return found if norm.bias is None else found + norm.bias
+
+
+def _normed_heads(heads: mx.array, weight: mx.array, eps: float, spec: AttentionSpec) -> mx.array:
+    """heads (T, H, Dh), each of them normed, or all of a token as one vector."""
+    if spec.head_norm == "head":
+        return mx.fast.rms_norm(heads, weight, eps)
+    return mx.fast.rms_norm(heads.reshape(heads.shape[0], -1), weight, eps).reshape(heads.shape)
+
+
+def _capped_attention(
+    q: mx.array, stored: tuple[mx.array, mx.array], spec: AttentionSpec, visible: mx.array
+) -> mx.array:
+    """Attention (H, T, Dh) with capped scores, for q (H, T, Dh), keys and values (KVH, n, Dh)."""
+    shared = q.shape[0] // stored[0].shape[0]
+    keys, values = (mx.repeat(x.astype(mx.float32), shared, axis=0) for x in stored)
+    scores = q.astype(mx.float32) @ keys.swapaxes(1, 2) * spec.scale
+    scores = spec.soft_cap * mx.tanh(scores / spec.soft_cap)
+    return mx.softmax(mx.where(visible, scores, -mx.inf), axis=-1) @ values
 
 
 def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
@@ -139,11 +171,18 @@ def _turned(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def _mask(position: int, tokens: int, window: int, tree: TokenTree | None) -> mx.array | str | None:
-    """The attention mask: (T, position + T), True where query t sees a stored place; or MLX's name for it."""
+    """The attention mask of `_visible`, or MLX's name for it."""
+    length = position + tokens
+    if tree is None and (not window or length <= window):
+        return "causal" if tokens > 1 else None
+    return _visible(position, tokens, window, tree)
+
+
+def _visible(position: int, tokens: int, window: int, tree: TokenTree | None) -> mx.array:
+    """(T, position + T), True where query t sees a stored place."""
     if tree is not None:
         return mx.array(tree.visible(position, window))
     length = position + tokens
-    if not window or length <= window:
-        return "causal" if tokens > 1 else None
     query, key = mx.arange(position, length)[:, None], mx.arange(length)[None, :]
-    return (key <= query) & (key > query - window)
+    causal = key <= query
+    return causal & (key > query - window) if window else causal

@@ -25,7 +25,7 @@ from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
-from ondevice.config import Activation, ModelConfig
+from ondevice.model_config import Activation, AttentionSpec, ModelConfig
 
 KEYS = (1, 1016, 1025, 4088)
 """Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and
@@ -95,10 +95,11 @@ class _Ops:
     def __iter__(self) -> Iterator[RowOp]:
         """Every op. One is measured before the next is made, so that one op's weights are in memory."""
         config, shapes = self._config, self._shapes
-        norm = Norm(mx.array(self._values(config.hidden_size)), config.rms_norm_eps)
+        weight = mx.array(self._values(config.hidden_size))
+        norm = Norm(weight, config.norm.eps, None, config.norm.kind == "layer")
         yield _row_op("norm", lambda it: normed(it, norm), self._input(config.hidden_size))
         activated = self._input(config.intermediate_size)
-        yield _row_op("activation", lambda it: activate(it, config.hidden_act), activated)
+        yield _row_op("activation", lambda it: activate(it, config.activation), activated)
         for rows, cols, bits in sorted(set(shapes.linears)):
             matrix = self._matrix(self._outputs(rows), cols, bits)
             yield _row_op(f"product {rows} x {cols} {bits}-bit", matrix.rows_product, self._input(cols))
@@ -107,16 +108,16 @@ class _Ops:
             yield _row_op(f"down projection of {count} neurons", down.columns_product, self._input(count))
         if shapes.selects:
             yield self._selected()
-        for window in sorted(set(config.layer_windows)):
+        for spec in sorted({layer.attention for layer in config.layers}, key=repr):
             for keys in sorted({min(it, shapes.max_context) for it in KEYS}):
-                yield self._chain(keys, window)
-                yield self._tree(keys, window)
+                yield self._chain(keys, spec)
+                yield self._tree(keys, spec)
 
     def skips_zeros(self) -> bool:
         """Whether a row's product over neurons has the same bits without those whose gate is zero."""
         if not self._config.zeros_gates:
             return False
-        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.hidden_act)
+        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.activation)
         return all(selected.alone(row).tobytes() == selected.dense(row).tobytes() for row in range(MOST_ROWS))
 
     def _outputs(self, rows: int) -> int:
@@ -144,19 +145,19 @@ class _Ops:
 
     def _selected(self) -> RowOp:
         """The product of those neurons that a row selects, beside those that other rows select."""
-        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.hidden_act)
+        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.activation)
         return RowOp("selected neurons", selected.alone, selected.together)
 
-    def _chain(self, keys: int, window: int) -> RowOp:
+    def _chain(self, keys: int, spec: AttentionSpec) -> RowOp:
         """Attention of rows that follow each other, behind `keys` keys."""
-        attention = _Attention(self._shapes, self._random, keys, window)
-        name = f"attention, chain behind {keys} keys" + (f", window {window}" if window else "")
+        attention = _Attention(self._shapes, self._random, keys, spec)
+        name = f"attention, chain behind {keys} keys" + (f", window {spec.window}" if spec.window else "")
         return RowOp(name, attention.after_chain, attention.chain, "chain")
 
-    def _tree(self, keys: int, window: int) -> RowOp:
+    def _tree(self, keys: int, spec: AttentionSpec) -> RowOp:
         """Attention of rows that follow each other as nodes of a binary tree."""
-        attention = _Attention(self._shapes, self._random, keys, window)
-        name = f"attention, tree behind {keys} keys" + (f", window {window}" if window else "")
+        attention = _Attention(self._shapes, self._random, keys, spec)
+        name = f"attention, tree behind {keys} keys" + (f", window {spec.window}" if spec.window else "")
         return RowOp(name, attention.after_path, attention.tree, "tree")
 
 
@@ -198,16 +199,13 @@ class _Selected:
 class _Attention:
     """Attention of one key/value head over keys and values that were there before."""
 
-    def __init__(self, shapes: ModelShapes, random: np.random.Generator, keys: int, window: int) -> None:
+    def __init__(
+        self, shapes: ModelShapes, random: np.random.Generator, keys: int, spec: AttentionSpec
+    ) -> None:
         own = shapes.config
-        config = replace(
-            own,
-            num_layers=1,
-            num_heads=own.num_heads // own.num_kv_heads,
-            num_kv_heads=1,
-            layer_windows=(window,),
-        )
-        self._config, self._keys, self._window = config, keys, window
+        layer = replace(own.layers[0], attention=replace(spec, rope=0))
+        config = replace(own, num_heads=own.num_heads // own.num_kv_heads, num_kv_heads=1, layers=(layer,))
+        self._config, self._keys, self._spec = config, keys, layer.attention
         self._ops = MlxOps()
         layout = KVLayout(config, shapes.kv_bits)
         self._kv = SimpleNamespace(layout=layout, arrays=MlxKV(layout))
@@ -215,8 +213,8 @@ class _Attention:
         self._qkv = mx.array(random.standard_normal((MOST_ROWS, config.qkv_size), dtype=np.float32))
         angles = np.pi * random.random((MOST_ROWS, config.head_dim // 2), dtype=np.float32)
         self._turns = np.cos(angles), np.sin(angles)
-        head = np.ones(config.head_dim, dtype=np.float32)
-        self._norms = HeadNorms(mx.array(head), mx.array(head), own.rms_norm_eps) if own.qk_norm else None
+        q, k = (mx.ones(size) for size in config.head_norm_sizes(layer))
+        self._norms = HeadNorms(q, k, own.norm.eps) if spec.head_norm != "none" else None
         shape = (keys, 1, config.head_dim)
         before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
         self._kv.arrays.write(0, *before, 0)
@@ -241,7 +239,7 @@ class _Attention:
         depths = np.arange(len(rows)) if tree is None else tree.depths
         cos, sin = (turn[position - self._keys + depths] for turn in self._turns)
         x = self._qkv[mx.array(rows)]
-        return _host(self._ops.attend(x, self._kv, 0, position, cos, sin, self._norms, self._window, tree))
+        return _host(self._ops.attend(x, self._kv, 0, position, cos, sin, self._spec, self._norms, tree))
 
 
 def _row_op(name: str, compute: Callable[[mx.array], mx.array], x: mx.array) -> RowOp:

@@ -34,8 +34,9 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE, Activation
+from ondevice.config import GROUP_SIZE
 from ondevice.kernels import _native
+from ondevice.model_config import Activation, AttentionSpec
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -124,15 +125,28 @@ class ReferenceBackend:
     def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
         return read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits))
 
-    def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
-        mean_square = np.mean(np.square(x, dtype=np.float64), axis=-1, keepdims=True)
-        normed: Float32 = (x / np.sqrt(mean_square + eps)).astype(np.float32)
-        return normed * weight
+    def normed(self, x: Float32, norm: Norm | None) -> Float32:
+        """norm(x), or x without a norm."""
+        if norm is None:
+            return x
+        wide = x.astype(np.float64)
+        if norm.centred:
+            wide = wide - wide.mean(axis=-1, keepdims=True)
+        mean_square = np.mean(np.square(wide), axis=-1, keepdims=True)
+        found: Float32 = (wide / np.sqrt(mean_square + norm.eps)).astype(np.float32) * norm.weight
+        return found if norm.bias is None else found + norm.bias
+
+    def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
+        return x + self.normed(y, norm)
+
+    def soft_cap(self, x: Float32, cap: float) -> Float32:
+        capped: Float32 = np.float32(cap) * np.tanh(x / np.float32(cap))
+        return capped
 
     def linear(
         self, x: Float32, weight: ReferenceLinear, norm: Norm | None = None, added: Float32 | None = None
     ) -> Float32:
-        product: Float32 = (x if norm is None else self.rms_norm(x, *norm)) @ weight.weight.T
+        product: Float32 = self.normed(x, norm) @ weight.weight.T
         if weight.bias is not None:
             product += weight.bias
         return product if added is None else added + product
@@ -169,16 +183,17 @@ class ReferenceBackend:
         position: int,
         cos: Float32,
         sin: Float32,
+        spec: AttentionSpec,
         norms: HeadNorms | None = None,
-        window: int = 0,
         tree: TokenTree | None = None,
     ) -> Float32:
         heads, kv_heads = kv.layout.config.num_heads, kv.layout.config.num_kv_heads
         q, k, v = np.split(qkv.reshape(len(qkv), heads + 2 * kv_heads, -1), [heads, heads + kv_heads], axis=1)
         if norms is not None:
-            q, k = self.rms_norm(q, norms.q, norms.eps), self.rms_norm(k, norms.k, norms.eps)
+            q = self.normed(_as_normed(q, spec), Norm(norms.q, norms.eps)).reshape(q.shape)
+            k = self.normed(_as_normed(k, spec), Norm(norms.k, norms.eps)).reshape(k.shape)
         self.kv_write(kv, layer, self.rope(k, cos, sin), v, position)
-        return self.attention(self.rope(q, cos, sin), kv, layer, position, window, tree)
+        return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
 
     def attention(
         self,
@@ -186,22 +201,25 @@ class ReferenceBackend:
         kv: KVStore,
         layer: int,
         position: int,
-        window: int,
+        spec: AttentionSpec,
         tree: TokenTree | None = None,
     ) -> Float32:
         tokens, heads, width = q.shape
+        window = spec.window
         keys, values = _stored(kv, layer, position + tokens)
         queries_per_head = heads // len(keys)
         visible = _visible(position, tokens, window) if tree is None else tree.visible(position, window)
         out = np.empty_like(q)
         for head in range(heads):
             k, v = keys[head // queries_per_head], values[head // queries_per_head]
-            scores = np.where(visible, q[:, head] @ k.T / math.sqrt(width), -np.inf)
+            scores = q[:, head] @ k.T * np.float32(spec.scale)
+            scores = self.soft_cap(scores, spec.soft_cap) if spec.soft_cap else scores
+            scores = np.where(visible, scores, -np.inf)
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ v
         return out.reshape(tokens, heads * width)
 
-    def prefetch(self, x: Float32, norm: Norm, weight: ReferenceFeedForward) -> None:
+    def prefetch(self, x: Float32, norm: Norm | None, weight: ReferenceFeedForward) -> None:
         """Nothing to do: everything is in memory."""
 
     def feed_forward(
@@ -213,7 +231,7 @@ class ReferenceBackend:
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        x = x if norm is None else self.rms_norm(x, *norm)
+        x = self.normed(x, norm)
         product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
         return product if added is None else added + product
 
@@ -234,7 +252,7 @@ class ReferenceBackend:
         activation: Literal["relu"] | None = None,
         norm: Norm | None = None,
     ) -> Float32:
-        narrow = (x if norm is None else self.rms_norm(x, *norm)) @ down.weight.T
+        narrow = self.normed(x, norm) @ down.weight.T
         narrow = narrow if activation is None else activate(narrow, activation)
         return np.concatenate([y[:first], y[first:] + narrow @ up.weight.T])
 
@@ -278,6 +296,11 @@ def activate(x: Float32, activation: Activation) -> Float32:
         case "relu2":
             wide = np.square(np.maximum(wide, 0.0))
     return wide.astype(np.float32)
+
+
+def _as_normed(heads: Float32, spec: AttentionSpec) -> Float32:
+    """heads (T, H, Dh) with what is normed together along the last axis."""
+    return heads.reshape(len(heads), -1) if spec.head_norm == "projection" else heads
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ class CpuMemory(MemoryModel):
         hidden, vocab = padded(config.hidden_size, GROUP_SIZE), config.vocab_size
         # Embedding rows, residual, feed-forward and its lanes; projections, attention, rotary tables.
         floats = 3 * hidden + hidden // 4 + config.qkv_size + config.query_size
+        # The output of a block before its norm, and what parallel blocks read.
+        floats += hidden * config.any_layer(lambda layer: layer.norms_output)
+        floats += hidden * config.any_layer(lambda layer: layer.parallel)
+        floats += config.head_dim * (len(config.ropes) - 1)
         per_token = 4 * floats + 64 * config.head_dim + 2 * 64 * self._threads
         per_token += input_bytes(self._widest_input, self.quant.bits)
         if streams is not None and streams.mode == "shared":

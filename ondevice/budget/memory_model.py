@@ -29,7 +29,8 @@ from ondevice.budget.sizes import (
 from ondevice.bundle.layout import CRC_BLOCK_BYTES, embedding_layout, neuron_layout, padded
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.config import GROUP_SIZE, QuantConfig, RuntimeConfig
+from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import drafter_bytes, drafts_with_streams, runs_streams
 from ondevice.speculation.tree import LOGITS_AHEAD, STREAM_ROWS
 
@@ -186,11 +187,8 @@ class MemoryModel(ABC):
         hidden = config.hidden_size
         matrices = interleaved_bytes(config.qkv_size, hidden, bits)
         matrices += interleaved_bytes(hidden, config.query_size, bits)
-        vectors = 2 * hidden
-        vectors += config.qkv_size if config.attention_bias else 0
-        vectors += hidden if config.attention_output_bias else 0
-        vectors += 2 * config.head_dim if config.qk_norm else 0
-        weights = config.num_layers * (matrices + 4 * vectors) + 4 * hidden
+        vectors = sum(map(config.vector_size, config.layers)) + config.norm_size
+        weights = config.num_layers * matrices + 4 * vectors
         weights += interleaved_bytes(config.vocab_size, hidden, bits)
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)

@@ -120,9 +120,14 @@ class MlxMemory(MemoryModel):
         neurons = max(fetch_neurons(config), config.intermediate_size)
         per_token = 8 * config.hidden_size + 3 * config.qkv_size + 4 * config.query_size + 4 * neurons
         scores = (config.num_heads + 1) * context
+        capped = 0
+        if config.any_layer(lambda layer: layer.attention.soft_cap > 0):
+            # Scores before, in and after the cap; keys and values in float32, once for each query head.
+            scores *= 3
+            capped = 2 * 4 * context * config.query_size
         rows = min(self.pass_tokens, logits_rows(config))
         logits = max(8 * 8, 3 * 4 * rows) * config.vocab_size
-        computed = 4 * tokens * (per_token + scores) + self._stored_bytes + logits + MLX_CACHE_BYTES
+        computed = 4 * tokens * (per_token + scores) + self._stored_bytes + logits + MLX_CACHE_BYTES + capped
         return computed + self._selecting_bytes(tokens)
 
     @property

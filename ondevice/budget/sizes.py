@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ondevice.bundle.layout import RowLayout, neuron_layout, padded
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.config import GROUP_SIZE, QuantConfig, RuntimeConfig
 from ondevice.errors import UsageError
+from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import has_draft_head
 from ondevice.speculation.tree import DRAFT_NODES
 from ondevice.units import PAGE_BYTES

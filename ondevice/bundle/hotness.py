@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import FileLayout, TensorSpec, tensors_layout
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, parse_sidecar, sidecar_text, weights_digest
-from ondevice.config import ModelConfig
 from ondevice.errors import BundleError
+from ondevice.model_config import ModelConfig
 
 HOTNESS = "hotness.safetensors"
 HOTNESS_MANIFEST = "hotness.json"

@@ -15,10 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.model_config import LayerSpec, ModelConfig
 
 FORMAT = "ondevice-bundle"
-VERSION = 1
+VERSION = 2
 DATA_OFFSET = 4096
 """First byte of the records in a record file, and the alignment of the data in the resident file."""
 CRC_BLOCK_BYTES = 1 << 20
@@ -183,32 +184,45 @@ def linear_tensors(name: str, rows: int, cols: int, quant: QuantConfig) -> dict[
     }
 
 
+def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
+    """Tensors of a norm over the model's width."""
+    spec = TensorSpec("F32", (config.hidden_size,))
+    return {f"{name}.weight": spec} | ({f"{name}.bias": spec} if config.norm.bias else {})
+
+
 def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
     """The exact tensors of the resident file, in the order of their bytes."""
     tensors: dict[str, TensorSpec] = {}
-    for layer in range(config.num_layers):
-        tensors |= _layer_tensors(f"layers.{layer}", config, quant)
-    tensors["final_norm.weight"] = TensorSpec("F32", (config.hidden_size,))
+    for layer, spec in enumerate(config.layers):
+        tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
+    tensors |= norm_tensors("final_norm", config)
     if not config.tie_embeddings:
         tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant)
     return tensors
 
 
-def _layer_tensors(prefix: str, config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
+def _layer_tensors(
+    prefix: str, spec: LayerSpec, config: ModelConfig, quant: QuantConfig
+) -> dict[str, TensorSpec]:
     hidden = config.hidden_size
     attention = f"{prefix}.attention"
-    tensors = {f"{prefix}.attention_norm.weight": TensorSpec("F32", (hidden,))}
+
+    def vector(name: str, size: int) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("F32", (size,))} if size else {}
+
+    def norm(name: str, exists: bool) -> dict[str, TensorSpec]:
+        return norm_tensors(f"{prefix}.{name}", config) if exists else {}
+
+    tensors = norm("attention_norm", spec.norms_input)
     tensors |= linear_tensors(f"{attention}.qkv", config.qkv_size, hidden, quant)
-    if config.attention_bias:
-        tensors[f"{attention}.qkv.bias"] = TensorSpec("F32", (config.qkv_size,))
-    if config.qk_norm:
-        tensors[f"{attention}.q_norm.weight"] = TensorSpec("F32", (config.head_dim,))
-        tensors[f"{attention}.k_norm.weight"] = TensorSpec("F32", (config.head_dim,))
+    tensors |= vector(f"{attention}.qkv.bias", config.qkv_size * spec.attention.bias)
+    for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
+        tensors |= vector(f"{attention}.{which}_norm.weight", size)
     tensors |= linear_tensors(f"{attention}.out", hidden, config.query_size, quant)
-    if config.attention_output_bias:
-        tensors[f"{attention}.out.bias"] = TensorSpec("F32", (hidden,))
-    tensors[f"{prefix}.feed_forward_norm.weight"] = TensorSpec("F32", (hidden,))
-    return tensors
+    tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
+    tensors |= norm("attention_output_norm", spec.norms_output)
+    tensors |= norm("feed_forward_norm", spec.norms_input)
+    return tensors | norm("feed_forward_output_norm", spec.norms_output)
 
 
 def resident_header(tensors: Mapping[str, TensorSpec]) -> bytes:

@@ -28,10 +28,12 @@ from ondevice.bundle.layout import (
     neuron_file_name,
     neuron_layout,
 )
+from ondevice.bundle.model_section import model_section, parse_model
 from ondevice.bundle.strict_json import Section, canonical_json, parse_json
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
-from ondevice.config import GROUP_SIZE, Activation, ModelConfig, QuantConfig, RopeScaling, SamplingConfig
+from ondevice.config import GROUP_SIZE, QuantConfig, SamplingConfig
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
+from ondevice.model_config import ModelConfig
 from ondevice.tokenizer import MAX_TOKENIZER_BYTES
 
 MAX_FILE_BYTES = 1 << 48
@@ -162,8 +164,11 @@ def parse_manifest(data: bytes) -> Manifest:
     root.equal("format", FORMAT)
     version = root.integer("version", 1, 1 << 31)
     if version != VERSION:
-        raise UnsupportedModelError(f"bundle format version {version}; this release reads version {VERSION}")
-    config = _parse_model(root.section("model"))
+        raise UnsupportedModelError(
+            f"bundle format version {version}; this release reads version {VERSION}: run `ondevice convert "
+            "--force` again on the model's checkpoint"
+        )
+    config = parse_model(root.section("model"))
     quant = _parse_quantisation(root.section("quantisation"))
     root.equal("neurons", _layout_json(config.intermediate_size, neuron_layout(config, quant)))
     root.equal("embedding", _layout_json(config.vocab_size, embedding_layout(config, quant)))
@@ -178,12 +183,10 @@ def parse_manifest(data: bytes) -> Manifest:
 
 def model_json(config: ModelConfig, quant: QuantConfig) -> dict[str, Any]:
     """The parts of the manifest from which every size follows."""
-    model = asdict(config) | {"layer_windows": list(config.layer_windows)}
-    model |= {"rms_norm_eps": float(config.rms_norm_eps), "rope_theta": float(config.rope_theta)}
     return {
         "format": FORMAT,
         "version": VERSION,
-        "model": model,
+        "model": model_section(config),
         "quantisation": {"bits": quant.bits, "group_size": GROUP_SIZE},
         "neurons": _layout_json(config.intermediate_size, neuron_layout(config, quant)),
         "embedding": _layout_json(config.vocab_size, embedding_layout(config, quant)),
@@ -201,7 +204,7 @@ def _check_gates(root: Section, config: ModelConfig, quant: QuantConfig) -> None
         root.equal("gates", _gates_json(config, quant))
     except BundleError as error:
         raise BundleError(
-            f"{error} (hidden_act is {config.hidden_act!r}); convert the model again"
+            f"{error} (the activation is {config.activation!r}); convert the model again"
         ) from error
 
 
@@ -239,55 +242,6 @@ def _layout_json(num_records: int, layout: RecordLayout) -> dict[str, Any]:
         "alignment": layout.alignment,
         "part_bytes": list(layout.part_bytes),
     }
-
-
-def _parse_model(section: Section) -> ModelConfig:
-    size: dict[str, Any] = {
-        name: section.integer(name, 1, _MAX_TOKENS)
-        for name in (
-            "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
-            "intermediate_size", "vocab_size", "max_context",
-        )
-    }  # fmt: skip
-    flags: dict[str, Any] = {
-        name: section.boolean(name)
-        for name in ("attention_bias", "attention_output_bias", "qk_norm", "tie_embeddings")
-    }
-    scaling = section.optional_section("rope_scaling")
-    windows = section.integers("layer_windows", 1 << 10, 0, _MAX_TOKENS)
-    if len(windows) != size["num_layers"]:
-        raise BundleError(
-            f"manifest.model.layer_windows has {len(windows)} values for {size['num_layers']} layers"
-        )
-    config = ModelConfig(
-        architecture=section.text("architecture", 64),
-        hidden_act=cast(Activation, section.text("hidden_act", 64)),
-        rms_norm_eps=section.number("rms_norm_eps", 0.0, 1.0),
-        rope_theta=section.number("rope_theta", 1.0, 1e12),
-        rope_scaling=None if scaling is None else _parse_rope_scaling(scaling),
-        layer_windows=windows,
-        **size,
-        **flags,
-    )
-    section.close()
-    return config
-
-
-def _parse_rope_scaling(section: Section) -> RopeScaling:
-    kind = section.text("kind", 16)
-    if kind not in ("linear", "llama3"):
-        raise UnsupportedModelError(f"rope_scaling kind {kind!r} is not linear or llama3")
-    scaling = RopeScaling(
-        kind=cast(Literal["linear", "llama3"], kind),
-        factor=section.number("factor", 1e-3, 1e6),
-        low_freq_factor=section.number("low_freq_factor", 1e-3, 1e6),
-        high_freq_factor=section.number("high_freq_factor", 1e-3, 1e6),
-        original_max_context=section.integer("original_max_context", 1, _MAX_TOKENS),
-    )
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise BundleError("manifest.model.rope_scaling: high_freq_factor must be above low_freq_factor")
-    section.close()
-    return scaling
 
 
 def _parse_quantisation(section: Section) -> QuantConfig:

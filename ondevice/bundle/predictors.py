@@ -24,8 +24,9 @@ from ondevice.bundle.sidecar import (
     sidecar_text,
 )
 from ondevice.bundle.strict_json import Section
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.config import GROUP_SIZE, QuantConfig
 from ondevice.errors import BundleError
+from ondevice.model_config import ModelConfig
 
 PREDICTORS = "predictors.safetensors"
 PREDICTORS_MANIFEST = "predictors.json"

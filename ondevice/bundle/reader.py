@@ -186,11 +186,10 @@ class Bundle:
         """Number of the model's logical parameters; tied embeddings count once."""
         config = self.config
         hidden = config.hidden_size
-        layer = hidden * (config.qkv_size + config.query_size + 3 * config.intermediate_size + 2)
-        layer += config.attention_bias * config.qkv_size + config.attention_output_bias * hidden
-        layer += config.qk_norm * 2 * config.head_dim
+        layer = hidden * (config.qkv_size + config.query_size + 3 * config.intermediate_size)
+        vectors = sum(map(config.vector_size, config.layers)) + config.norm_size
         tables = 1 if config.tie_embeddings else 2
-        return config.num_layers * layer + tables * config.vocab_size * hidden + hidden
+        return config.num_layers * layer + vectors + tables * config.vocab_size * hidden
 
     @property
     def embedding_file(self) -> CheckedFile:

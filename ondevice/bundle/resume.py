@@ -16,8 +16,9 @@ from ondevice.bundle.files import read_whole, temporary_path, write_durably
 from ondevice.bundle.layout import MANIFEST, RESIDENT, FileLayout
 from ondevice.bundle.manifest import MAX_FILE_BYTES, Manifest, model_json, parse_manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
-from ondevice.config import ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, UnsupportedModelError, UsageError
+from ondevice.model_config import ModelConfig
 
 STATE_FILE = "resume.json"
 _MAX_TENSORS = 1 << 20

@@ -24,8 +24,9 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, canonical_json, parse_json
-from ondevice.config import TARGET_RANGE, ModelConfig, is_target
+from ondevice.config import TARGET_RANGE, is_target
 from ondevice.errors import BundleError, UnsupportedModelError
+from ondevice.model_config import ModelConfig
 
 MAX_POINTS = 16
 

@@ -18,8 +18,9 @@ from ondevice.bundle.layout import FileLayout, TensorSpec, linear_tensors, tenso
 from ondevice.bundle.manifest import Manifest
 from ondevice.bundle.sidecar import Sidecar, check_sidecar, parse_sidecar, sidecar_text
 from ondevice.bundle.strict_json import Section
-from ondevice.config import GROUP_SIZE, MAX_STREAMS, ModelConfig, QuantConfig
+from ondevice.config import GROUP_SIZE, MAX_STREAMS, QuantConfig
 from ondevice.errors import BundleError
+from ondevice.model_config import ModelConfig
 
 STREAMS = "streams.safetensors"
 STREAMS_MANIFEST = "streams.json"

@@ -25,7 +25,7 @@ from ondevice.bundle.sidecar import (
     sidecar_text,
 )
 from ondevice.bundle.strict_json import Section
-from ondevice.config import ModelConfig
+from ondevice.model_config import ModelConfig
 
 THRESHOLDS = "thresholds.safetensors"
 THRESHOLDS_MANIFEST = "thresholds.json"

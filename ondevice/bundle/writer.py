@@ -46,8 +46,9 @@ from ondevice.bundle.manifest import (
     parse_manifest,
 )
 from ondevice.bundle.resume import Claim, ResidentClaim, SourceStamp, load_state
-from ondevice.config import ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.errors import BundleError
+from ondevice.model_config import ModelConfig
 
 
 class BundleWriter:

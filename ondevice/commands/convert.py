@@ -90,7 +90,7 @@ def convert(
         elif not bundle.config.zeros_gates:
             say(
                 "--text has ordered the neurons and trained no predictors: "
-                f"{bundle.config.hidden_act} gates are hardly ever exactly zero; `ondevice train thresholds` "
+                f"{bundle.config.activation} gates are hardly ever exactly zero; `ondevice train thresholds` "
                 "finds out which count for little"
             )
     click.echo(str(path))

@@ -10,7 +10,7 @@ from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.commands.reports import percent, short
-from ondevice.config import ModelConfig
+from ondevice.model_config import ModelConfig
 
 
 def trained_facts(found: Predictors | Thresholds | MultiStreams) -> dict[str, Any]:

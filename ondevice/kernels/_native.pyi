@@ -1,7 +1,7 @@
 """Types of the native extension. Arrays are C-contiguous numpy arrays unless said otherwise.
 
 Shapes: T tokens, R rows, G groups of 64 columns, F neurons of a layer. An `activation` is its index in
-`ondevice.config.ACTIVATIONS`. Impossible arguments raise ValueError.
+`ondevice.model_config.ACTIVATIONS`. Impossible arguments raise ValueError.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ Uint16 = NDArray[np.uint16]
 Addresses = NDArray[np.uint64]
 Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
+Norm = tuple[Float32, float, Float32 | None, bool]
+"""Weight and epsilon of a norm, its bias, and whether the mean is taken off first."""
 
 def available_targets() -> list[str]:
     """Instruction sets that this machine can run, the preferred one first."""
@@ -49,8 +51,7 @@ class Matrix:
         x: Float32,
         bias: Float32 | None,
         out: Float32,
-        norm: Float32 | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> None:
         """out (T, rows) = norm(x) W^T + bias + added, for x (T, cols); added may be out."""
@@ -95,8 +96,7 @@ class FeedForward:
         segments: Sequence[Segment],
         activation: int,
         out: Float32,
-        norm: Float32 | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> None:
         """out (T, hidden) = the layer's output for norm(x) + added; the segments hold every neuron."""
@@ -113,8 +113,7 @@ class FeedForward:
         whole: bool,
         activation: int,
         out: Float32,
-        norm: Float32 | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> int:
         """`forward` over the neurons that score above zero for any token; returns their number.
@@ -136,8 +135,7 @@ class FeedForwardPass:
         layer: FeedForward,
         x: Float32,
         activation: int,
-        norm: Float32 | None = None,
-        eps: float = 0.0,
+        norm: Norm | None = None,
     ) -> None: ...
     def add(self, segments: Sequence[Segment], tokens: int | None = None) -> None:
         """Add the segments' neurons to the first `tokens` tokens, or to all.
@@ -171,6 +169,8 @@ def attend(
     kv_heads: int,
     position: int,
     window: int,
+    scale: float,
+    soft_cap: float,
     cos: Float32,
     sin: Float32,
     norms: tuple[Float32, Float32, float] | None,
@@ -181,7 +181,8 @@ def attend(
 
     qkv: (T, (heads + 2 * kv_heads) * head_dim), each row a token's queries, keys and values.
     blocks: addresses of the KV blocks; position: the first token's; window: 0 means all positions.
-    cos, sin: (T, head_dim / 2); norms: weights of query heads and key heads, epsilon.
+    scale, soft_cap: of scores; 0 means no cap.
+    cos, sin: (T, head_dim / 2); norms: weights of queries and keys, of each head or of all, and epsilon.
     out: (T, heads * head_dim).
     """
 
@@ -199,8 +200,14 @@ def kv_move(
 
 # Vectors
 
-def rms_norm(runner: Runner, x: Float32, weight: Float32, eps: float, out: Float32) -> None:
-    """out (T, n) = the RMS norm of each row of x (T, n), times weight (n,)."""
+def norm(runner: Runner, x: Float32, norm: Norm, out: Float32) -> None:
+    """out (T, n) = norm(x) for each row of x (T, n)."""
+
+def add_normed(runner: Runner, x: Float32, y: Float32, norm: Norm) -> None:
+    """x (T, n) += norm(y)."""
+
+def soft_cap(runner: Runner, x: Float32, cap: float) -> None:
+    """x (T, n) = cap * tanh(x / cap)."""
 
 def activate(runner: Runner, activation: int, gate: Float32, up: Float32, out: Float32) -> None:
     """out (n,) = activation(gate) * up."""

@@ -13,16 +13,40 @@ namespace ondevice {
 namespace {
 
 void bind_vector_ops(nb::module_& m) {
-  m.def("rms_norm", [](Runner& runner, const CArray<const float, 2>& x, const CArray<const float, 1>& weight,
-                       float eps, const CArray<float, 2>& out) {
+  m.def(
+      "norm",
+      [](Runner& runner, const CArray<const float, 2>& x, const NormArg& norm, const CArray<float, 2>& out) {
+        const int64_t rows = x.shape(0), n = x.shape(1);
+        require(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "x and out are (T, n)");
+        const Norm of = norm_of(norm, n);
+        require(of.weight != nullptr, "a norm has a weight");
+        nb::gil_scoped_release release;
+        runner.pool().parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
+          for (int64_t t = begin; t < end; ++t)
+            runner.kernels().norm(x.data() + t * n, of, n, out.data() + t * n);
+        });
+      },
+      nb::arg("runner"), nb::arg("x"), nb::arg("norm"), nb::arg("out"));
+  m.def(
+      "add_normed",
+      [](Runner& runner, const CArray<float, 2>& x, const CArray<const float, 2>& y, const NormArg& norm) {
+        const int64_t tokens = x.shape(0), n = x.shape(1);
+        require(y.shape(0) == x.shape(0) && y.shape(1) == x.shape(1), "x and y are (T, n)");
+        const Norm of = norm_of(norm, n);
+        require(of.weight != nullptr, "a norm has a weight");
+        nb::gil_scoped_release release;
+        runner.add_normed(x.data(), y.data(), tokens, n, of);
+      },
+      nb::arg("runner"), nb::arg("x"), nb::arg("y"), nb::arg("norm"));
+  m.def("soft_cap", [](Runner& runner, const CArray<float, 2>& x, float cap) {
+    require(cap > 0.0f, "cap must be positive");
     const int64_t rows = x.shape(0), n = x.shape(1);
-    require(weight.shape(0) == x.shape(1) && out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1),
-            "x and out are (T, n), weight is (n,)");
     nb::gil_scoped_release release;
-    runner.pool().parallel_for(rows, 16, [&](int64_t begin, int64_t end, int) {
-      for (int64_t t = begin; t < end; ++t)
-        runner.kernels().rms_norm(x.data() + t * n, weight.data(), eps, n, out.data() + t * n);
-    });
+    for (int64_t t = 0; t < rows; ++t)
+      runner.pool().parallel_for((n + 15) / 16, 256, [&](int64_t begin, int64_t end, int) {
+        const int64_t last = 16 * end < n ? 16 * end : n;
+        runner.kernels().soft_cap(x.data() + t * n + 16 * begin, cap, last - 16 * begin);
+      });
   });
   m.def("copy_out",
         [](const CArray<const uint64_t, 1>& addresses, size_t offset, const CArray<uint8_t, 2>& out) {

@@ -3,11 +3,14 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "runner.h"
@@ -37,11 +40,16 @@ inline int64_t rows_of(const Rows& x, int64_t cols) {
   return static_cast<int64_t>(x.shape(0));
 }
 
+// A norm as backends/base.py has it: weight, epsilon, bias, and whether the mean is taken off first.
+using NormArg = std::optional<std::tuple<CArray<const float, 1>, float, Weight, bool>>;
+
 // A norm over rows of `cols` floats, or none.
-inline Norm norm_of(const Weight& weight, float eps, int64_t cols) {
-  if (!weight) return {};
-  require(static_cast<int64_t>(weight->shape(0)) == cols, "a norm's weight is as long as what it norms");
-  return {weight->data(), eps};
+inline Norm norm_of(const NormArg& arg, int64_t cols) {
+  if (!arg) return {};
+  const auto& [weight, eps, bias, centred] = *arg;
+  require(static_cast<int64_t>(weight.shape(0)) == cols, "a norm's weight is as long as what it norms");
+  require(!bias || static_cast<int64_t>(bias->shape(0)) == cols, "a norm's bias is as long as what it norms");
+  return {weight.data(), eps, bias ? bias->data() : nullptr, centred};
 }
 
 inline const float* added_to(const CArray<float, 2>& out, const Added& added) {

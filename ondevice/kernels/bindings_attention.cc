@@ -39,11 +39,12 @@ TreeView tree_view(const Tree& tree, int64_t tokens) {
 
 namespace {
 
-// Norm weights of query heads and of key heads (head_dim,) both, and their epsilon.
+// Norm weights of queries and of keys, and their epsilon: of each head, (head_dim,), or of all heads as one
+// vector.
 using HeadNorms = std::tuple<CArray<const float, 1>, CArray<const float, 1>, float>;
 
 void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, int64_t layer, int bits,
-            int64_t heads, int64_t kv_heads, int64_t position, int64_t window,
+            int64_t heads, int64_t kv_heads, int64_t position, int64_t window, float scale, float soft_cap,
             const CArray<const float, 2>& cos, const CArray<const float, 2>& sin,
             const std::optional<HeadNorms>& norms, const std::optional<Tree>& tree,
             const CArray<float, 2>& out) {
@@ -58,17 +59,22 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
         static_cast<int64_t>(table->shape(0)) == tokens && static_cast<int64_t>(table->shape(1)) * 2 == dim,
         "cos and sin are (T, head_dim / 2)");
   require(position >= 0 && window >= 0, "position and window must not be negative");
-  HeadTransform transform{{}, {}, cos.data(), sin.data()};
+  require(scale > 0.0f && soft_cap >= 0.0f, "scale must be positive, soft_cap not negative");
+  HeadTransform transform{{}, {}, false, cos.data(), sin.data()};
   if (norms) {
     const auto& [q, k, eps] = *norms;
-    require(static_cast<int64_t>(q.shape(0)) == dim && static_cast<int64_t>(k.shape(0)) == dim,
-            "norms of heads are (head_dim,)");
+    const int64_t of_q = q.shape(0), of_k = k.shape(0);
+    transform.norms_projection = of_q == heads * dim && of_k == kv_heads * dim;
+    require(transform.norms_projection || (of_q == dim && of_k == dim),
+            "norms are (head_dim,), or as long as all heads");
     transform.q_norm = {q.data(), eps};
     transform.k_norm = {k.data(), eps};
   }
-  const AttentionArgs args{
-      qkv.data(), width,  heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
-      position,   window, out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+  const AttentionArgs args{qkv.data(), width,
+                           heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+                           position,   window,
+                           scale,      soft_cap,
+                           out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
   nb::gil_scoped_release release;
   runner.attend(qkv.data(), transform, args, tokens);
 }
@@ -78,7 +84,8 @@ void attend(Runner& runner, const CArray<float, 2>& qkv, const Blocks& blocks, i
 void bind_attention(nb::module_& m) {
   m.def("attend", &attend, nb::arg("runner"), nb::arg("qkv"), nb::arg("blocks"), nb::arg("layer"),
         nb::arg("bits"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("position"), nb::arg("window"),
-        nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(), nb::arg("tree").none(), nb::arg("out"));
+        nb::arg("scale"), nb::arg("soft_cap"), nb::arg("cos"), nb::arg("sin"), nb::arg("norms").none(),
+        nb::arg("tree").none(), nb::arg("out"));
   m.def("kv_move", [](const Runner& runner, const Blocks& blocks, int64_t layers, int64_t kv_heads,
                       int64_t dim, int bits, int64_t from, int64_t to) {
     require(layers > 0 && from >= 0 && to >= 0, "layers must be positive, positions not negative");

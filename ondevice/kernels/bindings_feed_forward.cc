@@ -1,4 +1,3 @@
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -39,10 +38,10 @@ void pack(const FeedForward& layer, Runner& runner, Segment& segment, int64_t bl
 
 void forward(const FeedForward& layer, Runner& runner, const Rows& x,
              const std::vector<const Segment*>& segments, int activation, const CArray<float, 2>& out,
-             const Weight& norm, float eps, const Added& added) {
+             const NormArg& norm, const Added& added) {
   const int64_t tokens = rows_of(x, layer.hidden());
   const Activation act = activation_of(activation);
-  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const Norm norms = norm_of(norm, layer.hidden());
   const float* base = added_to(out, layer, tokens, added);
   nb::gil_scoped_release release;
   layer.forward(runner, segments, x.data(), x.stride(0), tokens, act, out.data(), norms, base);
@@ -51,7 +50,7 @@ void forward(const FeedForward& layer, Runner& runner, const Rows& x,
 int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x, const Matrix& scorer,
                          const Weight& bias, const Matrix* low_rank, const CArray<const int32_t, 1>& slots,
                          const CArray<const uint64_t, 1>& addresses, bool whole, int activation,
-                         const CArray<float, 2>& out, const Weight& norm, float eps, const Added& added) {
+                         const CArray<float, 2>& out, const NormArg& norm, const Added& added) {
   const int64_t tokens = rows_of(x, layer.hidden()), neurons = scorer.rows();
   const Activation act = activation_of(activation);
   require((low_rank ? low_rank->cols() : scorer.cols()) == layer.hidden() &&
@@ -65,7 +64,7 @@ int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x
     highest = std::max(highest, slots.data()[i]);
   }
   require(lowest >= 0 && highest < static_cast<int64_t>(addresses.shape(0)), "a neuron has no slot");
-  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const Norm norms = norm_of(norm, layer.hidden());
   const float* base = added_to(out, layer, tokens, added);
   const ResidentRecords resident{slots.data(), reinterpret_cast<const uint8_t* const*>(addresses.data()),
                                  whole};
@@ -75,10 +74,10 @@ int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x
 }
 
 void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, const Rows& x, int activation,
-           const Weight& norm, float eps) {
+           const NormArg& norm) {
   const int64_t tokens = rows_of(x, layer.hidden());
   const Activation act = activation_of(activation);
-  const Norm norms = norm_of(norm, eps, layer.hidden());
+  const Norm norms = norm_of(norm, layer.hidden());
   nb::gil_scoped_release release;
   const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.bits(), norms);
   new (self) FeedForwardPass(runner, layer, rows, act);
@@ -153,17 +152,15 @@ void bind_feed_forward(nb::module_& m) {
       .def("pack", &pack, nb::arg("runner"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
            nb::arg("records"))
       .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("segments"), nb::arg("activation"),
-           nb::arg("out"), nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f,
-           nb::arg("added").none() = nb::none())
+           nb::arg("out"), nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none())
       .def("forward_selected", &forward_selected, nb::arg("runner"), nb::arg("x"), nb::arg("scorer"),
            nb::arg("bias").none(), nb::arg("low_rank").none(), nb::arg("slots"), nb::arg("addresses"),
            nb::arg("whole"), nb::arg("activation"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
-           nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
+           nb::arg("added").none() = nb::none());
 
   nb::class_<FeedForwardPass>(m, "FeedForwardPass")
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("runner"),
-           nb::arg("layer"), nb::arg("x"), nb::arg("activation"), nb::arg("norm").none() = nb::none(),
-           nb::arg("eps") = 0.0f)
+           nb::arg("layer"), nb::arg("x"), nb::arg("activation"), nb::arg("norm").none() = nb::none())
       .def("add", &add, nb::arg("segments"), nb::arg("tokens").none() = nb::none())
       .def("add_selected", &add_selected, nb::arg("ids"), nb::arg("parts"), nb::arg("whole"),
            nb::arg("scores"))

@@ -1,4 +1,3 @@
-#include <nanobind/stl/optional.h>
 
 #include <optional>
 
@@ -101,20 +100,20 @@ void bind_matrix(nb::module_& m) {
           "forward",
           [](const Matrix& matrix, Runner& runner, const Rows& x,
              const std::optional<CArray<const float, 1>>& bias, const CArray<float, 2>& out,
-             const Weight& norm, float eps, const Added& added) {
+             const NormArg& norm, const Added& added) {
             const int64_t tokens = rows_of(x, matrix.cols());
             require(static_cast<int64_t>(out.shape(0)) == tokens &&
                         static_cast<int64_t>(out.shape(1)) == matrix.rows(),
                     "out is (T, rows)");
             require(!bias || static_cast<int64_t>(bias->shape(0)) == matrix.rows(), "bias is (rows,)");
-            const Norm norms = norm_of(norm, eps, matrix.cols());
+            const Norm norms = norm_of(norm, matrix.cols());
             const float* base = added_to(out, added);
             nb::gil_scoped_release release;
             matrix.forward(runner, x.data(), x.stride(0), tokens, bias ? bias->data() : nullptr, out.data(),
                            norms, base);
           },
           nb::arg("runner"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
-          nb::arg("norm").none() = nb::none(), nb::arg("eps") = 0.0f, nb::arg("added").none() = nb::none());
+          nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none());
   bind_quantisation(m);
 }
 

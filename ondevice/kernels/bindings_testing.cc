@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include <cmath>
 #include <optional>
 
 #include "bindings.h"
@@ -31,7 +32,7 @@ void bind_testing(nb::module_& m) {
             for (int64_t t = begin; t < end; ++t)
               for (int64_t h = 0; h < heads; ++h) {
                 float* head = x.data() + t * x.stride(0) + h * dim;
-                runner.kernels().rms_norm(head, weight.data(), eps, dim, head);
+                runner.kernels().norm(head, {weight.data(), eps}, dim, head);
               }
           });
         });
@@ -74,9 +75,16 @@ void bind_testing(nb::module_& m) {
     require(static_cast<int64_t>(out.shape(0)) == tokens && static_cast<int64_t>(out.shape(1)) == heads * dim,
             "out is (T, heads * head_dim)");
     require(position >= 0 && window >= 0, "position and window must not be negative");
-    const AttentionArgs args{
-        q.data(), q.stride(0), heads,      kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
-        position, window,      out.data(), tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
+    const AttentionArgs args{q.data(),
+                             q.stride(0),
+                             heads,
+                             kv_view(blocks, layer, kv_heads, dim, bits, position + tokens),
+                             position,
+                             window,
+                             1.0f / std::sqrt(static_cast<float>(dim)),
+                             0.0f,
+                             out.data(),
+                             tree ? tree_view(*tree, tokens) : TreeView{nullptr, nullptr}};
     nb::gil_scoped_release release;
     runner.attention(args, tokens);
   });

@@ -49,6 +49,8 @@ struct AttentionArgs {
   KvView kv;
   int64_t position;  // of the first query
   int64_t window;    // positions that a query sees, its own included; 0 means all
+  float scale;       // of scores
+  float soft_cap;    // of scores; 0: none
   float* out;        // (T, heads * head_dim)
   TreeView tree;     // keys and values of token i are stored at position + i
 };
@@ -61,6 +63,15 @@ struct SelectedRows {
   const int32_t* ids;
   const uint8_t* const* parts;
   int64_t down, count;
+};
+
+// A norm of root mean square, or a LayerNorm if `centred`: the mean is taken off first. A null weight means
+// no norm, a null bias none.
+struct Norm {
+  const float* weight = nullptr;
+  float eps = 0.0f;
+  const float* bias = nullptr;
+  bool centred = false;
 };
 
 struct KernelTable {
@@ -102,7 +113,10 @@ struct KernelTable {
                     int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
   // out = y + the sum of the group's 16 lanes + added, for one token; added may be null or out.
   void (*add_bias_lanes)(const float* y, const float* lanes, const float* added, float* out, int64_t n);
-  void (*rms_norm)(const float* x, const float* weight, float eps, int64_t n, float* out);
+  // out = norm(x), which may be x.
+  void (*norm)(const float* x, const Norm& norm, int64_t n, float* out);
+  // x = cap * tanh(x / cap), elementwise.
+  void (*soft_cap)(float* x, float cap, int64_t n);
   // Rotary embedding of one head in place, dimensions i and i + head_dim / 2 paired. cos and sin have
   // head_dim / 2 values.
   void (*rope)(float* x, const float* cos, const float* sin, int64_t head_dim);

@@ -55,7 +55,7 @@ void Runner::quantize(const float* x, int64_t x_stride, int64_t cols, bool nibbl
       const float* row = x + t * x_stride;
       if (norm.weight) {
         float* normed = memory + thread * cols;
-        table_->rms_norm(row, norm.weight, norm.eps, cols, normed);
+        table_->norm(row, norm, cols, normed);
         row = normed;
       }
       table_->quantize_activations(row, cols, nibble_order, quantized, t);
@@ -70,7 +70,7 @@ void Runner::pad(const float* x, int64_t x_stride, int64_t cols, const Norm& nor
   rows->padded = out;
   for (int64_t t = 0; t < rows->tokens; ++t, out += padded_cols) {
     if (norm.weight)
-      table_->rms_norm(x + t * x_stride, norm.weight, norm.eps, cols, out);
+      table_->norm(x + t * x_stride, norm, cols, out);
     else
       std::memcpy(out, x + t * x_stride, static_cast<size_t>(cols) * sizeof(float));
     std::memset(out + cols, 0, static_cast<size_t>(padded_cols - cols) * sizeof(float));
@@ -98,15 +98,30 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
   pool_->parallel_for(tokens, 8, [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       float* row = qkv + t * args.q_stride;
+      if (transform.norms_projection) {
+        table_->norm(row, transform.q_norm, keys_at, row);
+        table_->norm(row + keys_at, transform.k_norm, values_at - keys_at, row + keys_at);
+      }
       for (int64_t at = 0; at < values_at; at += dim) {
         const Norm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
-        if (norm.weight) table_->rms_norm(row + at, norm.weight, norm.eps, dim, row + at);
+        if (norm.weight && !transform.norms_projection) table_->norm(row + at, norm, dim, row + at);
         table_->rope(row + at, transform.cos + t * dim / 2, transform.sin + t * dim / 2, dim);
       }
       table_->kv_write(args.kv, args.position + t, row + keys_at, row + values_at);
     }
   });
   attention(args, tokens);
+}
+
+void Runner::add_normed(float* x, const float* y, int64_t tokens, int64_t n, const Norm& norm) {
+  float* memory = scratch(n);
+  pool_->parallel_for(tokens, 4, [&](int64_t begin, int64_t end, int thread) {
+    float* normed = memory + thread * n;
+    for (int64_t t = begin; t < end; ++t) {
+      table_->norm(y + t * n, norm, n, normed);
+      for (int64_t i = 0; i < n; ++i) x[t * n + i] += normed[i];
+    }
+  });
 }
 
 float* Runner::scratch(int64_t floats) {

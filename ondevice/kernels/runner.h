@@ -12,16 +12,11 @@
 
 namespace ondevice {
 
-// An RMS norm's weight and epsilon. A null weight means no norm.
-struct Norm {
-  const float* weight = nullptr;
-  float eps = 0.0f;
-};
-
-// What happens to queries and keys between their projection and attention: a norm over each head, then rotary
-// embedding by cos and sin (T, head_dim / 2).
+// What happens to queries and keys between their projection and attention: a norm over each head, or over all
+// of them as one vector, then rotary embedding by cos and sin (T, head_dim / 2).
 struct HeadTransform {
   Norm q_norm, k_norm;
+  bool norms_projection;
   const float *cos, *sin;
 };
 
@@ -70,6 +65,9 @@ class Runner {
   // Queries and keys are transformed in place, keys and values are stored. args.q is qkv, args.q_stride its
   // width.
   void attend(float* qkv, const HeadTransform& transform, const AttentionArgs& args, int64_t tokens);
+
+  // x (tokens, n) += norm(y).
+  void add_normed(float* x, const float* y, int64_t tokens, int64_t n, const Norm& norm);
 
   // `floats` floats of scratch memory for each thread, thread after thread. Valid until the next call.
   float* scratch(int64_t floats);

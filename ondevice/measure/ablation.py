@@ -251,7 +251,7 @@ def _notes(resolved: ResolvedModel, half: ResolvedModel, io: str) -> tuple[str, 
         notes.append("the budget has room for less than half of the neurons, so half keeps as many as fit")
     if sparsity == "dense":
         config = bundle.config
-        because = f"{config.hidden_act} gates are hardly ever exactly zero:"
+        because = f"{config.activation} gates are hardly ever exactly zero:"
         notes.append(
             f"{'with --sparsity dense' if config.zeros_gates else because} every neuron counts for every "
             "token, so nothing is selected and there are no more rows"

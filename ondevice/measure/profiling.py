@@ -147,7 +147,7 @@ def profile(
             misses = cache_misses(gates, lambda done: on_progress(0.5 + 0.4 * done, "caches"))
     else:
         notes.append(
-            f"{config.hidden_act} gates are hardly ever exactly zero, so every neuron counts for every token;"
+            f"{config.activation} gates are hardly ever exactly zero, so every neuron counts for every token;"
             " there is no sparsity to show, nothing for a cache to choose, and no text was run"
         )
     on_progress(0.9, "reads")

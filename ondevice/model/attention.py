@@ -1,37 +1,34 @@
-"""One layer's attention block: norm and fused qkv projection, attention, output projection, residual.
-
-Grouped-query attention (arXiv 2305.13245) with optional query and key norms and a sliding window.
-"""
+"""One layer's attention block: norm and fused qkv projection, attention, output projection, residual."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ondevice.backends.base import Array, Backend, Float32, HeadNorms, Norm
+from ondevice.backends.base import Array, Backend, Float32
 from ondevice.backends.token_tree import TokenTree
-from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
+from ondevice.model_config import AttentionSpec
 
 
 class Rows(NamedTuple):
     """Positions of a batch's R rows: behind `position` tokens in kv, which has room for them.
 
-    tree: how the rows follow each other; None: each follows the one before. cos, sin: (R, Dh / 2), the rotary
-    tables of the rows' positions. adapted: first row to which adapters are added.
+    tree: how the rows follow each other; None: each follows the one before. turns: the rotary tables of the
+    rows' positions, cosine and sine, (R, Dh / 2) both, of each of the model's ropes. adapted: first row to
+    which adapters are added.
     """
 
     kv: KVCache
     position: int
     tree: TokenTree | None
-    cos: Float32
-    sin: Float32
+    turns: tuple[tuple[Float32, Float32], ...]
     adapted: int
 
 
 def attention(
     backend: Backend,
-    config: ModelConfig,
+    spec: AttentionSpec,
     weights: LayerWeights,
     layer: int,
     x: Array,
@@ -39,17 +36,16 @@ def attention(
     adapters: MultiStreamLayer | None = None,
 ) -> Array:
     """x + attention(norm(x)), (R, D), for x (R, D); may overwrite x. Stores the rows' keys and values."""
-    kv, position, tree, cos, sin, adapted = rows
-    eps, heads = config.rms_norm_eps, None
-    if config.qk_norm:
-        heads = HeadNorms(weights.q_norm, weights.k_norm, eps)
-    norm = Norm(weights.attention_norm, eps)
+    norm, output_norm, adapted = weights.attention_norm, weights.attention_output_norm, rows.adapted
     qkv = backend.linear(x, weights.qkv, norm)
     if adapters is not None:
         low = adapters.qkv
         qkv = backend.add_low_rank(qkv, x[adapted:], low.down, low.up, adapted, norm=norm)
-    context = backend.attend(qkv, kv, layer, position, cos, sin, heads, config.layer_windows[layer], tree)
-    x = backend.linear(context, weights.out, added=x)
+    cos, sin = rows.turns[spec.rope]
+    context = backend.attend(
+        qkv, rows.kv, layer, rows.position, cos, sin, spec, weights.head_norms, rows.tree
+    )
+    y = backend.linear(context, weights.out, added=x if output_norm is None else None)
     if adapters is not None:
-        x = backend.add_low_rank(x, context[adapted:], adapters.out.down, adapters.out.up, adapted)
-    return x
+        y = backend.add_low_rank(y, context[adapted:], adapters.out.down, adapters.out.up, adapted)
+    return y if output_norm is None else backend.add_normed(x, y, output_norm)

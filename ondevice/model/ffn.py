@@ -5,34 +5,44 @@ The backend and `sparsity` decide where neurons are and which of them are multip
 
 from __future__ import annotations
 
-from ondevice.backends.base import Array, Backend, Norm
+from ondevice.backends.base import Array, Backend
 from ondevice.backends.forward_batch import ForwardBatch
-from ondevice.config import ModelConfig
 from ondevice.model.weights import LayerWeights, MultiStreamLayer
+from ondevice.model_config import FeedForwardSpec
 
 
 def feed_forward(
     backend: Backend,
-    config: ModelConfig,
+    spec: FeedForwardSpec,
     weights: LayerWeights,
     x: Array,
+    residual: Array,
     batch: ForwardBatch,
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """x + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D); may overwrite x.
+    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D).
 
-    x: the rows of `batch`. adapters: added to the rows from `adapted` on.
+    Args:
+        backend: multiplies.
+        spec: the block's arithmetic.
+        weights: the layer's weights.
+        x: the rows of `batch`; may be overwritten.
+        residual: (R, D), what the block's output joins; it may be x, and may be overwritten.
+        batch: the rows of the pass.
+        adapters: added to the rows from `adapted` on.
+        adapted: first row to which adapters are added.
     """
-    norm = Norm(weights.feed_forward_norm, config.rms_norm_eps)
+    norm, output_norm = weights.feed_forward_norm, weights.feed_forward_output_norm
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
-    x = backend.feed_forward(x, weights.feed_forward, config.hidden_act, batch, norm=norm, added=x)
+    added = residual if output_norm is None else None
+    y = backend.feed_forward(x, weights.feed_forward, spec.activation, batch, norm=norm, added=added)
     if adapters is not None:
         low = adapters.feed_forward
-        x = backend.add_low_rank(x, before, low.down, low.up, adapted, "relu", norm)
-    return x
+        y = backend.add_low_rank(y, before, low.down, low.up, adapted, "relu", norm)
+    return y if output_norm is None else backend.add_normed(residual, y, output_norm)
 
 
-def prefetch(backend: Backend, config: ModelConfig, weights: LayerWeights, x: Array) -> None:
+def prefetch(backend: Backend, weights: LayerWeights, x: Array) -> None:
     """Let the backend prefetch for a later layer, whose input will be near x (R, D), the residual now."""
-    backend.prefetch(x, Norm(weights.feed_forward_norm, config.rms_norm_eps), weights.feed_forward)
+    backend.prefetch(x, weights.feed_forward_norm, weights.feed_forward)

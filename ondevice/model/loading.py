@@ -6,14 +6,25 @@ here. A `Part` declares its reads and its loading together, so that reading ahea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Bytes, Cutoff, Float32, Int32, RowChunk, Selector
+from ondevice.backends.base import (
+    Backend,
+    Bytes,
+    Cutoff,
+    FeedForward,
+    Float32,
+    HeadNorms,
+    Int32,
+    Norm,
+    RowChunk,
+    Selector,
+)
 from ondevice.bundle.gates import GateDigest
 from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
@@ -21,12 +32,13 @@ from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import Activation, ModelConfig, Sparsity
+from ondevice.config import Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
+from ondevice.model_config import Activation, ModelConfig
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -85,53 +97,89 @@ def load_weights(
     resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
     embedding = EmbeddingRecords(bundle, reader)
     layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
-    final_norm = VectorPart("final_norm", partial(resident.vector, "final_norm.weight"))
+    final_norm = norm_parts(config, resident, "final_norm")
     head = head_part(bundle, resident, embedding)
     selectors = _selector_parts(bundle, reader, sparsity, point)
     order: list[Part] = [
         part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector.parts)
     ]
-    order += [final_norm, head]
+    order += [*final_norm, head]
 
     with ReadAhead(part_tasks(order, cancelled)) as ahead:
-        loaded_layers = [
-            LayerWeights(
-                **(
-                    {"q_norm": None, "k_norm": None}
-                    | {part.field: part.load(backend, ahead) for part in parts}
-                ),
-                feed_forward=backend.load_feed_forward(
-                    layer,
-                    NeuronRecords(bundle, reader, layer),
-                    selector.load(backend, ahead),
-                ),
-            )
-            for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True))
-        ]
-        loaded_norm, loaded_head = final_norm.load(backend, ahead), head.load(backend, ahead)
-    return ModelWeights(backend.load_embedding(embedding), loaded_layers, loaded_norm, loaded_head)
+        loaded_layers = []
+        for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
+            loaded = {part.field: part.load(backend, ahead) for part in parts}
+            records = NeuronRecords(bundle, reader, layer)
+            neurons = backend.load_feed_forward(layer, records, selector.load(backend, ahead))
+            loaded_layers.append(layer_weights(config, loaded, neurons))
+        last = {part.field: part.load(backend, ahead) for part in final_norm}
+        loaded_head = head.load(backend, ahead)
+    norm = loaded_norm(config, last, "final_norm")
+    return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head)
+
+
+def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: FeedForward) -> LayerWeights:
+    """A layer's weights of what `layer_parts` loaded, by field, and its neurons."""
+
+    def norm(field: str) -> Norm | None:
+        return loaded_norm(config, loaded, field) if field in loaded else None
+
+    q, k, eps = loaded.get("q_norm"), loaded.get("k_norm"), config.norm.eps
+    return LayerWeights(
+        attention_norm=norm("attention_norm"),
+        qkv=loaded["qkv"],
+        head_norms=None if q is None else HeadNorms(q, k, eps),
+        out=loaded["out"],
+        attention_output_norm=norm("attention_output_norm"),
+        feed_forward_norm=norm("feed_forward_norm"),
+        feed_forward=feed_forward,
+        feed_forward_output_norm=norm("feed_forward_output_norm"),
+    )
+
+
+def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> Norm:
+    """The norm of what `norm_parts` loaded, by field."""
+    norm = config.norm
+    return Norm(loaded[field], norm.eps, loaded.get(f"{field}_bias"), norm.kind == "layer")
 
 
 def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     """The parts of one layer's LayerWeights that are in the resident file, in the file's order."""
     config, prefix = bundle.config, f"layers.{layer}"
+    spec, attention = config.layers[layer], config.layers[layer].attention
 
-    def vector(name: str) -> VectorPart:
-        return VectorPart(name.split(".")[-1], partial(resident.vector, f"{prefix}.{name}.weight"))
-
-    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> MatrixPart:
+    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> list[Part]:
         name = f"{prefix}.attention.{field}"
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
-        return MatrixPart(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)
+        return [MatrixPart(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)]
 
-    norms = [vector("attention.q_norm"), vector("attention.k_norm")] if config.qk_norm else []
+    def norm(field: str, exists: bool) -> list[Part]:
+        return norm_parts(config, resident, f"{prefix}.{field}") if exists else []
+
+    def head_norm(which: str) -> list[Part]:
+        name = f"{prefix}.attention.{which}.weight"
+        exists = attention.head_norm != "none"
+        return [VectorPart(which, partial(resident.vector, name))] if exists else []
+
     return [
-        vector("attention_norm"),
-        matrix("qkv", config.qkv_size, config.hidden_size, config.attention_bias),
-        *norms,
-        matrix("out", config.hidden_size, config.query_size, config.attention_output_bias),
-        vector("feed_forward_norm"),
+        *norm("attention_norm", spec.norms_input),
+        *matrix("qkv", config.qkv_size, config.hidden_size, attention.bias),
+        *head_norm("q_norm"),
+        *head_norm("k_norm"),
+        *matrix("out", config.hidden_size, config.query_size, attention.output_bias),
+        *norm("attention_output_norm", spec.norms_output),
+        *norm("feed_forward_norm", spec.norms_input),
+        *norm("feed_forward_output_norm", spec.norms_output),
     ]
+
+
+def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Part]:
+    """The parts of the norm `name`, whose fields are the last word of that, and the same with `_bias`."""
+    field = name.split(".")[-1]
+    weight = VectorPart(field, partial(resident.vector, f"{name}.weight"))
+    if not config.norm.bias:
+        return [weight]
+    return [weight, VectorPart(f"{field}_bias", partial(resident.vector, f"{name}.bias"))]
 
 
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
@@ -166,7 +214,7 @@ def _selector_parts(
             _SelectorParts(
                 (_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
                 cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, config.hidden_act
+                    partial(file.vector, importance_name(layer)), threshold, config.activation
                 ),
             )
             for layer, threshold in enumerate(point.thresholds)

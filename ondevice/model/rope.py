@@ -1,9 +1,8 @@
-"""Rotary position embedding tables (arXiv 2104.09864), with linear and llama3 frequency scaling.
+"""Rotary position embedding tables (arXiv 2104.09864).
 
-Frequencies and angles are rounded to float32 as `transformers` rounds them. Cosine and sine come from IEEE
-additions and multiplications alone. So the tables have the same bits for every split of a prompt, and on
-every machine whose `pow` rounds a frequency to the same float32. Library cosines differ between splits and
-between machines.
+Angles are rounded to float32 as `transformers` rounds them. Cosine and sine come from IEEE additions and
+multiplications alone. So the tables have the same bits for every split of a prompt, and on every machine.
+Library cosines differ between both.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.config import ModelConfig, RopeScaling
+from ondevice.model_config import RopeSpec
 
 # pi/2 in three parts of at most 33 bits (fdlibm's split): k * part is exact for every k below 2^20.
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
@@ -26,19 +25,16 @@ AHEAD = 64
 
 
 class Rope:
-    """The rotary tables of one model.
+    """The tables of one rotary embedding.
 
-    inverse_frequencies: (Dh / 2,) float32, radians per position.
+    frequencies: (Dh / 2,) float32, radians per position.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        exponents = [i / config.head_dim for i in range(0, config.head_dim, 2)]
-        frequencies = [1.0 / config.rope_theta**exponent for exponent in exponents]
-        if config.rope_scaling is not None:
-            frequencies = [_scaled(frequency, config.rope_scaling) for frequency in frequencies]
-        self.inverse_frequencies = np.array(frequencies, dtype=np.float32)
+    def __init__(self, spec: RopeSpec) -> None:
+        self.frequencies = np.array(spec.frequencies, dtype=np.float32)
+        self._magnitudes = np.where(self.frequencies > 0, spec.magnitude, 1.0)
         self._known = range(0)
-        self._cos = self._sin = np.zeros((0, len(frequencies)), dtype=np.float32)
+        self._cos = self._sin = np.zeros((0, len(self.frequencies)), dtype=np.float32)
         """Tables of the positions in `_known`."""
 
     def run(self, first: int, count: int) -> tuple[Float32, Float32]:
@@ -65,8 +61,9 @@ class Rope:
         return first - self._known.start
 
     def _computed(self, positions: NDArray[np.integer]) -> tuple[Float32, Float32]:
-        angles = positions.astype(np.float32)[:, None] * self.inverse_frequencies
+        angles = positions.astype(np.float32)[:, None] * self.frequencies
         cos, sin = cos_sin(angles.astype(np.float64))
+        cos, sin = cos * self._magnitudes, sin * self._magnitudes
         return cos.astype(np.float32), sin.astype(np.float32)
 
 
@@ -91,20 +88,3 @@ def _polynomial(x: NDArray[np.float64], terms: tuple[float, ...]) -> NDArray[np.
     for term in reversed(terms[:-1]):
         total = total * x + term
     return total
-
-
-def _scaled(frequency: float, scaling: RopeScaling) -> float:
-    """One frequency after scaling: divided (linear), or by wavelength (Llama 3.1's recipe)."""
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    wavelength = 2.0 * math.pi / frequency
-    low_wavelength = scaling.original_max_context / scaling.low_freq_factor
-    high_wavelength = scaling.original_max_context / scaling.high_freq_factor
-    if wavelength > low_wavelength:
-        return frequency / scaling.factor
-    if wavelength < high_wavelength:
-        return frequency
-    smooth = (scaling.original_max_context / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency

@@ -19,17 +19,17 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Array, Backend, Float32, Linear, Norm
+from ondevice.backends.base import Array, Backend, Float32, Int32, Linear
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.callbacks import IsCancelled
-from ondevice.config import ModelConfig
 from ondevice.errors import BundleError, UsageError, check_thread
 from ondevice.model.attention import Rows, attention
 from ondevice.model.ffn import feed_forward, prefetch
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.rope import Rope
 from ondevice.model.weights import DraftHead, ModelWeights, MultiStreamWeights
+from ondevice.model_config import ModelConfig
 
 WantedLogits = Literal["none", "last"]
 
@@ -89,7 +89,7 @@ class Transformer:
         self.streams = streams
         self.draft_head = draft_head
         self._thread = threading.get_ident()
-        self._rope = Rope(config)
+        self._ropes = [Rope(spec) for spec in config.ropes]
         self._zeros = np.zeros(config.vocab_size, dtype=np.float32)
 
     def forward(
@@ -130,7 +130,11 @@ class Transformer:
 
     def embedding(self, tokens: Sequence[int]) -> Array:
         """The input of the first layer, (T, D). Raises UsageError for an id outside the vocabulary."""
-        return self.backend.embedding(self.weights.embedding, self._checked(tokens))
+        return self._embedded(self._checked(tokens))
+
+    def _embedded(self, ids: Int32) -> Array:
+        found, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
+        return found if factor == 1.0 else found * factor
 
     def hidden_states(
         self,
@@ -225,7 +229,8 @@ class Transformer:
         return self.weights.head if self.draft_head is None else self.draft_head.rows
 
     def _head(self, hidden: Array, rows: Linear) -> Array:
-        return self.backend.linear(hidden, rows, Norm(self.weights.final_norm, self.config.rms_norm_eps))
+        logits, cap = self.backend.linear(hidden, rows, self.weights.final_norm), self.config.logit_soft_cap
+        return self.backend.soft_cap(logits, cap) if cap else logits
 
     def accept(self, batch: ForwardBatch, rows: Sequence[int]) -> None:
         """Tell the backend which draft tokens of the last pass join the text.
@@ -250,7 +255,7 @@ class Transformer:
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
         self.backend.begin_pass(batch)
         if x is None:
-            x = self.backend.embedding(self.weights.embedding, ids)
+            x = self._embedded(ids)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, batch)
@@ -278,18 +283,22 @@ class Transformer:
 
     def _layer(self, layer: int, x: Array, batch: ForwardBatch, rows: Rows) -> Array:
         """One layer over the rows of `batch`, x (R, D). Returns (R, D), or (1, D) for the last row alone."""
-        backend, config, weights = self.backend, self.config, self.weights.layers[layer]
+        backend, spec, weights = self.backend, self.config.layers[layer], self.weights.layers[layer]
         adapters = None
         if self.streams is not None and rows.adapted < x.shape[0]:
             adapters = self.streams.layer(layer)
-        x = attention(backend, config, weights, layer, x, rows, adapters)
-        if layer + 1 < config.num_layers:
+        # In parallel, the feed-forward reads what attention reads, which may overwrite it.
+        own = backend.rows(x, range(x.shape[0])) if spec.parallel else None
+        x = attention(backend, spec.attention, weights, layer, x, rows, adapters)
+        if layer + 1 < self.config.num_layers:
             if not batch.resident_only:
                 known = x[: len(batch.tokens)] if batch.stream_rows else x
-                prefetch(backend, config, self.weights.layers[layer + 1], known)
+                prefetch(backend, self.weights.layers[layer + 1], known)
         elif batch.last_only:
             x, batch = x[-1:], batch.last_row()
-        return feed_forward(backend, config, weights, x, batch, adapters, rows.adapted)
+            own = own if own is None else own[-1:]
+        entering = x if own is None else own
+        return feed_forward(backend, spec.feed_forward, weights, entering, x, batch, adapters, rows.adapted)
 
     def _rows(self, kv: KVCache, batch: ForwardBatch) -> Rows:
         """The positions of a batch's rows, which follow the tokens in kv."""
@@ -297,11 +306,11 @@ class Transformer:
         if tree is not None and tree.is_chain:
             tree = None
         if tree is None:
-            cos, sin = self._rope.run(position, tokens + batch.stream_rows)
+            turns = [rope.run(position, tokens + batch.stream_rows) for rope in self._ropes]
         else:
-            cos, sin = self._rope.tables(position + tree.depths)
+            turns = [rope.tables(position + tree.depths) for rope in self._ropes]
         adapted = 0 if self.streams is not None and self.streams.shared else tokens
-        return Rows(kv, position, tree, cos, sin, adapted)
+        return Rows(kv, position, tree, tuple(turns), adapted)
 
     def _branches(self, x: Array, tokens: Sequence[int]) -> Array:
         """Initial states of the streams of `tokens`: (n * S, D)."""
@@ -345,7 +354,7 @@ class Transformer:
                 "check the checkpoint and convert it again"
             )
 
-    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+    def _checked(self, tokens: Sequence[int]) -> Int32:
         """Tokens as (T,) int32. Raises UsageError for an id out of range, which would read another record."""
         if not len(tokens):
             raise UsageError("a forward pass needs at least one token")

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Embedding, FeedForward, Linear, Vector
+from ondevice.backends.base import Embedding, FeedForward, HeadNorms, Linear, Norm, Vector
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's weights, as the backend loaded them. q_norm, k_norm: None without `qk_norm`."""
+    """One layer's weights, as the backend loaded them. A norm that the layer doesn't have is None."""
 
-    attention_norm: Vector
+    attention_norm: Norm | None
     qkv: Linear
-    q_norm: Vector | None
-    k_norm: Vector | None
+    head_norms: HeadNorms | None
     out: Linear
-    feed_forward_norm: Vector
+    attention_output_norm: Norm | None
+    feed_forward_norm: Norm | None
     feed_forward: FeedForward
+    feed_forward_output_norm: Norm | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ModelWeights:
 
     embedding: Embedding
     layers: Sequence[LayerWeights]
-    final_norm: Vector
+    final_norm: Norm
     head: Linear
 
 

@@ -25,8 +25,9 @@ from ondevice.budget.reference_memory import ReferenceMemory
 from ondevice.budget.sizes import context_tokens, segment_shape
 from ondevice.bundle.predictors import Predictors
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.config import QuantConfig, RuntimeConfig
 from ondevice.errors import BackendUnavailableError
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.owner import OwnerThread
 from ondevice.speculation.registry import runs_streams
 

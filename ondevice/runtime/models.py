@@ -21,13 +21,14 @@ from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import listed_targets
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
-from ondevice.config import ModelConfig, RuntimeConfig, Sparsity
+from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.errors import (
     BundleError,
     ModelNotFoundError,
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.model_config import ModelConfig
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.speculation.registry import DRAFTERS, needs
 
@@ -314,7 +315,7 @@ def sparsity_modes(
     exact = (
         "only neurons whose gate is above zero; the same text as dense"
         if relu
-        else f"{config.hidden_act} gates are hardly ever exactly zero; it takes relu or relu2"
+        else f"{config.activation} gates are hardly ever exactly zero; it takes relu or relu2"
     )
     predicted = (
         "only neurons that predictors select; not the same text as dense; --predictor-recall "
@@ -324,7 +325,7 @@ def sparsity_modes(
         if "predictors" in damaged
         else "its bundle holds no predictors; `ondevice train predictors` makes them"
         if relu
-        else f"predictors say which gates are zero, and {config.hidden_act} gates hardly ever are"
+        else f"predictors say which gates are zero, and {config.activation} gates hardly ever are"
     )
     threshold = (
         "only neurons whose gate is large enough; not the same text as dense; --threshold-sparsity "
@@ -332,7 +333,7 @@ def sparsity_modes(
         if thresholds is not None
         else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
-        else f"{config.hidden_act} gates have a threshold of their own, zero: `exact` loses nothing"
+        else f"{config.activation} gates have a threshold of their own, zero: `exact` loses nothing"
         if relu
         else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
     )

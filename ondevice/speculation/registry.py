@@ -8,9 +8,10 @@ from typing import Literal
 
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.token_counts import TokenCounts
-from ondevice.config import MAX_STREAMS, ModelConfig, RuntimeConfig
+from ondevice.config import MAX_STREAMS, RuntimeConfig
 from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import ModelConfig
 from ondevice.speculation.drafter import Drafter
 from ondevice.speculation.drafters.combined import Combined, WhileRowsAreCheap
 from ondevice.speculation.drafters.lookup import Lookup, index_bytes

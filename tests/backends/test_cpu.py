@@ -12,13 +12,21 @@ from ondevice.backends.cpu import CpuBackend, CpuFeedForward, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import ACTIVATIONS, ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import ACTIVATIONS, AttentionSpec, ModelConfig
 from tests.support.engines import every_logits
-from tests.support.sources import ArrayFeedForward, RandomWeights, RecordSource, quantise_rows, tiny_config
+from tests.support.sources import (
+    ArrayFeedForward,
+    RandomWeights,
+    RecordSource,
+    every_block,
+    quantise_rows,
+    tiny_config,
+)
 
 TARGETS = _native.available_targets()
 
@@ -56,13 +64,14 @@ def logits_of(model: Transformer, tokens: list[int], chunk: int, kv_bits: Any) -
     return np.concatenate(parts)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 70])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (1, 0.0), (5, 1.5), (70, 0.0), (0, 2.0)])
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 8), (6, 2, 10), (8, 1, 64), (2, 2, 128)])
 def test_attention_equals_the_reference_on_the_same_stored_keys(
-    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int
+    heads: int, kv_heads: int, width: int, kv_bits: Any, window: int, soft_cap: float
 ) -> None:
     config = tiny_config(num_heads=heads, num_kv_heads=kv_heads, head_dim=width)
+    spec = AttentionSpec(0.4, window=window, soft_cap=soft_cap)
     layout = KVLayout(config, kv_bits)
     tokens = 150
     qkv = normal(tokens, (heads + 2 * kv_heads) * width)
@@ -70,7 +79,7 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
     cos, sin = np.ones((tokens, width // 2), np.float32), np.zeros((tokens, width // 2), np.float32)
     reference, expected_kv = ReferenceBackend(), KVCache(layout)
     expected_kv.reserve(tokens)
-    expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, None, window)
+    expected = reference.attend(qkv, expected_kv, 1, 0, cos, sin, spec)
     results = []
     for target in TARGETS:
         for threads in (1, 2):
@@ -80,7 +89,7 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
             for first, last in ((0, 1), (1, 64), (64, 67), (67, 150)):
                 chunk = slice(first, last)
                 given = qkv[chunk].copy()
-                out[chunk] = backend.attend(given, kv, 1, first, cos[chunk], sin[chunk], None, window)
+                out[chunk] = backend.attend(given, kv, 1, first, cos[chunk], sin[chunk], spec)
             for mine, theirs in zip(kv.blocks, expected_kv.blocks, strict=True):
                 assert mine.tobytes() == theirs.tobytes()
             results.append(out)
@@ -159,11 +168,14 @@ def test_segments_are_added_to_tokens_of_the_pass_alone() -> None:
 
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize("bits", [4, 8, 16])
-def test_a_model_has_one_result(bits: Any, kv_bits: Any) -> None:
+@pytest.mark.parametrize("blocks", ["Qwen's", "every kind"])
+def test_a_model_has_one_result(bits: Any, kv_bits: Any, blocks: str) -> None:
     """Prefill chunks, threads, targets and residency change no bit of any logit."""
-    config = tiny_config(
-        intermediate_size=200, qk_norm=True, attention_bias=True, layer_windows=(0, 40), max_context=256
-    )
+    config = every_block()
+    if blocks == "Qwen's":
+        config = tiny_config(
+            intermediate_size=200, qk_norm=True, attention_bias=True, layer_windows=(0, 40), max_context=256
+        )
     tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 90)]
     results = {
         (target, threads, segments, chunk): logits_of(
@@ -177,9 +189,12 @@ def test_a_model_has_one_result(bits: Any, kv_bits: Any) -> None:
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(16, 1e-3), (8, 0.05), (4, 0.05)])
-def test_a_model_stays_close_to_the_reference(bits: Any, limit: float) -> None:
+@pytest.mark.parametrize("blocks", ["Llama's", "every kind"])
+def test_a_model_stays_close_to_the_reference(bits: Any, limit: float, blocks: str) -> None:
     """float16: rounding only (16-bit keys and values in both). q8, q4: int8 activations, 1/254 per value."""
-    config = tiny_config(hidden_size=128, intermediate_size=256, head_dim=32)
+    config = every_block()
+    if blocks == "Llama's":
+        config = tiny_config(hidden_size=128, intermediate_size=256, head_dim=32)
     tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
     mine = logits_of(load(config, make_backend(), bits), tokens, 40, 16)
     expected = logits_of(RandomWeights(config).load(ReferenceBackend(), bits), tokens, 40, 16)

@@ -74,7 +74,7 @@ class ThresholdReference(ReferenceBackend):
         norm: Any = None,
         added: Any = None,
     ) -> Any:
-        entering, cutoff = self.rms_norm(x, *norm), self._loaded[id(weight)]
+        entering, cutoff = self.normed(x, norm), self._loaded[id(weight)]
         gates = activate(entering @ weight.gate.T, activation)
         small = np.abs(gates) * cutoff.importance <= cutoff.thresholds[0]
         self.left_out += small.mean() / len(self._layers)

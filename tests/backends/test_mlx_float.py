@@ -18,12 +18,12 @@ from ondevice.backends.base import Backend, Norm
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.reference import activate as reference_activate
 from ondevice.bundle.reader import Bundle
-from ondevice.config import ACTIVATIONS, ModelConfig
 from ondevice.errors import UsageError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import ACTIVATIONS, ModelConfig
 from tests.support.engines import all_logits, bundle_weights, error, every_logits, random_tokens, running
 from tests.support.models import QUANTS, transformers_model
 from tests.support.paths import SHIPPED
@@ -34,7 +34,7 @@ mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 
 from ondevice.backends.mlx_float import MlxFloatBackend  # noqa: E402
 from ondevice.backends.mlx_kv import MlxKV, no_block  # noqa: E402
-from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate  # noqa: E402
+from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("mlx_on_cpu")
 ALL_OPTIONS = tiny_config(attention_bias=True, attention_output_bias=True, qk_norm=True)
@@ -128,18 +128,20 @@ PARTS = {
     "out": ("weight", "bias"),
     "feed_forward": ("gate", "up", "down"),
 }
-NORMS = ("attention_norm", "q_norm", "k_norm", "feed_forward_norm")
+NORMS = ("attention_norm", "feed_forward_norm")
 
 
 def parameters(model: Transformer, tokens: list[int]) -> Parameters:
     """Everything in `model` that a gradient may be taken by."""
     found = {
         "x": model.embedding(tokens),
-        "final_norm": model.weights.final_norm,
+        "final_norm": model.weights.final_norm.weight,
         "head": model.weights.head.weight,
     }
     for i, layer in enumerate(model.weights.layers):
-        found |= {f"{i}.{norm}": getattr(layer, norm) for norm in NORMS}
+        found |= {f"{i}.{norm}": getattr(layer, norm).weight for norm in NORMS}
+        if layer.head_norms is not None:
+            found |= {f"{i}.q_norm": layer.head_norms.q, f"{i}.k_norm": layer.head_norms.k}
         for part, names in PARTS.items():
             found |= {f"{i}.{part}.{name}": getattr(getattr(layer, part), name) for name in names}
     return {name: array for name, array in found.items() if array is not None}
@@ -149,7 +151,13 @@ def with_parameters(model: Transformer, given: Parameters) -> Transformer:
     """The model with these parameters for its own."""
 
     def exchanged(i: int, layer: Any) -> Any:
-        changes = {norm: given[f"{i}.{norm}"] for norm in NORMS if f"{i}.{norm}" in given}
+        changes = {
+            norm: getattr(layer, norm)._replace(weight=given[f"{i}.{norm}"])
+            for norm in NORMS
+            if f"{i}.{norm}" in given
+        }
+        if f"{i}.q_norm" in given:
+            changes["head_norms"] = layer.head_norms._replace(q=given[f"{i}.q_norm"], k=given[f"{i}.k_norm"])
         for part, names in PARTS.items():
             inner = {name: given[f"{i}.{part}.{name}"] for name in names if f"{i}.{part}.{name}" in given}
             changes[part] = replace(getattr(layer, part), **inner)
@@ -158,7 +166,7 @@ def with_parameters(model: Transformer, given: Parameters) -> Transformer:
     weights = model.weights
     layers = [exchanged(i, layer) for i, layer in enumerate(weights.layers)]
     head = replace(weights.head, weight=given.get("head", weights.head.weight))
-    final_norm = given.get("final_norm", weights.final_norm)
+    final_norm = weights.final_norm._replace(weight=given.get("final_norm", weights.final_norm.weight))
     weights = replace(weights, layers=layers, final_norm=final_norm, head=head)
     return Transformer(model.config, model.backend, weights)
 
@@ -239,7 +247,7 @@ class AdaptedBackend(MlxFloatBackend):
         self._adapted, self._a, self._b = adapted, a, b
 
     def linear(self, x: Any, weight: MlxLinear, norm: Norm | None = None, added: Any = None) -> Any:
-        x = x if norm is None else mx.fast.rms_norm(x, *norm)
+        x = normed(x, norm)
         product = super().linear(x, weight, None, added)
         return product + x @ self._a.T @ self._b.T if weight is self._adapted else product
 

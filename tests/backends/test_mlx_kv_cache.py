@@ -5,6 +5,7 @@ On MLX's CPU device, where equal bits are promised.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from ondevice.backends.base import BLOCK_TOKENS
 from ondevice.backends.reference import ReferenceBackend, _stored
 from ondevice.backends.token_tree import TokenTree
 from ondevice.budget.mlx_memory import MLX_CACHE_BYTES, MlxMemory
-from ondevice.config import ModelConfig
 from ondevice.converters.convert import convert
 from ondevice.errors import BudgetError
 from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model_config import ModelConfig
 from tests.support.engines import error, random_tokens
 from tests.support.models import write_checkpoint
 from tests.support.paths import SHIPPED
@@ -71,8 +72,9 @@ def attended(
     width = kv.layout.config.head_dim // 2
     turns = np.ones((len(qkv), width), np.float32), np.zeros((len(qkv), width), np.float32)
     backend = backend or MlxOps()
+    spec = replace(kv.layout.config.layers[layer].attention, window=window)
     given = qkv.copy() if isinstance(backend, ReferenceBackend) else mx.array(qkv)
-    return np.array(backend.attend(given, kv, layer, position, *turns, None, window, tree))
+    return np.array(backend.attend(given, kv, layer, position, *turns, spec, None, tree))
 
 
 def in_chunks(kv: KVCache, qkv: np.ndarray, lengths: list[int], **options: Any) -> np.ndarray:

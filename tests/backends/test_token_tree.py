@@ -16,7 +16,7 @@ from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import Transformer
 from tests.backends.test_cpu import TARGETS, load, make_backend
-from tests.support.sources import RandomWeights, tiny_config
+from tests.support.sources import RandomWeights, every_block, tiny_config
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 6, 5, 8, 2]
 
@@ -77,9 +77,14 @@ def test_no_tree(parents: list[int]) -> None:
 
 @pytest.mark.parametrize("kv_bits", [8, 16])
 @pytest.mark.parametrize("prompt_tokens", [1, 40, 57, 63, 64, 90, 128])
-@pytest.mark.parametrize("heads", [{}, {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64}])
-def test_every_node_has_the_bits_of_its_path(prompt_tokens: int, kv_bits: Any, heads: dict[str, int]) -> None:
-    config = tiny_config(qk_norm=True, layer_windows=(0, 11), **heads)
+@pytest.mark.parametrize("heads", [{}, {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64}, None])
+def test_every_node_has_the_bits_of_its_path(
+    prompt_tokens: int, kv_bits: Any, heads: dict[str, int] | None
+) -> None:
+    """heads: changed sizes; None: a model of every kind of block."""
+    config = every_block()
+    if heads is not None:
+        config = tiny_config(qk_norm=True, layer_windows=(0, 11), **heads)
     prompt = drawn(prompt_tokens, 1)
     # A path as long as one may be, left near its end and near its beginning, and gone back to.
     deep = TokenTree([*range(-1, MAX_DEPTH), MAX_DEPTH - 2, 3, MAX_DEPTH - 1, MAX_DEPTH + 2])

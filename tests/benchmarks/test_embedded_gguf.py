@@ -105,7 +105,7 @@ def test_the_file_has_the_weights_of_the_bundle(made: tuple[EmbeddedModel, Path]
     reader = GGUFReader(folder / "large.gguf")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     epsilon = reader.fields["llama.attention.layer_norm_rms_epsilon"].contents()
-    assert epsilon == np.float32(model.config.rms_norm_eps * GAIN**2)
+    assert epsilon == np.float32(model.config.norm.eps * GAIN**2)
 
     def values(name: str) -> Float32:
         return np.asarray(values_of(tensors[name].data, tensors[name].tensor_type), np.float32)

@@ -75,7 +75,7 @@ def test_a_model_without_relu_is_embedded_with_its_streams(tmp_path: Path) -> No
         expected, found = small.logits(prompt), large.logits(prompt)
     assert np.array_equal(found[..., : embedded.small.config.vocab_size], expected)
     bundle = open_sound(tmp_path / "large")
-    assert bundle.config.hidden_act == "silu"
+    assert bundle.config.activation == "silu"
     assert bundle.streams
     assert not bundle.hotness
 

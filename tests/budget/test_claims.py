@@ -20,7 +20,8 @@ from ondevice.budget import claims
 from ondevice.budget.claims import Claim, Others, others
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.config import QuantConfig, RuntimeConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError, FlashReadError
 from ondevice.runtime import resolving
 from ondevice.units import ProcessMemory
@@ -29,7 +30,7 @@ from tests.support.chat import PROMPT
 
 MB = 10**6
 PROCESS = 60 * MB
-SHAPE = ModelConfig("llama", 1024, 12, 8, 8, 128, 3072, 32000, 1024, "silu", 1e-5, 1e4)
+SHAPE = llama_config("llama", 1024, 12, 8, 8, 128, 3072, 32000, 1024, "silu", 1e-5, 1e4)
 NOTHING = Others(0, 0)
 
 

@@ -17,7 +17,8 @@ from ondevice.budget import claims
 from ondevice.budget.cpu_memory import CpuMemory
 from ondevice.budget.limits import allowance, auto_budget, budget_warnings, require_fit
 from ondevice.budget.plan import Plan, plan_memory
-from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.config import QuantConfig, RuntimeConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError
 from ondevice.runtime import resolving
 from ondevice.runtime.models import shipped_folder
@@ -28,7 +29,7 @@ from tests.support.fake_system import GIB, FakeSystem
 SHIPPED = shipped_folder() / "small-relu"
 MB = 10**6
 MACHINE = MemoryRoom("this machine", 16000 * MB, 12000 * MB)
-SMALL = ModelConfig("llama", 1024, 12, 8, 8, 128, 3072, 32000, 4096, "silu", 1e-5, 1e4)
+SMALL = llama_config("llama", 1024, 12, 8, 8, 128, 3072, 32000, 4096, "silu", 1e-5, 1e4)
 Rooms = Callable[..., MemoryRoom]
 
 

@@ -22,13 +22,15 @@ from ondevice.budget.sizes import (
     stream_bytes,
 )
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import ModelConfig, QuantConfig, RuntimeConfig
+from ondevice.config import QuantConfig, RuntimeConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import BudgetError, UsageError
+from ondevice.model_config import ModelConfig
 from ondevice.speculation.registry import drafter_bytes
 from ondevice.speculation.tree import DRAFT_NODES, STREAM_ROWS
 
-LLAMA_7B = ModelConfig("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
-TINY = ModelConfig("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
+LLAMA_7B = llama_config("llama", 4096, 32, 32, 32, 128, 11008, 32000, 4096, "silu", 1e-5, 1e4)
+TINY = llama_config("llama", 64, 5, 8, 4, 8, 172, 512, 512, "silu", 1e-5, 1e4, tie_embeddings=True)
 Q4, F16 = QuantConfig(4), QuantConfig(16)
 MB = 10**6
 
@@ -51,7 +53,7 @@ def streams_of(mode: Any, bits: Any = 8) -> MultiStreams:
 
 def configs() -> st.SearchStrategy[ModelConfig]:
     return st.builds(
-        lambda width, layers, heads, neurons, vocab: ModelConfig(
+        lambda width, layers, heads, neurons, vocab: llama_config(
             "llama", width * 8, layers, heads * 2, heads, 16, neurons, vocab, 2048, "silu", 1e-5, 1e4
         ),
         st.integers(1, 1100),

@@ -1,10 +1,9 @@
-"""Format version 1 doesn't drift: the golden bundle's bytes, read by hand and written again."""
+"""Format version 2 doesn't drift: the golden bundle's bytes, read by hand and written again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,12 @@ import numpy as np
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.verify import verify
 from ondevice.bundle.writer import BundleWriter
-from tests.golden.build import GOLDEN, Recipe, fill
+from tests.golden.build import GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import canonical
 from tests.support.crc32c import crc32c
 
 SHA256 = {
-    "bundle.json": "39938235c9bb787a389388b11928f6a861be002e122002eb5465c1b905502abc",
+    "bundle.json": "7bd0b00414074c1a25203e8327edf1d45e5f174e6dcaf304fb4166a8212304a6",
     "checksums.bin": "9ec06f5afc303772efd892a9c11056ea3623bb2b75da4a3fe22988d2deca6771",
     "embedding.safetensors": "1bb864b369e2285c979dc374d4fbf77a217659bd7085c10347105f48bf1a9415",
     "gates-00000.safetensors": "8b17cfa2dc340f23d90e98e07d10970d3dada52b425515be35122c8c828530d0",
@@ -27,7 +26,7 @@ SHA256 = {
     "resident.safetensors": "dc01729af891e398b573ba0c999ce30539f152493ce0618eb110f8d9d2134c24",
 }
 WITHOUT_GATES = {name: sha256 for name, sha256 in SHA256.items() if not name.startswith("gates-")} | {
-    "bundle.json": "33c733f05854dd2b3d162813f268c0dd7c9c5ae82acb01ddb7e5f1567f2eefe8",
+    "bundle.json": "cddd111bfc672fd6a460227e1960fcc01b9233894cf9d5b9c5e952ffe863a436",
     "checksums.bin": "024feab3f75fa9e08fe90d317dd39fbe1e5536e511a372e19d3a73b3e7cfe2a3",
 }
 """The same weights for an activation that never makes a gate zero."""
@@ -50,7 +49,7 @@ def test_writer_makes_the_golden_bytes(tmp_path: Path) -> None:
 
 
 def test_a_bundle_without_gates(tmp_path: Path) -> None:
-    recipe = Recipe(config=replace(Recipe().config, hidden_act="silu"))
+    recipe = Recipe(config=golden_config(hidden_act="silu"))
     fill(BundleWriter(tmp_path / "b", recipe.config, recipe.quant, crc32c, fingerprint="golden"), recipe)
     assert hashes(tmp_path / "b") == WITHOUT_GATES
     assert b'\n  "gates": null,\n' in (tmp_path / "b" / "bundle.json").read_bytes()

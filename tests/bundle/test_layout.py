@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,10 +21,11 @@ from ondevice.bundle.layout import (
     resident_header,
     resident_tensors,
 )
-from ondevice.config import ModelConfig, QuantConfig
-from tests.golden.build import CONFIG
+from ondevice.config import QuantConfig
+from ondevice.converters.architectures.common import llama_config
+from tests.golden.build import CONFIG, golden_config
 
-LLAMA_7B = ModelConfig(
+LLAMA_7B = llama_config(
     architecture="llama",
     hidden_size=4096,
     num_layers=32,
@@ -93,10 +93,8 @@ def test_padding_rule(parts: list[list[int]]) -> None:
 
 
 def test_resident_tensors_of_every_option() -> None:
-    config = replace(
-        CONFIG,
+    config = golden_config(
         num_layers=1,
-        layer_windows=(),
         hidden_size=100,
         attention_bias=True,
         attention_output_bias=True,

@@ -17,9 +17,10 @@ from ondevice.bundle.layout import resident_tensors
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import QuantConfig, RopeScaling
+from ondevice.config import QuantConfig
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError
-from tests.golden.build import CONFIG, GOLDEN, Recipe, fill
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, LayerSpec, NormSpec, RopeSpec
+from tests.golden.build import CONFIG, GOLDEN, Recipe, fill, golden_config
 from tests.malformed.rules import RULES, Rule, put
 from tests.support.crc32c import crc32c
 
@@ -63,7 +64,7 @@ def test_no_bundle_there(path: str, tmp_path: Path) -> None:
 def test_facts_of_the_golden_bundle() -> None:
     bundle = Bundle.open(str(GOLDEN))
     assert bundle.path == GOLDEN
-    assert bundle.name == "bundle-v1"
+    assert bundle.name == "bundle-v2"
     assert bundle.config == CONFIG
     assert bundle.quant == QuantConfig(4)
     assert bundle.bundle_bytes == sum(path.stat().st_size for path in GOLDEN.iterdir())
@@ -74,8 +75,8 @@ def test_facts_of_the_golden_bundle() -> None:
 
 
 def test_parameters_count_every_option(tmp_path: Path) -> None:
-    config = replace(
-        CONFIG, tie_embeddings=False, attention_bias=True, attention_output_bias=True, qk_norm=True
+    config = golden_config(
+        tie_embeddings=False, attention_bias=True, attention_output_bias=True, qk_norm=True
     )
     bundle = _written(tmp_path / "b", Recipe(config=config, quant=QuantConfig(16)))
     in_resident = sum(np.prod(spec.shape) for spec in resident_tensors(config, bundle.quant).values())
@@ -84,7 +85,7 @@ def test_parameters_count_every_option(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_spans_are_where_safetensors_finds_the_tensors(bits: int, tmp_path: Path) -> None:
-    config = replace(CONFIG, tie_embeddings=False, attention_bias=True, qk_norm=True, head_dim=6)
+    config = golden_config(tie_embeddings=False, attention_bias=True, qk_norm=True, head_dim=6)
     bundle = _written(tmp_path / "b", Recipe(config=config, quant=QuantConfig(bits)))  # type: ignore[arg-type]
     tensors = load_file(tmp_path / "b" / "resident.safetensors")
     assert set(tensors) == set(resident_tensors(config, bundle.quant))
@@ -164,7 +165,7 @@ def test_size_of_files_read_whole_is_capped(info: TokenizerInfo, limit: int, tmp
 
 def test_names_that_are_not_there() -> None:
     bundle = Bundle.open(GOLDEN)
-    for name in ("checksums.bin", "bundle.json", "../bundle-v1/bundle.json", "tokenizer.model"):
+    for name in ("checksums.bin", "bundle.json", "../bundle-v2/bundle.json", "tokenizer.model"):
         with pytest.raises(BundleError, match="not a file with checksums"):
             bundle.file(name)
     with pytest.raises(BundleError, match="not a file with checksums"):
@@ -181,19 +182,23 @@ def test_link_inside_the_bundle_is_followed(copy: Path) -> None:
 
 def test_bundle_reached_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(GOLDEN)
-    assert Bundle.open(tmp_path / "alias").name == "bundle-v1"
+    assert Bundle.open(tmp_path / "alias").name == "bundle-v2"
 
 
 def test_every_model_option_survives(tmp_path: Path) -> None:
+    feed_forward = FeedForwardSpec("relu2")
+    layers = (
+        LayerSpec(AttentionSpec(0.3, 1, 16, 50.0, "projection", True, True), feed_forward, "both"),
+        LayerSpec(AttentionSpec(0.25), feed_forward, "after", parallel=True),
+    )
     config = replace(
         CONFIG,
-        architecture="qwen3",
-        hidden_act="relu2",
-        rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64),
-        layer_windows=(0, 16),
-        qk_norm=True,
-        rms_norm_eps=1e-6,
-        rope_theta=1_000_000,
+        architecture="gemma2",
+        norm=NormSpec("layer", 1e-6, bias=True),
+        ropes=(RopeSpec((1.0, 0.1) * 4, 1.25), RopeSpec((0.0,) * 8)),
+        layers=layers,
+        embedding_multiplier=8.5,
+        logit_soft_cap=30.0,
     )
     assert _written(tmp_path / "b", Recipe(config=config)).config == config
 

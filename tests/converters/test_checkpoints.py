@@ -73,7 +73,7 @@ def test_a_llama2c_model_computes_what_llama2c_computes(tmp_path: Path, shape: S
         mine = all_logits(model, tokens, 32)
     assert np.abs(mine - theirs).max() < 1e-5 * np.abs(theirs).max()
     bundle = Bundle.open(output)
-    assert (bundle.config.tie_embeddings, bundle.config.rms_norm_eps) == (tied, 1e-5)
+    assert (bundle.config.tie_embeddings, bundle.config.norm.eps) == (tied, 1e-5)
     assert (bundle.manifest.provenance.source, bundle.manifest.provenance.source_format) == (
         "model",
         "llama2.c",

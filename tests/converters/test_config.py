@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ondevice.config import ModelConfig, RopeScaling
 from ondevice.converters.architectures import tensors
-from ondevice.converters.architectures.registry import FAMILIES, read_config
+from ondevice.converters.architectures.registry import read_config
+from ondevice.converters.architectures.rotary import RopeScaling, rope_spec
 from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import ModelConfig, RopeSpec
 from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, VARIANTS, tensor_shapes, tiny_config
 
 
 def read(family: str = "llama", **options: Any) -> ModelConfig:
     return read_config(tiny_config(family, **options))
+
+
+def windows_of(config: ModelConfig) -> tuple[int, ...]:
+    return tuple(layer.attention.window for layer in config.layers)
 
 
 def without(family: str, *keys: str) -> ModelConfig:
@@ -29,8 +35,8 @@ def test_every_variant_and_both_rope_styles(variant: str, rope_style: str) -> No
     assert config == read_config(tiny_config(**options))
     assert config.architecture == options["family"]
     assert tensors.tensor_shapes(config) == tensor_shapes(tiny_config(**options))
-    scaling = options.get("rope_scaling")
-    assert (config.rope_scaling.kind if config.rope_scaling else None) == (scaling and scaling["rope_type"])
+    scaled = config.ropes != (rope_spec(options.get("rope_theta", 10000.0), config.head_dim),)
+    assert scaled == bool(options.get("rope_scaling"))
 
 
 def test_transformers_reads_the_same_out_of_its_own_config(tmp_path: Any) -> None:
@@ -43,18 +49,19 @@ def test_transformers_reads_the_same_out_of_its_own_config(tmp_path: Any) -> Non
 
 
 def test_llama_biases_are_on_the_output_too() -> None:
-    config = read(attention_bias=True)
-    assert (config.attention_bias, config.attention_output_bias, config.qk_norm) == (True, True, False)
+    attention = read(attention_bias=True).layers[0].attention
+    assert (attention.bias, attention.output_bias, attention.head_norm) == (True, True, "none")
 
 
 def test_qwen2_has_biases_on_queries_keys_and_values_only() -> None:
-    config = read("qwen2")
-    assert (config.attention_bias, config.attention_output_bias, config.qk_norm) == (True, False, False)
+    attention = read("qwen2").layers[0].attention
+    assert (attention.bias, attention.output_bias, attention.head_norm) == (True, False, "none")
 
 
 def test_qwen3_norms_heads() -> None:
     config = read("qwen3")
-    assert (config.attention_bias, config.qk_norm, config.head_dim) == (False, True, 16)
+    attention = config.layers[0].attention
+    assert (attention.bias, attention.head_norm, config.head_dim) == (False, "head", 16)
     assert without("qwen3", "head_dim").head_dim == 128
 
 
@@ -63,11 +70,11 @@ def test_qwen3_norms_heads() -> None:
     ({"sliding_window": None}, (0, 0)),
 ])  # fmt: skip
 def test_mistral_windows(options: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert read("mistral", **options).layer_windows == windows
+    assert windows_of(read("mistral", **options)) == windows
 
 
 def test_mistral_without_the_key_means_the_first_release() -> None:
-    assert without("mistral", "sliding_window").layer_windows == (4096, 4096)
+    assert windows_of(without("mistral", "sliding_window")) == (4096, 4096)
 
 
 def test_mistral_has_8_key_value_heads_where_it_does_not_say() -> None:
@@ -88,14 +95,14 @@ def test_mistral_has_8_key_value_heads_where_it_does_not_say() -> None:
     ({"use_sliding_window": True, "sliding_window": None, "layer_types": ["full_attention"] * 3}, (0, 0, 0)),
 ])  # fmt: skip
 def test_qwen_windows(family: str, options: dict[str, Any], windows: tuple[int, ...]) -> None:
-    assert read(family, num_hidden_layers=3, **options).layer_windows == windows
+    assert windows_of(read(family, num_hidden_layers=3, **options)) == windows
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_qwen_without_the_key_has_a_window_of_4096(family: str) -> None:
     values = tiny_config(family, use_sliding_window=True, max_window_layers=1)
     values.pop("sliding_window", None)
-    assert read_config(values).layer_windows == (0, 4096)
+    assert windows_of(read_config(values)) == (0, 4096)
 
 
 @pytest.mark.parametrize(("name", "activation"), [
@@ -103,30 +110,34 @@ def test_qwen_without_the_key_has_a_window_of_4096(family: str) -> None:
     ("gelu_pytorch_tanh", "gelu_tanh"), ("relu", "relu"), ("relu2", "relu2"),
 ])  # fmt: skip
 def test_activations(name: str, activation: str) -> None:
-    assert read(hidden_act=name).hidden_act == activation
+    assert read(hidden_act=name).activation == activation
 
 
 def test_rope() -> None:
-    assert read(rope_scaling=LINEAR_ROPE).rope_scaling == RopeScaling("linear", 4.0)
-    assert read(rope_scaling=LLAMA3_ROPE).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    def spec(theta: float = 10000.0, scaling: RopeScaling | None = None) -> tuple[RopeSpec]:
+        return (rope_spec(theta, 16, scaling),)
+
+    assert read(rope_scaling=LINEAR_ROPE).ropes == spec(scaling=RopeScaling("linear", 4.0))
+    llama3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    assert read(rope_scaling=LLAMA3_ROPE).ropes == spec(scaling=llama3)
     older = {"type": "linear", "factor": 2}
-    assert read(rope_scaling=older).rope_scaling == RopeScaling("linear", 2.0)
-    assert read(rope_scaling={"rope_type": "default"}).rope_scaling is None
+    assert read(rope_scaling=older).ropes == spec(scaling=RopeScaling("linear", 2.0))
+    assert read(rope_scaling={"rope_type": "default"}).ropes == spec()
     short = {k: v for k, v in LLAMA3_ROPE.items() if k != "original_max_position_embeddings"}
-    assert read(rope_scaling=short).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 512)
-    assert read(rope_theta=5e5).rope_theta == 5e5
-    assert without("llama", "rope_theta", "rope_scaling").rope_theta == 10000.0
+    assert read(rope_scaling=short).ropes == spec(scaling=replace(llama3, original_max_context=512))
+    assert read(rope_theta=5e5).ropes == spec(5e5)
+    assert without("llama", "rope_theta", "rope_scaling").ropes == spec()
 
 
 def test_missing_and_null_keys_take_the_familys_defaults() -> None:
     config = without("llama", "num_key_value_heads", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
-    assert (config.num_kv_heads, config.rms_norm_eps, config.hidden_act) == (4, 1e-6, "silu")
+    assert (config.num_kv_heads, config.norm.eps, config.activation) == (4, 1e-6, "silu")
     assert not config.tie_embeddings
     assert read(num_key_value_heads=None, head_dim=None).head_dim == 16
     assert without("llama", "max_position_embeddings").max_context == 2048
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_harmless_and_switched_off_keys_are_ignored(family: str) -> None:
     extras = {
         "torch_dtype": "bfloat16", "dtype": "float16", "transformers_version": "4.1", "_name_or_path": "x/y",
@@ -152,7 +163,7 @@ def test_what_changes_the_arithmetic_is_refused_by_name(family: str, key: str, v
 
 
 @pytest.mark.parametrize("scaling", [
-    {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"},
+    {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "proportional", "factor": 2.0},
     {"rope_type": "linear", "factor": 2.0, "attention_factor": 1.5},
     {"rope_type": "default", "partial_rotary_factor": 0.25},
     {"rope_type": "default", "mrope_section": [1, 2, 3]},

@@ -14,8 +14,9 @@ import numpy as np
 from ondevice.bundle.layout import CHECKSUMS, DATA_OFFSET, EMBEDDING, RESIDENT, file_layout
 from ondevice.bundle.manifest import bundle_files, model_json
 from ondevice.bundle.reader import Bundle
-from ondevice.config import ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.errors import OndeviceError
+from ondevice.model_config import ModelConfig, RopeSpec
 from tests.fuzz import signing, template_cases, tokenizer_cases
 from tests.fuzz.bases import Bases
 from tests.fuzz.mutations import VALUES, change_json, changed_bytes, changed_header, make_odd
@@ -271,9 +272,15 @@ def _reshape(folder: Path, config: ModelConfig, quant: QuantConfig, rng: random.
 
 
 def _resized(config: ModelConfig, name: str, size: int, rng: random.Random) -> ModelConfig:
-    changes: dict[str, Any] = {name: size}
     if name == "num_layers":
-        changes["layer_windows"] = (rng.choice([0, 0, 1, 7, 1 << 20]),) * size
+        layer = config.layers[0]
+        window = rng.choice([0, 0, 1, 7, 1 << 20])
+        return replace(
+            config, layers=(replace(layer, attention=replace(layer.attention, window=window)),) * size
+        )
+    changes: dict[str, Any] = {name: size}
+    if name == "head_dim":
+        changes["ropes"] = (RopeSpec((0.5,) * (size // 2)),)
     if name == "num_heads" and size % config.num_kv_heads:
         changes["num_kv_heads"] = 1
     if name == "num_kv_heads":

@@ -18,8 +18,9 @@ from ondevice.bundle.layout import (
     neuron_file_name,
 )
 from ondevice.bundle.manifest import bundle_files, parse_manifest
-from ondevice.config import ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.kernels import _native
+from ondevice.model_config import ModelConfig
 from tests.fuzz.mutations import is_plain
 from tests.malformed.rules import manifest_of, seal
 

@@ -1,6 +1,6 @@
 """Makes the golden bundle, and others like it: random weights from a frozen generator, every byte decided.
 
-`python -m tests.golden.build` writes `tests/golden/bundle-v1`, which is under version control and must not
+`python -m tests.golden.build` writes `tests/golden/bundle-v2`, which is under version control and must not
 change: a new format version gets a new folder beside it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,26 +26,37 @@ from ondevice.bundle.layout import (
 )
 from ondevice.bundle.manifest import Provenance, TokenizerInfo
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
+from ondevice.converters.architectures.common import llama_config
+from ondevice.model_config import ModelConfig
 from tests.support.crc32c import crc32c
 
-GOLDEN = Path(__file__).parent / "bundle-v1"
+GOLDEN = Path(__file__).parent / "bundle-v2"
 
-CONFIG = ModelConfig(
-    architecture="llama",
-    hidden_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate_size=96,
-    vocab_size=64,
-    max_context=128,
-    hidden_act="relu",
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    tie_embeddings=True,
-)
+FIELDS: dict[str, Any] = {
+    "architecture": "llama",
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 64,
+    "max_context": 128,
+    "hidden_act": "relu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_embeddings": True,
+}
+"""A Llama's keys."""
+
+
+def golden_config(**changes: Any) -> ModelConfig:
+    """The golden bundle's config, with changed keys."""
+    return llama_config(**(FIELDS | changes))
+
+
+CONFIG = golden_config()
 QUANT = QuantConfig(4)
 NO_TOKENIZER = TokenizerInfo(bos_id=1, eos_ids=(2,), add_bos=True)
 

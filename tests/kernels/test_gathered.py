@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.kernels import _native
+from ondevice.model_config import ACTIVATIONS
 from tests.kernels.test_kernels import RUNNERS, normal, on_every_target, packed
 from tests.support.sources import ArrayFeedForward, Bits, tiny_config
 

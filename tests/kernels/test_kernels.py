@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Norm
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.kernels import _native
+from ondevice.model_config import ACTIVATIONS
 from tests.support.sources import ArrayFeedForward, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
@@ -266,17 +267,44 @@ def test_no_activation_makes_a_number_of_nan() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 256])
-def test_rms_norm(n: int) -> None:
-    x, weight = normal(3, n), normal(n, seed=1)
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_norm(n: int, biased: bool, centred: bool) -> None:
+    x, weight, bias = normal(3, n), normal(n, seed=1), normal(n, seed=2)
+    norm = Norm(weight, 1e-5, bias if biased else None, centred)
 
     def run(runner: _native.Runner) -> Float32:
         out = np.empty_like(x)
-        _native.rms_norm(runner, x, weight, 1e-5, out)
+        _native.norm(runner, x, norm, out)
         return out
 
     wide = x.astype(np.float64)
+    wide = wide - wide.mean(axis=1, keepdims=True) if centred else wide
     expected = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+    expected = expected + bias if biased else expected
     np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-5, atol=1e-6)
+
+    def added(runner: _native.Runner) -> Float32:
+        out = weight + np.zeros_like(x)
+        _native.add_normed(runner, out, x, norm)
+        return out
+
+    np.testing.assert_allclose(on_every_target(added), weight + expected, rtol=1e-5, atol=1e-6)
+
+
+def test_soft_cap() -> None:
+    x = np.concatenate([normal(1, 37), [[0.0, 1e-20, 1e6, -1e6, 200.0]]], axis=1).astype(np.float32)
+
+    def run(runner: _native.Runner) -> Float32:
+        out = x.copy()
+        _native.soft_cap(runner, out, 30.0)
+        return out
+
+    expected = 30.0 * np.tanh(x.astype(np.float64) / 30.0)
+    np.testing.assert_allclose(on_every_target(run), expected, rtol=1e-6, atol=1e-5)
+    broken = np.array([[np.nan, np.inf, -np.inf]], np.float32)
+    _native.soft_cap(RUNNERS[TARGETS[0], 1], broken, 30.0)
+    assert np.isnan(broken).all()
 
 
 @pytest.mark.parametrize("head_dim", [2, 8, 10, 64, 128])

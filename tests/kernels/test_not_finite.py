@@ -11,9 +11,10 @@ from ondevice.backends.base import Float32
 from ondevice.backends.cpu import CpuBackend, make_runner
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model_config import ACTIVATIONS
 from tests.support.sources import ArrayFeedForward, RecordSource, tiny_config
 
 TARGETS = _native.available_targets()
@@ -73,7 +74,9 @@ def test_queries_keys_and_values(kv_bits: Any, where: str, value: float) -> None
         kv.reserve(20)
         qkv = np.concatenate([arrays[name].reshape(20, -1) for name in "qkv"], axis=1)
         cos, sin = np.ones((20, 20), np.float32), np.zeros((20, 20), np.float32)
-        return np.array(backend.attend(qkv, kv, 0, 0, cos, sin)).reshape(20, 2, 40)
+        return np.array(
+            backend.attend(qkv, kv, 0, 0, cos, sin, kv.layout.config.layers[0].attention)
+        ).reshape(20, 2, 40)
 
     out = one([run(target) for target in TARGETS])
     broken = slice(11, 12) if where == "q" else slice(11, 20)

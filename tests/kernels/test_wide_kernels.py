@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Norm
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import ACTIVATIONS, QuantConfig
+from ondevice.config import QuantConfig
+from ondevice.converters.architectures.common import score_scale
 from ondevice.kernels import _native
+from ondevice.model_config import ACTIVATIONS
 from tests.backends.test_token_tree import PARENTS, TokenTree
 from tests.kernels.test_gathered import Layer
 from tests.kernels.test_kernels import RUNNERS, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
@@ -20,7 +22,7 @@ SCALAR = RUNNERS["scalar", 1]
 
 def normed(x: Float32, weight: Float32) -> Float32:
     out = np.empty_like(x)
-    _native.rms_norm(SCALAR, x, weight, EPS, out)
+    _native.norm(SCALAR, x, Norm(weight, EPS), out)
     return out
 
 
@@ -37,9 +39,9 @@ def test_a_product_of_normed_rows_on_top_of_others(tokens: int, shape: tuple[int
 
     def run(runner: _native.Runner) -> Float32:
         matrix, out = packed(runner, weight, bits)[0], added.copy()
-        matrix.forward(runner, x, bias, out, norm, EPS, out)
+        matrix.forward(runner, x, bias, out, Norm(norm, EPS), out)
         apart = np.full_like(out, np.nan)
-        matrix.forward(runner, x, bias, apart, norm, EPS, added)
+        matrix.forward(runner, x, bias, apart, Norm(norm, EPS), added)
         assert apart.tobytes() == out.tobytes()
         return out
 
@@ -69,11 +71,11 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
             forward.add([segment])
             forward.finish(out)
             return out
-        forward = _native.FeedForwardPass(runner, layer, x, silu, norm, EPS)
+        forward = _native.FeedForwardPass(runner, layer, x, silu, Norm(norm, EPS))
         forward.add([segment])
         forward.finish(out, out)
         at_once = x.copy()
-        layer.forward(runner, at_once, [segment], silu, at_once, norm, EPS, at_once)
+        layer.forward(runner, at_once, [segment], silu, at_once, Norm(norm, EPS), at_once)
         assert at_once.tobytes() == out.tobytes()
         return out
 
@@ -105,7 +107,7 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
         narrow = packed(runner, down, bits)[0] if whole else None
         scorer = packed(runner, up if whole else layer.source.gate, bits)[0]
         if wide:
-            places = (slots, addresses, whole, relu, out, norm, EPS, out)
+            places = (slots, addresses, whole, relu, out, Norm(norm, EPS), out)
             count = native.forward_selected(runner, x, scorer, bias, narrow, *places)
             assert 0 <= count <= neurons
             return out
@@ -147,7 +149,7 @@ def test_attend(heads: int, kv_heads: int, dim: int, with_norms: bool, bits: int
             given, turn = qkv[first:last].copy(), (cos[first:last], sin[first:last])
             out = np.full((last - first, heads * dim), np.nan, dtype=np.float32)
             if wide:
-                shape = (0, bits, heads, kv_heads, first, window)
+                shape = (0, bits, heads, kv_heads, first, window, score_scale(dim), 0.0)
                 _native.attend(runner, given, blocks, *shape, *turn, norms, nodes, out)
             else:
                 parts = given.reshape(last - first, -1, dim)
@@ -170,11 +172,11 @@ def test_arguments_are_checked() -> None:
     x, out, wrong = np.zeros((1, 64), np.float32), np.zeros((1, 16), np.float32), np.zeros(63, np.float32)
     matrix, layer = _native.Matrix(16, 64, 8), _native.FeedForward(64, 8, 204, 0, 68, 136)
     with pytest.raises(ValueError, match="as long as what it norms"):
-        matrix.forward(runner, x, None, out, wrong, EPS)
+        matrix.forward(runner, x, None, out, Norm(wrong, EPS))
     with pytest.raises(ValueError, match="shape of out"):
-        matrix.forward(runner, x, None, out, None, EPS, x)
+        matrix.forward(runner, x, None, out, None, x)
     with pytest.raises(ValueError, match="as long as what it norms"):
-        _native.FeedForwardPass(runner, layer, x, 3, wrong, EPS)
+        _native.FeedForwardPass(runner, layer, x, 3, Norm(wrong, EPS))
     with pytest.raises(ValueError, match="shape of out"):
         _native.FeedForwardPass(runner, layer, x, 3).finish(x, out)
     slots, places = np.zeros(16, np.int32), np.zeros(2, np.uint64)
@@ -188,13 +190,13 @@ def test_arguments_are_checked() -> None:
             layer.forward_selected(runner, x, matrix, None, narrow, wrong_slots, places, False, 3, x)
     qkv, angles, context = np.zeros((1, 24), np.float32), np.zeros((1, 4), np.float32), out[:, :8].copy()
     with pytest.raises(ValueError, match="past the last KV block"):
-        _native.attend(runner, qkv, none, 0, 8, 1, 1, 0, 0, angles, angles, None, None, context)
+        _native.attend(runner, qkv, none, 0, 8, 1, 1, 0, 0, 1.0, 0.0, angles, angles, None, None, context)
     for heads, table, norm, to, message in (
         (3, angles, None, context, "qkv is"),
         (1, angles[:, :3].copy(), None, context, "cos and sin"),
-        (1, angles, wrong, context, "norms of heads"),
+        (1, angles, wrong, context, "or as long as all heads"),
         (1, angles, None, out, "out is"),
     ):
         norms = None if norm is None else (norm, norm, EPS)
         with pytest.raises(ValueError, match=message):
-            _native.attend(runner, qkv, none, 0, 8, heads, 1, 0, 0, table, angles, norms, None, to)
+            _native.attend(runner, qkv, none, 0, 8, heads, 1, 0, 0, 1.0, 0.0, table, angles, norms, None, to)

@@ -68,7 +68,11 @@ def reseal(folder: Path, *names: str) -> None:
     seal(folder, manifest)
 
 
-def put(*path: str, value: Any) -> Callable[[Path], None]:
+LAYER = ("model", "layers", 0)
+FREQUENCIES = ("model", "ropes", 0, "frequencies")
+
+
+def put(*path: str | int, value: Any) -> Callable[[Path], None]:
     """Sets one value of the manifest and seals it."""
 
     def break_bundle(folder: Path) -> None:
@@ -80,6 +84,21 @@ def put(*path: str, value: Any) -> Callable[[Path], None]:
         seal(folder, manifest)
 
     return break_bundle
+
+
+def grow_layers(folder: Path) -> None:
+    """Adds a layer for which there are no files."""
+    manifest = manifest_of(folder)
+    manifest["model"]["layers"].append(manifest["model"]["layers"][0])
+    seal(folder, manifest)
+
+
+def with_silu(folder: Path) -> None:
+    """Names another activation for all layers."""
+    manifest = manifest_of(folder)
+    for layer in manifest["model"]["layers"]:
+        layer["feed_forward"]["activation"] = "silu"
+    seal(folder, manifest)
 
 
 def drop(*path: str) -> Callable[[Path], None]:
@@ -189,15 +208,16 @@ RULES = (
     ),
     Rule("unknown key beside the manifest", replace_in_manifest(b"{", b'{"x": 1,'), "unknown key 'x'"),
     Rule("another format", put("format", value="gguf"), "manifest.format"),
-    Rule("version 2", put("version", value=2), "version 2", UnsupportedModelError),
+    Rule("version 1", put("version", value=1), "version 1; .*convert --force", UnsupportedModelError),
+    Rule("version 3", put("version", value=3), "version 3", UnsupportedModelError),
     Rule("version true", put("version", value=True), "manifest.version"),
     Rule("unknown key", put("extra", value=1), "unknown key 'extra'"),
     Rule("missing key", drop("provenance"), "lacks 'provenance'"),
     Rule("unknown model key", put("model", "num_experts", value=8), "unknown key 'num_experts'"),
-    Rule("missing model key", drop("model", "qk_norm"), "lacks 'qk_norm'"),
+    Rule("missing model key", drop("model", "norm"), "lacks 'norm'"),
     Rule("size as text", put("model", "hidden_size", value="64"), "model.hidden_size"),
     Rule("size as float", put("model", "hidden_size", value=64.0), "model.hidden_size"),
-    Rule("size as bool", put("model", "num_layers", value=True), "model.num_layers"),
+    Rule("size as bool", put("model", "num_kv_heads", value=True), "model.num_kv_heads"),
     Rule("size zero", put("model", "num_heads", value=0), "model.num_heads"),
     Rule("size negative", put("model", "vocab_size", value=-1), "model.vocab_size"),
     Rule("size huge", put("model", "hidden_size", value=1 << 70), "model.hidden_size"),
@@ -211,21 +231,54 @@ RULES = (
     Rule("more heads", put("model", "num_heads", value=8), f"{RESIDENT} has 19200 bytes"),
     Rule("untied", put("model", "tie_embeddings", value=False), f"{RESIDENT} has 19200 bytes"),
     Rule("flag as number", put("model", "tie_embeddings", value=1), "model.tie_embeddings"),
-    Rule("activation", put("model", "hidden_act", value="swish"), "hidden_act", UnsupportedModelError),
+    Rule(
+        "activation",
+        put(*LAYER, "feed_forward", "activation", value="swish"),
+        "activation",
+        UnsupportedModelError,
+    ),
     Rule("odd head_dim", put("model", "head_dim", value=15), "head_dim", UnsupportedModelError),
-    Rule("epsilon zero", put("model", "rms_norm_eps", value=0.0), "rms_norm_eps", UnsupportedModelError),
-    Rule("epsilon above 1", put("model", "rms_norm_eps", value=1.5), "model.rms_norm_eps"),
-    Rule("theta as text", put("model", "rope_theta", value="1e4"), "model.rope_theta"),
+    Rule("epsilon zero", put("model", "norm", "eps", value=0.0), "eps", UnsupportedModelError),
+    Rule("epsilon above 1", put("model", "norm", "eps", value=1.5), "model.norm.eps"),
+    Rule("norm kind", put("model", "norm", "kind", value="batch"), "batch", UnsupportedModelError),
+    Rule("frequency as text", put(*FREQUENCIES, 1, value="1e-4"), "ropes.0..frequencies"),
+    Rule("frequency above 1", put(*FREQUENCIES, 1, value=1.5), "ropes.0..frequencies"),
+    Rule("frequency of no number", put(*FREQUENCIES, value=[None] * 8), "frequencies"),
+    Rule(
+        "frequencies too few",
+        put(*FREQUENCIES, value=[1.0] * 7),
+        "7 frequencies for 8 pairs",
+        UnsupportedModelError,
+    ),
+    Rule("ropes none", put("model", "ropes", value=[]), "at least one rope", UnsupportedModelError),
+    Rule(
+        "rope that isn't there",
+        put("model", "layers", 1, "attention", "rope", value=1),
+        "rope is 1",
+        UnsupportedModelError,
+    ),
     Rule("architecture unprintable", put("model", "architecture", value="a\nb"), "model.architecture"),
     Rule("architecture empty", put("model", "architecture", value=""), "model.architecture"),
-    Rule("windows too few", put("model", "layer_windows", value=[0]), "layer_windows"),
-    Rule("windows none", put("model", "layer_windows", value=[]), "layer_windows"),
-    Rule("window negative", put("model", "layer_windows", value=[0, -1]), "layer_windows"),
-    Rule("rope scaling empty", put("model", "rope_scaling", value={}), "lacks 'kind'"),
+    Rule("layers none", put("model", "layers", value=[]), "num_layers is 0", UnsupportedModelError),
+    Rule("layers too many", put("model", "layers", value=[{}] * 1025), "model.layers"),
+    Rule("layer of no object", put("model", "layers", 1, value=5), "layers.1. must be an object"),
+    Rule("layers more than files", grow_layers, "files lacks .neurons-00002"),
+    Rule("window negative", put(*LAYER, "attention", "window", value=-1), "attention.window"),
     Rule(
-        "rope scaling kind",
-        put("model", "rope_scaling", value={"kind": "yarn"}),
-        "yarn",
+        "head norm",
+        put(*LAYER, "attention", "head_norm", value="all"),
+        "'all'",
+        UnsupportedModelError,
+    ),
+    Rule("scale zero", put(*LAYER, "attention", "scale", value=0), "scale", UnsupportedModelError),
+    Rule("scale huge", put(*LAYER, "attention", "scale", value=1e300), "attention.scale"),
+    Rule("soft cap negative", put("model", "logit_soft_cap", value=-1.0), "logit_soft_cap"),
+    Rule("norm places", put(*LAYER, "norms", value="none"), "norms 'none'", UnsupportedModelError),
+    Rule("parallel as number", put(*LAYER, "parallel", value=1), "parallel"),
+    Rule(
+        "layers with other activations",
+        put(*LAYER, "feed_forward", "activation", value="silu"),
+        "different feed-forwards",
         UnsupportedModelError,
     ),
     Rule("bits 3", put("quantisation", "bits", value=3), "3 bits", UnsupportedModelError),
@@ -241,7 +294,7 @@ RULES = (
     ),
     Rule(
         "gates for gates that never become zero",
-        put("model", "hidden_act", value="silu"),
+        with_silu,
         f"gates is an object of 4; it must be None.*'silu'.*{CONVERT_AGAIN}",
     ),
     Rule("gates stride", put("gates", "stride", value=128), f"manifest.gates.*{CONVERT_AGAIN}"),

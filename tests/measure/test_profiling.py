@@ -64,7 +64,7 @@ def test_recorded_gates_are_the_model_s(bundle: Path, monkeypatch: pytest.Monkey
 
     def noting(self: ReferenceBackend, x: Float32, *others: Any, norm: Norm, **named: Any) -> Float32:
         gate = weights[f"model.layers.{len(seen) % LAYERS}.mlp.gate_proj.weight"]
-        seen.append(self.rms_norm(x, *norm) @ gate.T)
+        seen.append(self.normed(x, norm) @ gate.T)
         return plain(self, x, *others, norm=norm, **named)
 
     monkeypatch.setattr(ReferenceBackend, "feed_forward", noting)

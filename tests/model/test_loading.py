@@ -152,18 +152,20 @@ def test_weights_are_the_same_however_they_are_cut(
     assert max(backend.sizes) <= max(chunk_bytes, longest_row)
     head = "model.embed_tokens" if config.tie_embeddings else "lm_head"
     assert (weights.head.weight == expected[f"{head}.weight"]).all()
-    assert (weights.final_norm == expected["model.norm.weight"]).all()
+    assert (weights.final_norm.weight == expected["model.norm.weight"]).all()
     for i, layer in enumerate(weights.layers):
         theirs = {name.removeprefix(f"model.layers.{i}."): values for name, values in expected.items()}
         for part in ("weight", "bias"):
             qkv = np.concatenate([theirs[f"self_attn.{name}_proj.{part}"] for name in "qkv"])
             assert (getattr(layer.qkv, part) == qkv).all()
             assert (getattr(layer.out, part) == theirs[f"self_attn.o_proj.{part}"]).all()
-        assert layer.q_norm is not None
-        assert (layer.q_norm == theirs["self_attn.q_norm.weight"]).all()
-        assert (layer.k_norm == theirs["self_attn.k_norm.weight"]).all()
-        assert (layer.attention_norm == theirs["input_layernorm.weight"]).all()
-        assert (layer.feed_forward_norm == theirs["post_attention_layernorm.weight"]).all()
+        assert layer.head_norms is not None
+        assert layer.attention_norm is not None
+        assert layer.feed_forward_norm is not None
+        assert (layer.head_norms.q == theirs["self_attn.q_norm.weight"]).all()
+        assert (layer.head_norms.k == theirs["self_attn.k_norm.weight"]).all()
+        assert (layer.attention_norm.weight == theirs["input_layernorm.weight"]).all()
+        assert (layer.feed_forward_norm.weight == theirs["post_attention_layernorm.weight"]).all()
         assert (layer.feed_forward.gate == theirs["mlp.gate_proj.weight"]).all()
         assert (layer.feed_forward.up == theirs["mlp.up_proj.weight"]).all()
         assert (layer.feed_forward.down == theirs["mlp.down_proj.weight"].T).all()

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ondevice.backends.base import Float32
+from ondevice.backends.base import Float32, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, activate
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import ACTIVATIONS, Activation, ModelConfig, QuantConfig
+from ondevice.config import QuantConfig
 from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.rope import Rope
 from ondevice.model.transformer import Cancelled, Transformer
+from ondevice.model_config import ACTIVATIONS, Activation, ModelConfig
 from tests.support.engines import every_logits
 from tests.support.sources import ArrayFeedForward, ArrayLinear, RandomWeights, quantise_rows, tiny_config
 
@@ -70,12 +72,14 @@ def test_activations_at_known_points() -> None:
 
 def test_rms_norm_of_a_constant_row_is_its_sign_times_the_weight() -> None:
     weight = normal(16)
-    np.testing.assert_allclose(BACKEND.rms_norm(np.full((2, 16), -3.0, np.float32), weight, 1e-9)[1], -weight)
+    np.testing.assert_allclose(
+        BACKEND.normed(np.full((2, 16), -3.0, np.float32), Norm(weight, 1e-9))[1], -weight
+    )
 
 
 def test_rope_rotates_pairs_half_a_head_apart_and_keeps_relative_angles() -> None:
     config = tiny_config(head_dim=4)
-    rope = Rope(config)
+    rope = Rope(config.ropes[0])
     turned = BACKEND.rope(np.array([[[1, 0, 0, 0]]], np.float32), *rope.tables(np.arange(1, 2)))
     np.testing.assert_allclose(turned[0, 0], [math.cos(1), 0, math.sin(1), 0], rtol=1e-6)
     q, k = normal(1, 1, 4), normal(1, 1, 4, seed=1)
@@ -123,7 +127,8 @@ def test_attention_sees_its_window_and_nothing_after_it(window: int) -> None:
     k, v = (normal(80, 2, 10, seed=seed).astype(np.float16).astype(np.float32) for seed in (1, 2))
     BACKEND.kv_write(kv, 0, k, v, 0)
     q = normal(4, 4, 10)
-    out = BACKEND.attention(q, kv, 0, 62, window).reshape(4, 4, 10)
+    spec = replace(config.layers[0].attention, window=window)
+    out = BACKEND.attention(q, kv, 0, 62, spec).reshape(4, 4, 10)
     for token in range(4):
         last = 62 + token
         seen = slice(max(0, last - window + 1) if window else 0, last + 1)
@@ -140,9 +145,9 @@ def simple_forward(weights: RandomWeights, tokens: list[int]) -> np.ndarray:
     m = {name: values.astype(np.float16).astype(np.float64) for name, values in weights.matrices.items()}
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weights.vectors[name]
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm.eps) * weights.vectors[name]
 
-    cos, sin = Rope(config).tables(np.arange(len(tokens)))
+    cos, sin = Rope(config.ropes[0]).tables(np.arange(len(tokens)))
     turn = (cos + 1j * sin)[:, None]
 
     def rotate(x: np.ndarray) -> np.ndarray:

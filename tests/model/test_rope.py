@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ondevice.config import ModelConfig, RopeScaling
+from ondevice.converters.architectures.rotary import RopeScaling
 from ondevice.model.rope import Rope, cos_sin
+from ondevice.model_config import ModelConfig
 from tests.support.sources import tiny_config
 
 
@@ -26,7 +27,7 @@ def test_cos_sin_match_the_library_to_the_last_bits() -> None:
 
 
 def test_tables_do_not_depend_on_how_positions_are_split() -> None:
-    rope = Rope(config())
+    rope = Rope(config().ropes[0])
     cos, sin = rope.tables(np.arange(300))
     for position in (0, 1, 63, 64, 299):
         one_cos, one_sin = rope.tables(np.arange(position, position + 1))
@@ -36,7 +37,7 @@ def test_tables_do_not_depend_on_how_positions_are_split() -> None:
 
 
 def test_position_zero_rotates_nothing() -> None:
-    cos, sin = Rope(config()).tables(np.arange(1))
+    cos, sin = Rope(config().ropes[0]).tables(np.arange(1))
     assert (cos == 1).all()
     assert (sin == 0).all()
 
@@ -70,15 +71,15 @@ def test_tables_match_transformers(name: str, theta: float) -> None:
         )
     )
     expected_cos, expected_sin = theirs(torch.zeros(1), torch.arange(200)[None])
-    cos, sin = Rope(config(rope_theta=theta, rope_scaling=scaling)).tables(np.arange(200))
+    cos, sin = Rope(config(rope_theta=theta, rope_scaling=scaling).ropes[0]).tables(np.arange(200))
     # One unit in a frequency's last place moves the angle at position 199 by 2e-5.
     np.testing.assert_allclose(cos, expected_cos[0, :, :16].numpy(), rtol=0, atol=3e-5)
     np.testing.assert_allclose(sin, expected_sin[0, :, :16].numpy(), rtol=0, atol=3e-5)
 
 
 def test_llama3_scaling_keeps_fast_frequencies_and_divides_slow_ones() -> None:
-    plain = Rope(config()).inverse_frequencies
-    scaled = Rope(config(rope_scaling=SCALINGS["llama3"])).inverse_frequencies
+    plain = Rope(config().ropes[0]).frequencies
+    scaled = Rope(config(rope_scaling=SCALINGS["llama3"]).ropes[0]).frequencies
     assert scaled[0] == plain[0]
     assert scaled[-1] == pytest.approx(plain[-1] / 8, rel=1e-6)
     between = (scaled < plain) & (scaled > plain / 8 * 1.001)

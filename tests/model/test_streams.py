@@ -13,10 +13,10 @@ from ondevice.backends.base import Float32, KVLayout
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.backends.token_tree import TokenTree
-from ondevice.config import ModelConfig
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.transformer import ForwardOutput, PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, MultiStreamLayer, MultiStreamWeights
+from ondevice.model_config import ModelConfig
 from tests.backends.test_cpu import TARGETS, load, make_backend
 from tests.backends.test_token_tree import PARENTS, drawn
 from tests.support.made_up_streams import made_up_arrays
@@ -29,7 +29,7 @@ TOKENS = drawn(len(PARENTS), 2)
 
 
 def config(**changes: Any) -> ModelConfig:
-    return tiny_config(num_layers=3, layer_windows=(0, 0, 0), hidden_act="relu", **changes)
+    return tiny_config(num_layers=3, hidden_act="relu", **changes)
 
 
 def with_streams(model: Transformer, shared: bool = False) -> Transformer:
@@ -84,10 +84,10 @@ def oracle(model: Transformer, text: list[int]) -> Float32:
     c, weights, streams = model.config, model.weights, model.streams
     assert streams is not None
     half = c.head_dim // 2
-    turns = c.rope_theta ** (-np.arange(half) * 2 / c.head_dim)
+    turns = np.array(c.ropes[0].frequencies, np.float64)
 
     def norm(x: Any, weight: Any) -> Any:
-        return x / np.sqrt(np.mean(x * x) + c.rms_norm_eps) * weight
+        return x / np.sqrt(np.mean(x * x) + c.norm.eps) * weight
 
     def rotated(x: Any, position: int) -> Any:
         cos, sin = np.cos(position * turns), np.sin(position * turns)
@@ -101,7 +101,7 @@ def oracle(model: Transformer, text: list[int]) -> Float32:
     def step(x: Any, layer: int, position: int, seen: list[Any], adapters: MultiStreamLayer | None) -> Any:
         """One row through a layer; what it leaves for later rows is appended to `seen`."""
         w = weights.layers[layer]
-        h = norm(x, w.attention_norm)
+        h = norm(x, w.attention_norm.weight)
         qkv = w.qkv.weight.astype(np.float64) @ h + (0 if adapters is None else low(adapters.qkv, h))
         heads = qkv.reshape(-1, c.head_dim)
         q, k, v = np.split(heads, [c.num_heads, c.num_heads + c.num_kv_heads])
@@ -117,7 +117,7 @@ def oracle(model: Transformer, text: list[int]) -> Float32:
         mixed = np.concatenate(context)
         x = x + w.out.weight.astype(np.float64) @ mixed
         x = x + (0 if adapters is None else low(adapters.out, mixed))
-        g, f = norm(x, w.feed_forward_norm), w.feed_forward
+        g, f = norm(x, w.feed_forward_norm.weight), w.feed_forward
         change = (np.maximum(f.gate @ g, 0) * (f.up @ g)) @ f.down
         return x + change + (0 if adapters is None else low(adapters.feed_forward, g, relu=True))
 
@@ -264,5 +264,5 @@ def test_the_pruning_adapter_speaks_before_the_stream_layers() -> None:
     assert model.streams.pruning is not None
     low, head = model.streams.pruning, model.weights
     x = entering + entering @ low.down.weight.T @ low.up.weight.T
-    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.config.rms_norm_eps) * head.final_norm
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.config.norm.eps) * head.final_norm.weight
     np.testing.assert_allclose(logits, x @ head.head.weight.T, rtol=1e-3, atol=1e-3)

@@ -122,17 +122,21 @@ void attention(Runner& runner, int bits) {
   std::vector<float> y(q.size());
   const ondevice::KvView kv{blocks, 0, head_bytes, kHeads, kDim, bits};
   twice("attention", bits, [&] {
-    runner.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
+    runner.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, 0.25f, 0.0f, y.data(), {nullptr, nullptr}},
+                     kTokens);
   });
   std::vector<float> qkv(3 * q.size(), 0.5f);
   const ondevice::Norm norm{q.data(), 1e-5f};
   twice("attention from a projection", bits, [&] {
-    runner.attend(qkv.data(), {norm, norm, q.data(), q.data()},
-                  {qkv.data(), 3 * kHeads * kDim, kHeads, kv, 0, 0, y.data(), {nullptr, nullptr}}, kTokens);
+    runner.attend(
+        qkv.data(), {norm, norm, false, q.data(), q.data()},
+        {qkv.data(), 3 * kHeads * kDim, kHeads, kv, 0, 0, 0.25f, 0.0f, y.data(), {nullptr, nullptr}},
+        kTokens);
   });
   const int32_t parents[kTokens] = {-1, 0, 0, 1, 3}, depths[kTokens] = {0, 1, 1, 2, 3};
   twice("attention in a tree", bits, [&] {
-    runner.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, y.data(), {parents, depths}}, kTokens);
+    runner.attention({q.data(), kHeads * kDim, kHeads, kv, 0, 0, 0.25f, 0.0f, y.data(), {parents, depths}},
+                     kTokens);
   });
 }
 

@@ -169,6 +169,7 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
 
 void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
                Vectors* out) {
+  const float scale = 1.0f / std::sqrt(static_cast<float>(dim)), cap = window ? 2.0f : 0.0f;
   constexpr int64_t kLength = 150;
   Random random(static_cast<uint64_t>(bits * dim + window));
   const int64_t head_bytes = 2 * kKvBlock * (dim * bits / 8 + (bits == 8 ? 4 : 0));
@@ -191,8 +192,9 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
                                 v.data() + t * kv_heads * dim);
     const Floats q = random.values(tokens * heads * dim);
     Floats y(static_cast<size_t>(tokens * heads * dim));
-    runner.attention({q.data(), heads * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
-                     tokens);
+    runner.attention(
+        {q.data(), heads * dim, heads, kv, position, window, scale, cap, y.data(), {nullptr, nullptr}},
+        tokens);
     keep(out, name + " position=" + std::to_string(position), y);
     // The same tokens as a tree: most follow the one before them, each fifth one two tokens earlier.
     std::vector<int32_t> parents, depths;
@@ -200,17 +202,33 @@ void attention(Runner& runner, int bits, int64_t heads, int64_t kv_heads, int64_
       parents.push_back(t % 5 == 4 ? t - 3 : t - 1);
       depths.push_back(t == 0 ? 0 : depths[static_cast<size_t>(parents.back())] + 1);
     }
-    runner.attention(
-        {q.data(), heads * dim, heads, kv, position, window, y.data(), {parents.data(), depths.data()}},
-        tokens);
+    runner.attention({q.data(),
+                      heads * dim,
+                      heads,
+                      kv,
+                      position,
+                      window,
+                      scale,
+                      cap,
+                      y.data(),
+                      {parents.data(), depths.data()}},
+                     tokens);
     keep(out, name + " tree position=" + std::to_string(position), y);
     Floats qkv = random.values(tokens * (heads + 2 * kv_heads) * dim);
     const Floats weight = random.values(dim), turn = random.values(tokens * dim / 2);
     const ondevice::Norm norm{weight.data(), 1e-5f};
-    runner.attend(
-        qkv.data(), {norm, norm, turn.data(), turn.data()},
-        {qkv.data(), (heads + 2 * kv_heads) * dim, heads, kv, position, window, y.data(), {nullptr, nullptr}},
-        tokens);
+    runner.attend(qkv.data(), {norm, norm, false, turn.data(), turn.data()},
+                  {qkv.data(),
+                   (heads + 2 * kv_heads) * dim,
+                   heads,
+                   kv,
+                   position,
+                   window,
+                   scale,
+                   cap,
+                   y.data(),
+                   {nullptr, nullptr}},
+                  tokens);
     keep(out, name + " from a projection position=" + std::to_string(position), y);
     if (tokens > 2) runner.kernels().kv_move(kv, position + 2, position + 1);
     position += tokens;
@@ -227,8 +245,13 @@ void vector_ops(Runner& runner, Vectors* out) {
   for (const int64_t n : {1, 15, 16, 17, 100, 256}) {
     const Floats x = random.values(n), weight = random.values(n);
     Floats y(static_cast<size_t>(n));
-    kernels.rms_norm(x.data(), weight.data(), 1e-5f, n, y.data());
-    keep(out, "rms_norm " + std::to_string(n), y);
+    kernels.norm(x.data(), {weight.data(), 1e-5f}, n, y.data());
+    keep(out, "norm " + std::to_string(n), y);
+    kernels.norm(x.data(), {weight.data(), 1e-5f, weight.data(), true}, n, y.data());
+    keep(out, "centred norm " + std::to_string(n), y);
+    y = x;
+    kernels.soft_cap(y.data(), 3.0f, n);
+    keep(out, "soft cap " + std::to_string(n), y);
   }
   for (const int64_t dim : {2, 8, 10, 64, 80, 128}) {
     Floats x = random.values(dim);

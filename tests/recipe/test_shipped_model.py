@@ -51,7 +51,7 @@ def test_it_is_small_enough_and_whole(model: ondevice.Model) -> None:
 
 def test_it_is_what_the_flash_engine_needs() -> None:
     bundle = Bundle.open(shipped_folder() / NAME)
-    assert bundle.config.hidden_act == "relu"
+    assert bundle.config.activation == "relu"
     assert bundle.config.tie_embeddings
     assert bundle.config.max_context >= 512
     assert 4096 <= bundle.config.vocab_size <= 8192

@@ -13,7 +13,8 @@ import pytest
 import ondevice.bundle.layout
 from ondevice import converters
 from ondevice.api import load
-from ondevice.config import ModelConfig, RuntimeConfig
+from ondevice.config import RuntimeConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.errors import (
     BackendUnavailableError,
     BundleError,
@@ -21,6 +22,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from ondevice.model_config import ModelConfig
 from ondevice.runtime import backend_choice, models
 from tests.support.paths import SHIPPED
 
@@ -197,7 +199,7 @@ def test_offline_and_a_missing_extra_forbid_downloads(
 @pytest.fixture
 def config_for() -> Callable[[str], ModelConfig]:
     def make(hidden_act: str) -> ModelConfig:
-        return ModelConfig("llama", 64, 2, 4, 4, 16, 128, 256, 512, hidden_act, 1e-5, 1e4)  # type: ignore[arg-type]
+        return llama_config("llama", 64, 2, 4, 4, 16, 128, 256, 512, hidden_act, 1e-5, 1e4)  # type: ignore[arg-type]
 
     return make
 

@@ -18,7 +18,6 @@ from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward, 
 from ondevice.bundle.layout import DATA_OFFSET, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.thresholds import THRESHOLDS, Thresholds, importance_name
-from ondevice.config import Activation
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.errors import (
     BackendUnavailableError,
@@ -32,6 +31,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import Activation
 from ondevice.sparsity import fetch
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.policies import POLICIES
@@ -142,7 +142,7 @@ class MaskedReference(ReferenceBackend):
     ) -> Float32:
         assert norm is not None
         assert added is not None
-        x = self.rms_norm(x, *norm)
+        x = self.normed(x, norm)
         importance, threshold = self._cutoffs[next(i for i, w in enumerate(self._layers) if w is weight)]
         active = activate(x @ weight.gate.T, activation)
         counts = np.abs(active) * importance > threshold

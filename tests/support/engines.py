@@ -20,11 +20,11 @@ from ondevice.budget.sizes import buffer_shape, segment_shape
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, RowLayout, neuron_file_name
 from ondevice.bundle.reader import Bundle
 from ondevice.callbacks import IsCancelled
-from ondevice.config import ModelConfig
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import ModelConfig
 from ondevice.sparsity.segments import SegmentPool
 from ondevice.speculation.policy import TreePolicy
 
@@ -95,7 +95,7 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
     weights["model.embed_tokens.weight"] = _rows(table[:, : row.nbytes], row)
     if not config.tie_embeddings:
         weights["lm_head.weight"] = _resident_matrix(resident, "head", RowLayout(hidden, bits))
-    for i in range(config.num_layers):
+    for i, spec in enumerate(config.layers):
         layer, attention = f"model.layers.{i}", f"layers.{i}.attention"
         qkv = _resident_matrix(resident, f"{attention}.qkv", row)
         splits = {
@@ -105,13 +105,13 @@ def bundle_weights(folder: Path) -> dict[str, np.ndarray]:
         }
         for name, rows in splits.items():
             weights[f"{layer}.self_attn.{name}_proj.weight"] = qkv[rows]
-            if config.attention_bias:
+            if spec.attention.bias:
                 weights[f"{layer}.self_attn.{name}_proj.bias"] = resident[f"{attention}.qkv.bias"][rows]
         out = _resident_matrix(resident, f"{attention}.out", RowLayout(queries, bits))
         weights[f"{layer}.self_attn.o_proj.weight"] = out
-        if config.attention_output_bias:
+        if spec.attention.output_bias:
             weights[f"{layer}.self_attn.o_proj.bias"] = resident[f"{attention}.out.bias"]
-        if config.qk_norm:
+        if spec.attention.head_norm != "none":
             weights[f"{layer}.self_attn.q_norm.weight"] = resident[f"{attention}.q_norm.weight"]
             weights[f"{layer}.self_attn.k_norm.weight"] = resident[f"{attention}.k_norm.weight"]
         weights[f"{layer}.input_layernorm.weight"] = resident[f"layers.{i}.attention_norm.weight"]

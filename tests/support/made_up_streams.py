@@ -11,8 +11,8 @@ import numpy as np
 from ondevice.backends.base import Float32
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
-from ondevice.config import ModelConfig
 from ondevice.converters.training.streams.write import write_streams
+from ondevice.model_config import ModelConfig
 
 PARTS = ("qkv", "out", "feed_forward")
 """Of a layer, what has adapters."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Bytes, Float32, Int32, RowChunk
+from ondevice.backends.base import Backend, Bytes, Float32, HeadNorms, Int32, Norm, RowChunk
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
+from ondevice.model_config import LayerSpec, ModelConfig, NormSpec, RopeSpec
 
 Bits = Literal[4, 8, 16]
 
@@ -36,7 +38,27 @@ def tiny_config(**changes: Any) -> ModelConfig:
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     }
-    return ModelConfig(**(values | changes))
+    return llama_config(**(values | changes))
+
+
+def every_block() -> ModelConfig:
+    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel."""
+    plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
+    spec = plain.layers[0]
+    turning = plain.ropes[0].frequencies
+    layers = (
+        replace(spec, norms="both", attention=replace(spec.attention, soft_cap=0.7, window=11, scale=0.5)),
+        replace(spec, norms="after", attention=replace(spec.attention, head_norm="projection", rope=1)),
+        replace(spec, parallel=True, attention=replace(spec.attention, head_norm="head", rope=2)),
+    )
+    return replace(
+        plain,
+        norm=NormSpec("layer", 1e-5, bias=True),
+        ropes=(*plain.ropes, RopeSpec((0.0,) * len(turning)), RopeSpec((*turning[:3], 0.0, 0.0), 1.2)),
+        layers=layers,
+        embedding_multiplier=1.5,
+        logit_soft_cap=2.0,
+    )
 
 
 def quantise_rows(weight: Float32, bits: Bits) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
@@ -171,9 +193,14 @@ class RandomWeights:
         matrix("embedding", config.vocab_size, width, 1)
         matrix("head", config.vocab_size, width, width)
         vector("final_norm", width, 1.0)
+        vector("final_norm.bias", width, 0.0)
         for i in range(config.num_layers):
             vector(f"{i}.attention_norm", width, 1.0)
             vector(f"{i}.feed_forward_norm", width, 1.0)
+            vector(f"{i}.attention_output_norm", width, 1.0)
+            vector(f"{i}.feed_forward_output_norm", width, 1.0)
+            for norm in ("attention", "attention_output", "feed_forward", "feed_forward_output"):
+                vector(f"{i}.{norm}_norm.bias", width, 0.0)
             vector(f"{i}.q_norm", config.head_dim, 1.0)
             vector(f"{i}.k_norm", config.head_dim, 1.0)
             vector(f"{i}.qkv.bias", config.qkv_size, 0.0)
@@ -192,18 +219,32 @@ class RandomWeights:
             bias = self.vectors[f"{name}.bias"] if has_bias else None
             return backend.load_linear(ArrayLinear(self.matrices[name], bits, bias))
 
-        def norm(name: str) -> Any:
-            return backend.load_vector(self.vectors[name])
+        def norm(name: str, exists: bool = True) -> Any:
+            if not exists:
+                return None
+            bias = backend.load_vector(self.vectors[f"{name}.bias"]) if config.norm.bias else None
+            weight = backend.load_vector(self.vectors[name])
+            return Norm(weight, config.norm.eps, bias, config.norm.kind == "layer")
+
+        def head_norms(layer: int, spec: LayerSpec) -> HeadNorms | None:
+            if spec.attention.head_norm == "none":
+                return None
+            q, k = (
+                backend.load_vector(np.resize(self.vectors[f"{layer}.{which}_norm"], size))
+                for which, size in zip("qk", config.head_norm_sizes(spec), strict=True)
+            )
+            return HeadNorms(q, k, config.norm.eps)
 
         table = ArrayEmbedding(self.matrices["embedding"], bits, embedding_layout(config, quant))
         layers = [
             LayerWeights(
-                attention_norm=norm(f"{i}.attention_norm"),
-                qkv=linear(f"{i}.qkv", config.attention_bias),
-                q_norm=norm(f"{i}.q_norm") if config.qk_norm else None,
-                k_norm=norm(f"{i}.k_norm") if config.qk_norm else None,
-                out=linear(f"{i}.out", config.attention_output_bias),
-                feed_forward_norm=norm(f"{i}.feed_forward_norm"),
+                attention_norm=norm(f"{i}.attention_norm", spec.norms_input),
+                qkv=linear(f"{i}.qkv", spec.attention.bias),
+                head_norms=head_norms(i, spec),
+                out=linear(f"{i}.out", spec.attention.output_bias),
+                attention_output_norm=norm(f"{i}.attention_output_norm", spec.norms_output),
+                feed_forward_norm=norm(f"{i}.feed_forward_norm", spec.norms_input),
+                feed_forward_output_norm=norm(f"{i}.feed_forward_output_norm", spec.norms_output),
                 feed_forward=backend.load_feed_forward(
                     i,
                     ArrayFeedForward(
@@ -213,7 +254,7 @@ class RandomWeights:
                     ),
                 ),
             )
-            for i in range(config.num_layers)
+            for i, spec in enumerate(config.layers)
         ]
         head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
         weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head)

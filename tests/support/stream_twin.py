@@ -39,12 +39,14 @@ class StreamTwin:
         return self.torch.tensor(np.array(array), dtype=self.torch.float64)
 
     def norm(self, x: Any, weight: Any) -> Any:
-        scale = (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
+        """weight: an array, or a model's `Norm`."""
+        weight = getattr(weight, "weight", weight)
+        scale = (x.square().mean(-1, keepdim=True) + self.config.norm.eps).rsqrt()
         return x * scale * self.tensor(weight)
 
     def rotated(self, x: Any) -> Any:
         half = self.config.head_dim // 2
-        angles = self.at[:, None] * self.config.rope_theta ** (-np.arange(half) / half)
+        angles = self.at[:, None] * np.array(self.config.ropes[0].frequencies)
         cos, sin = (self.tensor(f(angles))[:, None] for f in (np.cos, np.sin))
         first, second = x[..., :half], x[..., half:]
         return self.torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -60,9 +62,9 @@ class StreamTwin:
         qkv = h @ self.tensor(layer.qkv.weight).T + self.tensor(layer.qkv.bias)
         qkv = self.added(qkv, h, f"layers.{i}.qkv").reshape(len(x), -1, config.head_dim)
         q, k, v = qkv.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
-        q, k = self.rotated(self.norm(q, layer.q_norm)), self.rotated(self.norm(k, layer.k_norm))
+        q, k = self.rotated(self.norm(q, layer.head_norms.q)), self.rotated(self.norm(k, layer.head_norms.k))
         k, v = (side.repeat_interleave(config.num_heads // config.num_kv_heads, 1) for side in (k, v))
-        sees, window = self.sees, config.layer_windows[i]
+        sees, window = self.sees, config.layers[i].attention.window
         if window:
             sees = sees & (self.at[None, :] > self.at[:, None] - window)
         scores = self.torch.einsum("qhd,khd->hqk", q, k) / config.head_dim**0.5

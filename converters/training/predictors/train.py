@@ -173,7 +173,7 @@ def check(
     """
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
-            f"{bundle.name} has {bundle.config.hidden_act} gates, which are hardly ever exactly zero: "
+            f"{bundle.name} has {bundle.config.activation} gates, which are hardly ever exactly zero: "
             "there is nothing to predict; it takes relu or relu2"
         )
     return held_out(pieces, options.measured_share)

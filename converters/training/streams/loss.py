@@ -26,10 +26,9 @@ from ondevice.backends.base import FeedForwardSource, Float32, KVLayout, LinearS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
-from ondevice.backends.mlx_ops import MlxLinear, activate
+from ondevice.backends.mlx_ops import MlxLinear, activate, normed
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import EMBEDDINGS, PRUNING, MultiStreams, layer_prefix
-from ondevice.config import Activation, ModelConfig
 from ondevice.converters.quantize import dequantize, quantize
 from ondevice.converters.training.streams.options import longest_run
 from ondevice.flash.reader import FlashReader
@@ -38,6 +37,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, MultiStreamWeights
+from ondevice.model_config import Activation, ModelConfig
 from ondevice.units import usable_cores
 
 STREAM_WEIGHT = 0.1
@@ -115,7 +115,7 @@ class ResidentBackend(MlxFloatBackend):
             return product if added is None else added + product
         if not self._tokens:
             return super().feed_forward(x, weight, activation, batch, norm, added)
-        x = x if norm is None else mx.fast.rms_norm(x, norm.weight, norm.eps)
+        x = normed(x, norm)
         gates = activate(x @ weight.gate.T, activation)
         used = mx.stop_gradient(gates[:own]) != 0
         if id(weight) in self._used:
@@ -141,8 +141,7 @@ def load_top(bundle: Bundle, first_layer: int) -> TopLayers:
 
 def top_config(config: ModelConfig, first_layer: int) -> ModelConfig:
     """The shape of the layers from `first_layer` on."""
-    windows = config.layer_windows[first_layer:]
-    return replace(config, num_layers=config.num_layers - first_layer, layer_windows=windows)
+    return replace(config, layers=config.layers[first_layer:])
 
 
 class _TopBackend(MlxFloatBackend):

@@ -37,7 +37,6 @@ from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.streams import MultiStreams
 from ondevice.bundle.token_counts import CountedTokens
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import ModelConfig
 from ondevice.converters.training.activations import record_entering
 from ondevice.converters.training.sidecars import held_out
 from ondevice.converters.training.streams.loss import (
@@ -59,6 +58,7 @@ from ondevice.converters.training.streams.options import (
 from ondevice.converters.training.streams.write import write_streams
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import OndeviceError, UsageError
+from ondevice.model_config import ModelConfig
 
 WARM_UP_SHARE = 0.05
 """Share of the steps in which the learning rate rises, before it falls as a cosine."""

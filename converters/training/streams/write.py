@@ -25,11 +25,11 @@ from ondevice.bundle.streams import (
     stream_tensors,
     streams_text,
 )
-from ondevice.config import ModelConfig
 from ondevice.converters.quantize import quantize
 from ondevice.converters.training.sidecars import save_sidecar, write_tensors
 from ondevice.errors import BundleError, CheckpointError
 from ondevice.kernels import _native
+from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
 
 

@@ -54,5 +54,10 @@ void activate(Activation act, const float* gate, const float* up, float* h, int6
   }
 }
 
+void soft_cap(float* x, float cap, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16)
+    store_partial(x + i, soft_cap_lanes(load_partial(x + i, n - i), set1(cap)), n - i);
+}
+
 }  // namespace ONDEVICE_NS
 }  // namespace ondevice

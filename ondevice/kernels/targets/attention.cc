@@ -1,5 +1,3 @@
-#include <math.h>
-
 #include "kv_block.h"
 #include "simd.h"
 #include "target_kernels.h"
@@ -228,10 +226,11 @@ void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t
   for (int64_t r = 0; r < rows; ++r)
     memcpy(q + r * dim, args.q + queries.query_of(r) * args.q_stride + (head * shared + r % shared) * dim,
            static_cast<size_t>(dim) * sizeof(float));
-  const float scale = 1.0f / sqrtf(static_cast<float>(dim));
   for (int64_t p = base; p < end; p += kKvBlock)
-    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), scale,
+    score_block(head_at(kv, p / kKvBlock, head), kv, q, rows, min_of((last - p) / kLanes + 1, 4), args.scale,
                 scores + p - base, span);
+  for (int64_t r = 0; r < rows && args.soft_cap > 0.0f; ++r)
+    soft_cap(scores + r * span, args.soft_cap, last + 1 - base);
   // Calls function(first depth inside the window, last depth, scores from the fork on, row) for each row of a
   // tree.
   const auto each_path = [&](const auto& function) {

@@ -32,7 +32,8 @@ void unzip_outputs(float* y, int64_t groups);
 void down_half(const uint16_t* rows, int64_t stride, int64_t neurons, const float* h, int64_t h_stride,
                int64_t tokens, float* y, int64_t y_stride, int64_t begin, int64_t end);
 void add_bias_lanes(const float* y, const float* lanes, const float* added, float* out, int64_t n);
-void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
+void norm(const float* x, const Norm& norm, int64_t n, float* out);
+void soft_cap(float* x, float cap, int64_t n);
 void rope(float* x, const float* cos, const float* sin, int64_t head_dim);
 void kv_write(const KvView& kv, int64_t position, const float* k, const float* v);
 void kv_move(const KvView& kv, int64_t from, int64_t to);
@@ -73,6 +74,13 @@ static inline void quantize_group(const F v[4], float magnitude, bool nibble_ord
   const F inverse = set1(int8_inverse(magnitude));
   *sum = store_codes(codes, mul(v[0], inverse), mul(v[1], inverse), mul(v[2], inverse), mul(v[3], inverse),
                      nibble_order);
+}
+
+// cap * tanh(x / cap), as cap * (1 - 2 / (1 + e^(2 x / cap))). NaN and infinity become NaN.
+static inline F soft_cap_lanes(F x, F cap) {
+  const F one = set1(1.0f), doubled = mul(set1(2.0f), div(x, cap));
+  const F tanh = sub(one, div(set1(2.0f), add(one, exp_lanes(doubled))));
+  return fma(x, zero(), mul(tanh, cap));
 }
 
 // A number of tokens or of tiles that are computed together.

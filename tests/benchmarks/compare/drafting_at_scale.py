@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--all-bytes", type=int, default=16_000_000_000, help="a budget for everything")
     args = parser.parse_args()
-    activation = Bundle.open(args.model).config.hidden_act
+    activation = Bundle.open(args.model).config.activation
     chosen = [case for case in CASES if activation in case.activations]
     chosen = [case for case in chosen if args.case is None or case.name in args.case]
     if not chosen:

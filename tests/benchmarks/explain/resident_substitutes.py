@@ -131,7 +131,7 @@ def main() -> None:
     bundle = Bundle.open(args.model)
     if bundle.config.zeros_gates:
         raise SystemExit(
-            f"{bundle.name} has {bundle.config.hidden_act} gates: its neurons are cached one by one"
+            f"{bundle.name} has {bundle.config.activation} gates: its neurons are cached one by one"
         )
     texts = continuations(args.model, args.prompts, args.max_tokens)
     if not any(len(text) - start > CHAIN for text, start in texts):

@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 
 from ondevice.bundle.streams import MultiStreams, medusa_parameters
-from ondevice.config import ModelConfig
+from ondevice.converters.architectures.common import llama_config
 from ondevice.units import usable_cores
 from tests.benchmarks.lib.measure import machine, note, peak_memory_bytes
 from tests.benchmarks.lib.random_model import LLAMA_7B, random_tokens
 
 BOUND_BYTES = 8_000_000_000
 STREAM_LAYERS = 4
-CONFIG = ModelConfig(
+CONFIG = llama_config(
     architecture="llama",
     hidden_size=LLAMA_7B.hidden_size,
     num_layers=LLAMA_7B.num_layers,
@@ -76,6 +76,7 @@ def random_top() -> Any:
     """The `TopLayers`: matrices of deviation 1 / sqrt(columns), so that values stay of one size."""
     import mlx.core as mx
 
+    from ondevice.backends.base import Norm
     from ondevice.backends.mlx_float import MlxFeedForward
     from ondevice.backends.mlx_ops import MlxLinear
     from ondevice.converters.training.streams.loss import TopLayers, top_config
@@ -88,21 +89,22 @@ def random_top() -> Any:
         mx.eval(made)
         return made
 
-    ones = mx.ones((width,))
+    norm = Norm(mx.ones((width,)), CONFIG.norm.eps)
     layers = [
         LayerWeights(
-            attention_norm=ones,
+            attention_norm=norm,
             qkv=MlxLinear(matrix(CONFIG.qkv_size, width, width), None),
-            q_norm=None,
-            k_norm=None,
+            head_norms=None,
             out=MlxLinear(matrix(width, CONFIG.query_size, CONFIG.query_size), None),
-            feed_forward_norm=ones,
+            attention_output_norm=None,
+            feed_forward_norm=norm,
             feed_forward=MlxFeedForward(*(matrix(neurons, width, fan) for fan in (width, width, neurons))),
+            feed_forward_output_norm=None,
         )
         for _ in range(STREAM_LAYERS)
     ]
     head = MlxLinear(matrix(CONFIG.vocab_size, width, width), None)
-    weights = ModelWeights(None, layers, ones, head)
+    weights = ModelWeights(None, layers, norm, head)
     return TopLayers(top_config(CONFIG, CONFIG.num_layers - STREAM_LAYERS), weights)
 
 

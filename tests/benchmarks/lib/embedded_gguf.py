@@ -35,6 +35,7 @@ from safetensors.numpy import load_file
 from ondevice.backends.base import Float32
 from ondevice.bundle.layout import EMBEDDING, RESIDENT, embedding_layout, neuron_file_name, neuron_layout
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.architectures.rotary import base_of
 from ondevice.converters.quantize import QuantizedRows, dequantize
 from tests.benchmarks.lib.embedded_weights import CONSTANT, even_places
 from tests.benchmarks.lib.random_model import Shape, gguf_tensors, write_gguf
@@ -82,8 +83,8 @@ def gguf_of(folder: Path, down: str = "Q8_0") -> Path:
         source.types(shape),
         source.values,
         file_type=LlamaFileType.MOSTLY_Q4_1,
-        rms_norm_eps=config.rms_norm_eps * source.gain**2,
-        rope_theta=config.rope_theta,
+        rms_norm_eps=config.norm.eps * source.gain**2,
+        rope_theta=base_of(config.ropes[0]),
         tokenizer=source.large.read_small(source.large.manifest.tokenizer.files[0]),
     )
     return path
@@ -98,10 +99,10 @@ class EmbeddedGguf:
     def __init__(self, folder: Path, down: GGMLQuantizationType) -> None:
         self.small, self.large = Bundle.open(folder / "small"), Bundle.open(folder / "large")
         config = self.large.config
-        if self.large.quant != Q4 or config.query_size != config.hidden_size or config.rope_scaling:
+        if self.large.quant != Q4 or config.query_size != config.hidden_size:
             raise ValueError(f"{self.large.path} isn't an embedded Llama in q4")
         self.down = down
-        self.gain = {"relu": GAIN, "silu": 1.0}[config.hidden_act]
+        self.gain = {"relu": GAIN, "silu": 1.0}[config.activation]
         self.layers = even_places(self.small.config.num_layers, config.num_layers)
         self._resident = load_file(self.large.path / RESIDENT)
         self._neurons = lru_cache(1)(self._read_neurons)

@@ -194,7 +194,7 @@ def embedded_predictor(
 def filler_gates(model: EmbeddedModel, layer: int, text: Recorded) -> tuple[Float32, Float32]:
     """(T, n) the gates of a layer's fillers on a text, and (T, D) their inputs."""
     rows, states = model.small.attention[model.sources[layer]], model.states(layer, text)
-    found, eps = model.fillers(layer), model.small.config.rms_norm_eps
+    found, eps = model.fillers(layer), model.small.config.norm.eps
     fed = normed(states, rows.feed_forward_norm, eps)
     gates = fed @ dequantize(found.gate, Q4.bits, fed.shape[1]).T
     gates += found.offset.astype(np.float32) / root_mean_square(states, eps)[:, None]
@@ -219,9 +219,7 @@ def predicted_rates(model: EmbeddedModel, text: Recorded) -> dict[str, dict[str,
         low = fed @ dequantize(made.down, facts.bits, columns).T
         up = dequantize(made.up, facts.bits, low.shape[1])[places]
         rates["fillers"].append(_rates(low @ up.T + made.bias[places] + point.offsets[source], gates))
-        own = text.fed(
-            source, model.small.attention[source].feed_forward_norm, model.small.config.rms_norm_eps
-        )
+        own = text.fed(source, model.small.attention[source].feed_forward_norm, model.small.config.norm.eps)
         down, up = (
             dequantize(matrix_of(stored, f"layers.{source}.{part}"), facts.bits, size)
             for part, size in (("down", columns), ("up", low.shape[1]))

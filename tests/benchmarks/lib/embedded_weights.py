@@ -27,8 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Float32
-from ondevice.config import GROUP_SIZE, ModelConfig
+from ondevice.config import GROUP_SIZE
 from ondevice.converters.quantize import QuantizedRows, dequantize
+from ondevice.model_config import ModelConfig
 from tests.benchmarks.lib.filler_neurons import (
     Fillers,
     Recorded,
@@ -87,7 +88,7 @@ class EmbeddedModel:
         self.frequencies = []
         for layer, (neurons, rows) in enumerate(zip(small.neurons, small.attention, strict=True)):
             gate = dequantize(neurons[0], Q4.bits, own.hidden_size)
-            gates = gate @ text.fed(layer, rows.feed_forward_norm, own.rms_norm_eps).T
+            gates = gate @ text.fed(layer, rows.feed_forward_norm, own.norm.eps).T
             self.frequencies.append((gates > 0).mean(axis=1))
 
     @property
@@ -96,14 +97,13 @@ class EmbeddedModel:
         return replace(
             own,
             hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_heads,
             intermediate_size=shape.intermediate_size,
             vocab_size=shape.vocab_size,
-            rms_norm_eps=own.rms_norm_eps / float(self._root) ** 2,
+            norm=replace(own.norm, eps=own.norm.eps / float(self._root) ** 2),
             tie_embeddings=False,
-            layer_windows=(0,) * shape.num_layers,
+            layers=own.layers[:1] * shape.num_layers,
         )
 
     def norm(self, weights: Float32, constant: float = 0.0) -> Float32:
@@ -162,7 +162,7 @@ class EmbeddedModel:
         count, blocks = len(self.filler_places(layer)) // GROUP_SIZE, own.intermediate_size // GROUP_SIZE
         like = np.concatenate([random.permutation(blocks) for _ in range(-(-count // blocks))])[:count]
         gate = dequantize(self.small.neurons[source][0], Q4.bits, own.hidden_size)
-        norm = self.small.attention[source].feed_forward_norm, own.rms_norm_eps
+        norm = self.small.attention[source].feed_forward_norm, own.norm.eps
         return make_fillers(gate, self.frequencies[source], self.states(layer, self.text), norm, like, random)
 
     def states(self, layer: int, text: Recorded) -> Float32:

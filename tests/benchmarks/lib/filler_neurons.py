@@ -23,7 +23,7 @@ from ondevice.api import load
 from ondevice.backends.base import Float32, KVLayout, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import ReferenceBackend, ReferenceFeedForward
-from ondevice.config import GROUP_SIZE, Activation, ModelConfig
+from ondevice.config import GROUP_SIZE
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
@@ -31,6 +31,7 @@ from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import Activation, ModelConfig
 from ondevice.units import usable_cores
 from tests.benchmarks.lib.stored_model import Q4, StoredModel
 
@@ -124,7 +125,7 @@ def root_mean_square(x: Float32, eps: float) -> Float32:
 
 def normed(x: Float32, norm: Float32, eps: float) -> Float32:
     """The RMS norm of x (T, D)."""
-    return ReferenceBackend().rms_norm(x, norm, eps)
+    return ReferenceBackend().normed(x, Norm(norm, eps))
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,12 @@ from ondevice.bundle.layout import (
 from ondevice.bundle.manifest import Manifest, Provenance
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import GROUP_SIZE, ModelConfig, QuantConfig
+from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.converters.architectures.rotary import base_of
 from ondevice.converters.bundling import pack_records
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
 from ondevice.kernels import _native
+from ondevice.model_config import ModelConfig
 from ondevice.units import usable_cores
 
 Q4 = QuantConfig(4)
@@ -70,7 +72,8 @@ def read_model(folder: Path) -> StoredModel:
     """The rows of the bundle in `folder`, whose embeddings are tied."""
     bundle = Bundle.open(folder)
     config, bits, resident = bundle.config, bundle.quant.bits, load_file(folder / RESIDENT)
-    if not config.tie_embeddings or config.attention_bias or config.qk_norm or config.rope_scaling:
+    spec = config.layers[0].attention
+    if not config.tie_embeddings or spec.bias or spec.head_norm != "none" or not base_of(config.ropes[0]):
         raise ValueError(f"{folder} isn't a plain Llama model with tied embeddings")
     attention, neurons = [], []
     for layer in range(config.num_layers):

@@ -352,7 +352,7 @@ def test_without_zeros_the_neurons_that_add_most_come_first(dense: tuple[Path, P
 
         def observe(x: Float32, weight: Any, activation: Any, batch: Any, norm: Any, added: Any) -> Float32:
             layer = next(index for index, known in enumerate(layers) if known is weight)
-            entering[layer].append(model.backend.rms_norm(x, *norm))
+            entering[layer].append(model.backend.normed(x, norm))
             return multiplied(x, weight, activation, batch, norm, added)
 
         model.backend.feed_forward = observe

@@ -159,7 +159,7 @@ def expected_of(
     def feed_forward(
         self: ReferenceBackend, x: Any, weight: Any, activation: Any, batch: Any, norm: Any, added: Any
     ) -> Any:
-        normed = self.rms_norm(x, *norm)
+        normed = self.normed(x, norm)
         seen.append((normed, normed @ weight.gate.T))
         return plain(self, x, weight, activation, batch, norm, added)
 

@@ -22,8 +22,8 @@ from ondevice.api import load, verify
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreams
-from ondevice.config import ModelConfig
 from ondevice.errors import BackendUnavailableError, OndeviceError, UsageError
+from ondevice.model_config import ModelConfig
 from ondevice.training import train_streams
 from tests.support.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.command_line import Run

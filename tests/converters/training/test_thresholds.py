@@ -50,7 +50,7 @@ def test_importance_and_thresholds_are_those_of_numpy(bundle: Path, monkeypatch:
     inputs = made_up_inputs(bundle, 300)
     x = inputs.astype(np.float32)
     importance = np.sqrt(np.mean((x[:200] @ up.T) ** 2, axis=0)) * np.linalg.norm(down, axis=0)
-    contributions = np.abs(activate(x @ gate.T, opened.config.hidden_act)) * importance
+    contributions = np.abs(activate(x @ gate.T, opened.config.activation)) * importance
     with FlashReader(bundle_files(opened), "buffered", 2) as reader:
         layer = LayerGates(opened, NeuronRecords(opened, reader, 1))
     found = layer.thresholds(layer.importance(inputs[:200]), inputs, 200, TARGETS)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from ondevice.backends.reference import ReferenceBackend
 from ondevice.bundle.reader import Bundle
+from ondevice.converters.architectures.rotary import base_of
 from ondevice.flash.reader import FlashReader
 from ondevice.model.loading import bundle_files, load_weights
 from recipe.config import BUILD, Shape
@@ -81,7 +82,7 @@ def model_of_bundle(folder: Path) -> Llama:
     """The model with a bundle's dequantised weights; no float checkpoint is needed."""
     bundle = Bundle.open(folder)
     config = bundle.config
-    activation = config.hidden_act
+    activation = config.activation
     if config.architecture != "llama" or not config.tie_embeddings or activation not in ("relu", "silu"):
         raise ValueError(f"{folder} isn't a model of this recipe")
     shape = Shape(
@@ -92,18 +93,23 @@ def model_of_bundle(folder: Path) -> Llama:
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_context,
         hidden_act=activation,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
+        rms_norm_eps=config.norm.eps,
+        rope_theta=base_of(config.ropes[0]),
     )
     with FlashReader(bundle_files(bundle)) as reader:
         loaded = load_weights(bundle, reader, ReferenceBackend())
-    weights = {"model.norm.weight": loaded.final_norm, "model.embed_tokens.weight": loaded.head.weight}
+    weights = {
+        "model.norm.weight": loaded.final_norm.weight,
+        "model.embed_tokens.weight": loaded.head.weight,
+    }
     for i, layer in enumerate(loaded.layers):
         neurons, qkv = layer.feed_forward, np.split(layer.qkv.weight, 3)
+        assert layer.attention_norm is not None
+        assert layer.feed_forward_norm is not None
         matrices = dict(zip(("q_proj", "k_proj", "v_proj"), qkv, strict=True)) | {"o_proj": layer.out.weight}
         parts = {f"self_attn.{name}": matrix for name, matrix in matrices.items()} | {
-            "input_layernorm": layer.attention_norm,
-            "post_attention_layernorm": layer.feed_forward_norm,
+            "input_layernorm": layer.attention_norm.weight,
+            "post_attention_layernorm": layer.feed_forward_norm.weight,
             "mlp.gate_proj": neurons.gate,
             "mlp.up_proj": neurons.up,
             "mlp.down_proj": neurons.down.T,

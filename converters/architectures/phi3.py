@@ -1,0 +1,54 @@
+"""Phi-3 and Phi-4: fused projections, longrope, and heads of which a part turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ondevice.converters.architectures.adapting import in_halves, split_attention_and_gates
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Tensors,
+    alike,
+    check_window,
+    decoder,
+    read_activation,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.rotary import read_rope
+from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
+
+
+def _read(reader: ConfigReader) -> Description:
+    sizes = read_sizes(reader, max_context=4096)
+    rope = read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=1.0)
+    original = reader.integer("original_max_position_embeddings", sizes.max_context)
+    if 0 < original < sizes.max_context:
+        # Longer texts would need other frequencies from their first token on.
+        sizes = replace(sizes, max_context=original)
+    reader.number("embd_pdrop", 0.0)
+    window = 0
+    if reader.has("sliding_window") and not reader.is_null("sliding_window"):
+        window = reader.integer("sliding_window")
+        check_window(window)
+    attention = AttentionSpec(score_scale(sizes.head_dim), window=window)
+    config = decoder(
+        "phi3",
+        sizes,
+        alike(sizes.num_layers, attention, read_activation(reader)),
+        [rope],
+        norm=NormSpec("rms", reader.number("rms_norm_eps", 1e-5)),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+    return Description(config, partial(_adapt, config))
+
+
+def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
+    rotated = 2 * sum(frequency > 0 for frequency in config.ropes[0].frequencies)
+    return in_halves(split_attention_and_gates(tensors, config), config, rotated)
+
+
+PHI3 = Family("phi3", "Phi3ForCausalLM", _read)

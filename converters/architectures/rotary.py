@@ -1,0 +1,275 @@
+"""Rotary frequencies from a checkpoint's keys: base, scaling for long contexts, and the dimensions that turn.
+
+Frequencies are rounded to float32 as `transformers` rounds them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import numpy as np
+
+from ondevice.converters.architectures.config_reader import ConfigReader, shown
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import RopeSpec
+
+ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Scaling of frequencies for long contexts: position interpolation (`linear`, arXiv 2306.15595), by
+    wavelength (`llama3`), by number of turns (`yarn`, arXiv 2309.00071), or each by its own divisor
+    (`longrope`, arXiv 2402.13753), in the form for texts within the original context.
+
+    Args:
+        kind: how frequencies are scaled.
+        factor: by how much the context is longer.
+        low_freq_factor, high_freq_factor: of `llama3`, turns in the original context below which a frequency
+            is divided by `factor`, and above which it stays.
+        original_max_context: tokens that the model was first trained for.
+        beta_fast, beta_slow: of `yarn`, turns above which a frequency stays, and below which it is divided.
+        truncate: of `yarn`, whether the range between the two is widened to whole pairs.
+        divisors: of `longrope`, one for each pair that turns.
+        magnitude: factor of cosine and sine.
+    """
+
+    kind: ScalingKind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+
+
+def rope_spec(
+    theta: float, head_dim: int, scaling: RopeScaling | None = None, rotated: int | None = None
+) -> RopeSpec:
+    """Rotary embedding of the base `theta`. Raises CheckpointError for a base below 1.
+
+    rotated: number of a head's dimensions that turn, an even one; None: all. The others have frequency 0.
+    """
+    if not 1.0 <= theta < 1e12:
+        raise CheckpointError(f"config.json: rope_theta is {theta}; it must be from 1 to below 1e12")
+    rotated = head_dim if rotated is None else rotated
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise UnsupportedModelError(
+            f"config.json: {rotated} of a head's {head_dim} dimensions would turn; an odd number can't, in pairs"
+        )
+    found = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
+    if scaling is not None:
+        if scaling.kind == "longrope" and len(scaling.divisors) != len(found):
+            raise CheckpointError(
+                f"config.json: short_factor has {len(scaling.divisors)} values for {len(found)} pairs"
+            )
+        scaled = _SCALED[scaling.kind]
+        found = [scaled(frequency, pair, theta, rotated, scaling) for pair, frequency in enumerate(found)]
+    found += [0.0] * ((head_dim - rotated) // 2)
+    frequencies = tuple(float(np.float32(frequency)) for frequency in found)
+    return RopeSpec(frequencies, 1.0 if scaling is None else scaling.magnitude)
+
+
+def no_rope(head_dim: int) -> RopeSpec:
+    """No rotary embedding."""
+    return RopeSpec((0.0,) * (head_dim // 2))
+
+
+def base_of(rope: RopeSpec) -> float:
+    """The base, a whole number, of frequencies that aren't scaled. Raises ValueError if they are."""
+    head_dim = 2 * len(rope.frequencies)
+    base = float(round(rope.frequencies[1] ** (-head_dim / 2))) if head_dim > 2 else 10000.0
+    if rope_spec(base, head_dim) != rope:
+        raise ValueError("the rotary frequencies are scaled, or their base isn't a whole number")
+    return base
+
+
+def read_rope(
+    reader: ConfigReader,
+    head_dim: int,
+    max_context: int,
+    *,
+    theta: float = 10000.0,
+    rotated_share: float | None = None,
+) -> RopeSpec:
+    """Rotary embedding from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`.
+
+    Args:
+        reader: of `config.json`.
+        head_dim: width of a head.
+        max_context: the model's context in tokens.
+        theta: the base where none is named.
+        rotated_share: share of a head's dimensions that turn where none is named. None: all always turn in
+            this family.
+    """
+    older, newer = reader.section("rope_scaling"), reader.section("rope_parameters")
+    if older and newer and older != newer:
+        raise CheckpointError("config.json: rope_scaling and rope_parameters contradict each other")
+    where = "config.json: rope_parameters" if newer else "config.json: rope_scaling"
+    theta = reader.number("rope_theta", theta)
+    if rotated_share is None:
+        reader.only("partial_rotary_factor", 1.0)
+    else:
+        rotated_share = reader.number("partial_rotary_factor", rotated_share)
+    original = reader.integer("original_max_position_embeddings", max_context)
+    outer_wins = reader.has("original_max_position_embeddings")
+    rope = ConfigReader(newer or older or {}, where)
+    return read_section(rope, head_dim, theta, original, max_context, outer_wins, rotated_share)
+
+
+def read_section(
+    rope: ConfigReader,
+    head_dim: int,
+    theta: float,
+    original: int,
+    max_context: int,
+    outer_wins: bool = False,
+    rotated_share: float | None = None,
+) -> RopeSpec:
+    """Rotary embedding from one object of rotary parameters.
+
+    Args:
+        rope: reader of the object.
+        head_dim: width of a head.
+        theta: the base where it names none.
+        original: context before scaling in tokens, where it names none.
+        max_context: context after scaling.
+        outer_wins: whether `original` counts even if it names one.
+        rotated_share: as in `read_rope`.
+    """
+    where = rope.where
+    older_kind = rope.text("type", rope.text("rope_type", "default"))
+    kind = rope.text("rope_type", older_kind)
+    if kind != older_kind:
+        raise CheckpointError(f"{where}: rope_type {shown(kind)} and type {shown(older_kind)} contradict")
+    theta = rope.number("rope_theta", theta)
+    if rotated_share is None:
+        rope.only("partial_rotary_factor", 1.0)
+        rotated = head_dim
+    else:
+        rotated = int(head_dim * rope.number("partial_rotary_factor", rotated_share))
+    scaling = None
+    inner = rope.integer("original_max_position_embeddings", original)
+    context = original if outer_wins else inner
+    if kind in ("linear", "llama3", "yarn"):
+        scaling = RopeScaling(kind=cast(ScalingKind, kind), factor=rope.number("factor"))
+        if kind == "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            scaling = RopeScaling("llama3", scaling.factor, low, high, context)
+        if kind == "yarn":
+            scaling = _yarn(rope, context, scaling.factor)
+    elif kind in ("longrope", "su"):
+        scaling = _longrope(rope, context, max_context)
+    elif kind != "default":
+        raise UnsupportedModelError(
+            f"{where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
+        )
+    if scaling is not None:
+        _check_scaling(scaling, where)
+    rope.close(frozenset(["factor"] if kind == "default" else []))
+    return rope_spec(theta, head_dim, scaling, rotated)
+
+
+def _yarn(rope: ConfigReader, original: int, factor: float) -> RopeScaling:
+    scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    magnitude = _mscale(factor, 1.0)
+    if scale and all_dims:
+        magnitude = _mscale(factor, scale) / _mscale(factor, all_dims)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_context=original,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+        magnitude=rope.number("attention_factor", magnitude),
+    )
+
+
+def _longrope(rope: ConfigReader, original: int, max_context: int) -> RopeScaling:
+    rope.numbers("long_factor")
+    factor = rope.number("factor", max_context / original)
+    magnitude = 1.0
+    if factor > 1.0 and original > 1:
+        magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return RopeScaling(
+        "longrope",
+        max(1.0, factor),
+        original_max_context=original,
+        divisors=tuple(rope.numbers("short_factor") or ()),
+        magnitude=rope.number("attention_factor", magnitude),
+    )
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _check_scaling(scaling: RopeScaling, where: str) -> None:
+    if scaling.factor < 1.0 or not 0.0 < scaling.low_freq_factor < scaling.high_freq_factor:
+        raise CheckpointError(
+            f"{where}: factor must be 1 or more, and high_freq_factor above low_freq_factor above 0"
+        )
+    if scaling.divisors and min(scaling.divisors) < 1.0:
+        raise CheckpointError(
+            f"{where}: short_factor has {min(scaling.divisors)}; its values must be 1 or more"
+        )
+    if not 0.0 < scaling.beta_slow <= scaling.beta_fast or scaling.original_max_context < 1:
+        raise CheckpointError(
+            f"{where}: beta_fast must be at least beta_slow, and beta_slow and the original context above 0"
+        )
+
+
+def _linear(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
+    return frequency / scaling.factor
+
+
+def _llama3(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
+    """Divided where the wavelength is long, as Llama 3.1 does."""
+    wavelength = 2.0 * math.pi / frequency
+    low_wavelength = scaling.original_max_context / scaling.low_freq_factor
+    high_wavelength = scaling.original_max_context / scaling.high_freq_factor
+    if wavelength > low_wavelength:
+        return frequency / scaling.factor
+    if wavelength < high_wavelength:
+        return frequency
+    smooth = (scaling.original_max_context / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    return (1.0 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+def _yarn_scaled(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
+    """Between divided and as it was, by how often the pair turns in the original context."""
+
+    def pair_with(turns: float) -> float:
+        """The pair, not a whole one, that turns so often in the original context."""
+        wavelengths = scaling.original_max_context / (turns * 2.0 * math.pi)
+        return rotated * math.log(wavelengths) / (2.0 * math.log(theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    if low == high:
+        high += 0.001
+    ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
+    return frequency / scaling.factor * ramp + frequency * (1.0 - ramp)
+
+
+def _longrope_scaled(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:
+    return frequency / scaling.divisors[pair]
+
+
+_SCALED: dict[ScalingKind, Callable[[float, int, float, int, RopeScaling], float]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn_scaled,
+    "longrope": _longrope_scaled,
+}

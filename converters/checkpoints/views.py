@@ -1,0 +1,96 @@
+"""Tensors made of others: some of their rows in another order, or their values scaled and shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
+from ondevice.converters.quantize import Weights, to_float32
+
+
+class _View:
+    """A `SourceTensor` of the same type and files as `source`."""
+
+    source: SourceTensor
+    name: str
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes * prod(self.shape) // max(1, prod(self.source.shape))
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        return self.source.files
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        return self.source.sample(start, nbytes)
+
+
+@dataclass(frozen=True)
+class RowsOf(_View):
+    """The rows `picks` of a matrix, or the values `picks` of a vector.
+
+    A block of rows is read with all that lie between its first and its last in `source`, so neighbours should
+    stay near each other.
+    """
+
+    name: str
+    source: SourceTensor
+    picks: NDArray[np.int64]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.picks), *self.source.shape[1:])
+
+    def rows(self, start: int, stop: int) -> Weights:
+        picks = self.picks[start:stop]
+        first = int(picks.min())
+        return self.source.rows(first, int(picks.max()) + 1)[picks - first]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        return self.source.columns(start, stop)[self.picks]
+
+    def vector(self) -> NDArray[np.float32]:
+        return self.source.vector()[self.picks]
+
+
+@dataclass(frozen=True)
+class Scaled(_View):
+    """The values of `source` times `factor` plus `shift`, in float32."""
+
+    name: str
+    source: SourceTensor
+    factor: float = 1.0
+    shift: float = 0.0
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self._scaled(self.source.rows(start, stop))
+
+    def columns(self, start: int, stop: int) -> Weights:
+        return self._scaled(self.source.columns(start, stop))
+
+    def vector(self) -> NDArray[np.float32]:
+        return self._scaled(self.source.vector())
+
+    def _scaled(self, values: Weights) -> NDArray[np.float32]:
+        scaled = to_float32(values) * np.float32(self.factor) + np.float32(self.shift)
+        return scaled.astype(np.float32)
+
+
+def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:
+    """Rows of a projection of `heads` heads, each head's in `order`."""
+    rows: NDArray[np.int64] = np.arange(heads)[:, None] * len(order) + np.array(order)
+    return rows.reshape(-1)

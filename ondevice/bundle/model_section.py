@@ -1,0 +1,115 @@
+"""The section `model` of `bundle.json`: what a `ModelConfig` says, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, cast
+
+from ondevice.bundle.strict_json import Section
+from ondevice.model_config import (
+    MAX_FACTOR,
+    Activation,
+    AttentionSpec,
+    FeedForwardSpec,
+    HeadNorm,
+    LayerSpec,
+    ModelConfig,
+    NormKind,
+    NormPlaces,
+    NormSpec,
+    RopeSpec,
+)
+
+_MAX_TOKENS = 1 << 24
+_MAX_LAYERS = 1 << 10
+_MAX_PAIRS = 1 << 9
+SIZES = (
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_context",
+)
+"""The fields of ModelConfig that are sizes."""
+
+
+def model_section(config: ModelConfig) -> dict[str, Any]:
+    """The section of `config`."""
+    section: dict[str, Any] = _plain(asdict(config))
+    return section
+
+
+def parse_model(section: Section) -> ModelConfig:
+    """The config of a section. Raises BundleError or UnsupportedModelError for what it may not hold."""
+    sizes = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
+    config = ModelConfig(
+        architecture=section.text("architecture", 64),
+        norm=_parse_norm(section.section("norm")),
+        ropes=tuple(_parse_rope(rope) for rope in section.sections("ropes", _MAX_LAYERS)),
+        layers=tuple(_parse_layer(layer) for layer in section.sections("layers", _MAX_LAYERS)),
+        embedding_multiplier=section.number("embedding_multiplier", 0.0, MAX_FACTOR),
+        logit_soft_cap=section.number("logit_soft_cap", 0.0, MAX_FACTOR),
+        tie_embeddings=section.boolean("tie_embeddings"),
+        **sizes,
+    )
+    section.close()
+    return config
+
+
+def _parse_norm(section: Section) -> NormSpec:
+    norm = NormSpec(
+        kind=cast(NormKind, section.text("kind", 16)),
+        eps=section.number("eps", 0.0, 1.0),
+        bias=section.boolean("bias"),
+    )
+    section.close()
+    return norm
+
+
+def _parse_rope(section: Section) -> RopeSpec:
+    rope = RopeSpec(
+        frequencies=section.numbers("frequencies", _MAX_PAIRS, 0.0, 1.0),
+        magnitude=section.number("magnitude", 0.0, MAX_FACTOR),
+    )
+    section.close()
+    return rope
+
+
+def _parse_layer(section: Section) -> LayerSpec:
+    layer = LayerSpec(
+        attention=_parse_attention(section.section("attention")),
+        feed_forward=_parse_feed_forward(section.section("feed_forward")),
+        norms=cast(NormPlaces, section.text("norms", 16)),
+        parallel=section.boolean("parallel"),
+    )
+    section.close()
+    return layer
+
+
+def _parse_attention(section: Section) -> AttentionSpec:
+    attention = AttentionSpec(
+        scale=section.number("scale", 0.0, MAX_FACTOR),
+        rope=section.integer("rope", 0, _MAX_LAYERS),
+        window=section.integer("window", 0, _MAX_TOKENS),
+        soft_cap=section.number("soft_cap", 0.0, MAX_FACTOR),
+        head_norm=cast(HeadNorm, section.text("head_norm", 16)),
+        bias=section.boolean("bias"),
+        output_bias=section.boolean("output_bias"),
+    )
+    section.close()
+    return attention
+
+
+def _parse_feed_forward(section: Section) -> FeedForwardSpec:
+    feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)))
+    section.close()
+    return feed_forward
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON gives it back: tuples as lists."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

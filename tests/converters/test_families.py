@@ -1,0 +1,189 @@
+"""Every family against `transformers` in float32: random tiny models, saved, converted, run.
+
+`transformers` holds weights that float16 holds exactly, so `reference` differs from it in the order of sums
+alone, and `cpu` in that and in how it rounds activations to eight bits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.converters.checkpoints.huggingface import open_huggingface
+from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.convert import convert
+from tests.support.engines import BackendName, all_logits, running
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [4.0] * 8,
+    "rope_theta": 10000.0,
+}
+GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 4}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {}),
+    "gemma wide heads": ("Gemma", {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "gemma bias": ("Gemma", {"attention_bias": True, "rms_norm_eps": 1e-5}),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma2 low caps": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}),
+    "gemma2 no caps": ("Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3Text", {**GEMMA, "num_hidden_layers": 7}),
+    "gemma3 local first": (
+        "Gemma3Text",
+        {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "gemma3 scaled": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"head_dim": None}),
+    "phi3 longrope": (
+        "Phi3",
+        {"head_dim": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 128},
+    ),
+    "phi3 partial": (
+        "Phi3",
+        {
+            "head_dim": None,
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75, "short_factor": [1.5] * 6}
+            | {"long_factor": [4.0] * 6},
+            "original_max_position_embeddings": 128,
+            "sliding_window": 11,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4": ("Glm4", {}),
+    "glm4 no bias": ("Glm4", {"attention_bias": False, "tie_word_embeddings": True}),
+    "glm4 quarter": (
+        "Glm4",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "head_dim": None}),
+    "smollm3 yarn": ("SmolLM3", {"rope_parameters": YARN, "head_dim": None, "attention_bias": True}),
+    "smollm3 windows": (
+        "SmolLM3",
+        {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [1, 0, 1], "head_dim": None},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "head_dim": None,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+        },
+    ),
+    "granite bias": ("Granite", {"head_dim": None, "attention_bias": True, "residual_multiplier": 0.5}),
+    "granite tied": ("Granite", {"head_dim": None, "tie_word_embeddings": True, "logits_scaling": 3.0}),
+    "olmo2": ("Olmo2", {"head_dim": None}),
+    "olmo2 all heads": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
+    "olmo2 yarn": ("Olmo2", {"head_dim": None, "rope_parameters": YARN}),
+}
+
+
+def write_model(folder: Path, family: str, options: dict[str, Any]) -> Any:
+    """A random model of the family, saved to `folder`; the weights are values that float16 holds."""
+    torch.manual_seed(3)
+    values = {
+        name: value for name, value in (SIZES | options).items() if value is not None or name in options
+    }
+    values = {name: value for name, value in values.items() if name != "head_dim" or value is not None}
+    config = getattr(transformers, f"{family}Config")(**values)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                # Norms and biases as they aren't at the start: all different.
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.copy_(parameter.half().float())
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Gives a case's model and its f16 bundle, made once."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def of(case: str) -> tuple[Any, Path]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp("family")
+            model = write_model(folder / "source", *CASES[case])
+            made[case] = model, convert(folder / "source", folder / "bundle", "f16")
+        return made[case]
+
+    return of
+
+
+def tokens() -> list[int]:
+    return np.random.default_rng(5).integers(0, 256, 40).tolist()
+
+
+def expected(model: Any, text: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([text])).logits[0].numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("backend", "limit"), [("reference", 1e-3), ("cpu", 1e-3)])
+def test_logits_are_those_of_transformers(family: Any, case: str, backend: BackendName, limit: float) -> None:
+    model, bundle = family(case)
+    theirs = expected(model, tokens())
+    with running(bundle, backend) as loaded:
+        mine = all_logits(loaded, tokens(), 32 if backend == "reference" else 16)
+    assert np.abs(mine - theirs).max() < limit * np.abs(theirs).max()
+    assert np.abs(theirs).max() > 0.05
+
+
+@pytest.mark.parametrize("case", ["gemma2 low caps", "gemma3", "glm4", "olmo2"])
+def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
+    pytest.importorskip("mlx.core")
+    model, bundle = family(case)
+    theirs = expected(model, tokens())
+    with running(bundle, "mlx") as loaded:
+        mine = all_logits(loaded, tokens(), 32)
+    assert np.abs(mine - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_json_names_every_key_that_the_family_reads(family: Any, case: str, tmp_path: Path) -> None:
+    """The keys that `transformers` writes are all known: none is refused, and none is dropped in silence."""
+    _, bundle = family(case)
+    source = bundle.parent / "source"
+    values = json.loads((source / "config.json").read_text())
+    values["a_new_multiplier"] = 2.0
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").symlink_to(source / "model.safetensors")
+    with pytest.raises(Exception, match="a_new_multiplier"):
+        open_huggingface(SourceFolder(tmp_path))
