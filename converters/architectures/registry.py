@@ -17,10 +17,11 @@ from ondevice.converters.architectures.phi3 import PHI3
 from ondevice.converters.architectures.qwen2 import QWEN2
 from ondevice.converters.architectures.qwen3 import QWEN3
 from ondevice.converters.architectures.smollm3 import SMOLLM3
+from ondevice.converters.architectures.stablelm import STABLELM
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GLM4, SMOLLM3, GRANITE, OLMO2)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GLM4, SMOLLM3, GRANITE, OLMO2, STABLELM)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 

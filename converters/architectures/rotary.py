@@ -61,7 +61,7 @@ def rope_spec(
     rotated = head_dim if rotated is None else rotated
     if not 0 < rotated <= head_dim or rotated % 2:
         raise UnsupportedModelError(
-            f"config.json: {rotated} of a head's {head_dim} dimensions would turn; an odd number can't, in pairs"
+            f"config.json: {rotated} of a head's {head_dim} dimensions would turn; odd numbers can't"
         )
     found = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
     if scaling is not None:

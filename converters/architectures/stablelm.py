@@ -1,0 +1,57 @@
+"""StableLM 2: LayerNorms, a quarter of each head turns, and blocks side by side if the model says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ondevice.converters.architectures.adapting import in_halves
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Tensors,
+    alike,
+    decoder,
+    read_activation,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.rotary import read_rope
+from ondevice.converters.architectures.tensors import LayerNames
+from ondevice.model_config import AttentionSpec, ModelConfig, NormSpec
+
+
+def _read(reader: ConfigReader) -> Description:
+    sizes = read_sizes(reader, max_context=4096, kv_heads=32)
+    reader.only("qk_layernorm", False)
+    parallel = reader.boolean("use_parallel_residual", False)
+    attention = AttentionSpec(score_scale(sizes.head_dim), bias=reader.boolean("use_qkv_bias", False))
+    layers = [
+        replace(layer, parallel=parallel)
+        for layer in alike(sizes.num_layers, attention, read_activation(reader))
+    ]
+    config = decoder(
+        "stablelm",
+        sizes,
+        layers,
+        [read_rope(reader, sizes.head_dim, sizes.max_context, rotated_share=0.25)],
+        norm=NormSpec("layer", reader.number("layer_norm_eps", 1e-5), bias=True),
+        tie_embeddings=reader.boolean("tie_word_embeddings", False),
+    )
+    return Description(config, partial(_adapt, config))
+
+
+def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
+    found = dict(tensors)
+    for layer, spec in enumerate(config.layers):
+        name = LayerNames(layer)
+        # Blocks side by side have one norm, which both read.
+        for norm in (name.norm, name.norm_bias) if spec.parallel else ():
+            if norm("attention_norm") in found:
+                found.setdefault(norm("feed_forward_norm"), found[norm("attention_norm")])
+    rotated = 2 * sum(frequency > 0 for frequency in config.ropes[0].frequencies)
+    return in_halves(found, config, rotated)
+
+
+STABLELM = Family("stablelm", "StableLmForCausalLM", _read)
