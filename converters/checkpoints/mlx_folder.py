@@ -90,7 +90,8 @@ def quantised_tensors(
         module, _, part = name.rpartition(".")
         if part == "weight" and tensor.dtype == "U32" and module not in modules:
             raise CheckpointError(
-                f"{name} is stored as U32, but {module}.scales is missing; is the download complete?"
+                f"{_cut(name)} is stored as U32, but {_cut(module)}.scales is missing; is the "
+                "download complete?"
             )
         if module not in modules or part not in ("weight", "scales", "biases"):
             found[name] = floating(tensor)
