@@ -119,7 +119,7 @@ def convert(
     CheckpointError for the source, OndeviceError if the disk is full or refuses.
     """
     given = quant if isinstance(quant, QuantConfig) else None
-    if isinstance(quant, str) and quant != AUTO_QUANT:
+    if not isinstance(quant, QuantConfig) and quant != AUTO_QUANT:
         given = QuantConfig.parse(quant)
     folder = OutputFolder(Path(output))
     checkpoint = open_checkpoint(Path(source))

@@ -153,7 +153,7 @@ class QuantConfig:
             config = QuantConfig(bits)
             if config.name == name:
                 return config
-        raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16")
+        raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16, auto")
 
 
 AUTO_QUANT = "auto"
