@@ -22,7 +22,9 @@ TOLERANCE = 2e-2 if ON_GPU else 1e-3
 
 def quantised_by_mlx_lm(folder: Path, bits: int, mode: str, dtype: str, **options: Any) -> Path:
     """A folder of random weights as `mlx_lm.convert` writes it; attention has 6 bits where `bits` is 3."""
-    utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm isn't installed: pip install mlx-lm")
+    utils = pytest.importorskip(
+        "mlx_lm.utils", reason="mlx-lm is missing: pip install mlx-lm", exc_type=ImportError
+    )
     shape = {"hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 256}
     source = write_checkpoint(folder / "source", dtype=dtype, **(shape | options))
     model, config = utils.load_model(source)
