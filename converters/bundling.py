@@ -6,7 +6,7 @@ arXiv 2312.11514, section 3.2), so that one read brings a whole neuron.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
 from ondevice.config import QuantConfig
-from ondevice.converters.quantize import QuantizedRows, SquaredError, quantize, sampled_error
+from ondevice.converters.fidelity import Fidelity, joined, measure
+from ondevice.converters.quantize import QuantizedRows, SourceCodes, Weights, quantize, store_codes
 from ondevice.converters.reading import Block
 from ondevice.kernels import _native
 from ondevice.model_config import ModelConfig
@@ -25,20 +26,21 @@ from ondevice.model_config import ModelConfig
 class Chunk:
     """The next bytes of a bundle file: records (n, stride), or elements of one resident tensor.
 
-    source_bytes: checkpoint bytes that it was made of. error: quantisation error of a sample of them.
+    source_bytes: checkpoint bytes that it was made of. fidelity: what storing these did to them, by kind;
+    nothing at 16 bits.
     """
 
     file: str
     tensor: str
     data: NDArray[np.generic]
     source_bytes: int = 0
-    error: SquaredError = field(default_factory=SquaredError)
+    fidelity: Mapping[str, Fidelity] = field(default_factory=dict)
 
 
 def pack(
     blocks: Generator[Block, None, None], config: ModelConfig, quant: QuantConfig, runner: _native.Runner
 ) -> Generator[Chunk, None, None]:
-    """Quantise blocks and pack them as the bundle stores them, in order.
+    """Quantise blocks, but for codes of the checkpoint, and pack them as the bundle stores them, in order.
 
     Raises CheckpointError if a value can't be stored.
     """
@@ -46,22 +48,23 @@ def pack(
     groups: list[QuantizedRows] = []
     with closing(blocks):
         for block in blocks:
-            if block.rows[0].ndim == 1:
-                yield Chunk(block.file, block.tensor, block.rows[0], block.nbytes)
+            first = block.rows[0]
+            if not isinstance(first, SourceCodes) and first.ndim == 1:
+                yield Chunk(block.file, block.tensor, first, block.nbytes)
                 continue
             rows = [
-                quantize(runner, weights, quant.bits, name)
+                _stored(runner, weights, quant.bits, name)
                 for name, weights in zip(block.sources, block.rows, strict=True)
             ]
-            error = _error(block, rows, quant.bits)
+            fidelity = _fidelity(block, rows, quant.bits)
             if block.file not in layouts:
                 layouts[block.file] = file_layout(block.file, config, quant).record
             layout = layouts[block.file]
             if layout is not None:
-                yield Chunk(block.file, block.tensor, pack_records(rows, layout), block.nbytes, error)
+                yield Chunk(block.file, block.tensor, pack_records(rows, layout), block.nbytes, fidelity)
                 continue
             codes = rows[0].codes.view(np.float16 if quant.bits == 16 else np.uint32)
-            yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, error)
+            yield Chunk(block.file, f"{block.tensor}.codes", codes, block.nbytes, fidelity)
             groups += rows
             if block.last:
                 yield from _group_chunks(block.tensor, groups, quant.bits)
@@ -88,10 +91,16 @@ def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], bits: int) -> It
         yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate([rows.biases for rows in groups]))
 
 
-def _error(block: Block, rows: Sequence[QuantizedRows], bits: int) -> SquaredError:
-    """Quantisation error of a sample of the block; zero at 16 bits, where it isn't worth measuring."""
-    total = SquaredError()
+def _stored(runner: _native.Runner, source: Weights | SourceCodes, bits: int, name: str) -> QuantizedRows:
+    return (
+        store_codes(source, name) if isinstance(source, SourceCodes) else quantize(runner, source, bits, name)
+    )
+
+
+def _fidelity(block: Block, rows: Sequence[QuantizedRows], bits: int) -> dict[str, Fidelity]:
+    """What storing the block did to it, by kind; nothing at 16 bits, where it isn't worth measuring."""
+    kinds: dict[str, Fidelity] = {}
     if bits != 16:
-        for weights, stored in zip(block.rows, rows, strict=True):
-            total += sampled_error(weights, stored, bits)
-    return total
+        for kind, source, stored in zip(block.kinds, block.rows, rows, strict=True):
+            kinds = joined(kinds, {kind: measure(source, stored, bits)})
+    return kinds

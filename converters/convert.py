@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -41,17 +42,17 @@ from ondevice.bundle.manifest import (
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.resume import SourceStamp
 from ondevice.bundle.writer import BundleWriter
-from ondevice.config import QuantConfig
+from ondevice.config import AUTO_QUANT, QuantConfig
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.bundling import Chunk, pack
 from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.error_log import ErrorLog
+from ondevice.converters.fidelity import Fidelity, joined
 from ondevice.converters.fingerprint import fingerprint
 from ondevice.converters.output_folder import OutputFolder
 from ondevice.converters.pipeline import ahead
 from ondevice.converters.progress import OnProgress, ProgressMeter
-from ondevice.converters.quantize import SquaredError
 from ondevice.converters.reading import read_blocks, resident_sources
 from ondevice.converters.training.sidecars import copy_bundle
 from ondevice.converters.trial import check_computes
@@ -94,7 +95,7 @@ BeginTraining = Callable[[Checkpoint], Training | None]
 def convert(
     source: str | Path,
     output: str | Path,
-    quant: str | QuantConfig = "q4",
+    quant: str | QuantConfig = AUTO_QUANT,
     on_progress: OnProgress | None = None,
     resume: bool = False,
     force: bool = False,
@@ -105,7 +106,7 @@ def convert(
     Args:
         source: the checkpoint, see `open_checkpoint`.
         output: the new folder.
-        quant: q4, q8, f16, or a QuantConfig.
+        quant: q4, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
         on_progress: called from this thread, several times a second. An exception from it stops the
             conversion, which can then be resumed.
         resume: go on with what an interrupted run left. The result has the bytes of an uninterrupted run. The
@@ -117,10 +118,13 @@ def convert(
     Raises UsageError if `output` may not be written, ModelNotFoundError, UnsupportedModelError or
     CheckpointError for the source, OndeviceError if the disk is full or refuses.
     """
-    quant_config = quant if isinstance(quant, QuantConfig) else QuantConfig.parse(quant)
+    given = quant if isinstance(quant, QuantConfig) else None
+    if not isinstance(quant, QuantConfig) and quant != AUTO_QUANT:
+        given = QuantConfig.parse(quant)
     folder = OutputFolder(Path(output))
     checkpoint = open_checkpoint(Path(source))
     with closing(checkpoint), closing(folder):
+        quant_config = chosen_quant(checkpoint) if given is None else given
         training = begin_training(checkpoint)
         origin = f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
         trained = origin if training is None else f"{origin} {training.identity}"
@@ -144,6 +148,18 @@ def convert(
             training.run(folder.copy)
         folder.publish()
     return folder.output
+
+
+def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
+    """The quantisation that `auto` stands for: q4, unless most quantised weights have codes of over 4 bits.
+
+    So codes of 4 and of 8 bits can be copied, and fewer weights than with the other are rounded.
+    """
+    weights = {False: 0, True: 0}
+    for tensor in checkpoint.tensors.values():
+        if tensor.code_bits:
+            weights[tensor.code_bits > 4] += prod(tensor.shape)
+    return QuantConfig(8 if weights[True] > weights[False] else 4)
 
 
 class _Conversion:
@@ -213,7 +229,7 @@ class _Conversion:
 
         meter = self._meter(wanted, on_progress)
         runner = _native.Runner(usable_cores())
-        blocks = ahead(read_blocks(self._checkpoint, wanted), BLOCKS_AHEAD)
+        blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant.bits), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
         with closing(chunks):
             counted = _counted(chunks, meter)
@@ -230,13 +246,13 @@ class _Conversion:
 
     def _data(self, name: str, chunks: Iterator[Chunk]) -> Iterator[np.ndarray]:
         """The chunks' data. Their error is saved before the writer sees the end of the iterator."""
-        error = SquaredError()
+        fidelity: dict[str, Fidelity] = {}
         for chunk in chunks:
-            error += chunk.error
+            fidelity = joined(fidelity, chunk.fidelity)
             yield chunk.data
         counted = name.endswith(".codes") or name in self._neurons or name == EMBEDDING
         if self._quant.bits != 16 and counted:
-            self._errors.save(name, error)
+            self._errors.save(name, fidelity)
 
     def _meter(self, wanted: Callable[[str, str], bool], on_progress: OnProgress | None) -> ProgressMeter:
         sizes = _source_bytes(self._checkpoint)
@@ -253,8 +269,18 @@ class _Conversion:
             source_format=self._checkpoint.source_format,
             converter_version=CONVERTER_VERSION,
             quantisation_error=self._errors.summary(),
+            notes=self._notes(),
         )
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
+
+    def _notes(self) -> tuple[str, ...]:
+        """What became of quantised weights, by kind of matrix; nothing for floating-point ones."""
+        if not any(tensor.code_bits for tensor in self._checkpoint.tensors.values()):
+            return ()
+        if self._quant.bits == 16:
+            return ("quantised weights are stored as float16 values",)
+        kinds = self._errors.kinds().items()
+        return tuple(f"{kind}: {fidelity.note(self._quant.bits)}" for kind, fidelity in kinds)
 
 
 def _try_out(folder: OutputFolder) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from ondevice.bundle.files import write_durably
-from ondevice.bundle.layout import EMBEDDING
+from ondevice.converters.fidelity import Fidelity, joined
 from ondevice.converters.quantize import SquaredError
 from ondevice.errors import OndeviceError
 
+_SUMMARISED = {"gate": "feed_forward", "up": "feed_forward", "down": "feed_forward"}
+"""Kinds that the summary puts together, as a bundle's manifest has one error for them."""
+
 
 class ErrorLog:
-    """Squared errors by record file or resident tensor. An entry is on disk before the data it belongs to."""
+    """Errors by record file or resident tensor, and by kind of matrix within these.
+
+    An entry is on disk before the data it belongs to.
+    """
 
     FILE = "quantisation-error.json"
 
@@ -23,10 +30,10 @@ class ErrorLog:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def save(self, name: str, error: SquaredError) -> None:
-        """Save the error of one file or tensor durably. Raises OndeviceError if the disk refuses."""
-        self._entries[name] = error
-        content = {key: [entry.error, entry.weight] for key, entry in sorted(self._entries.items())}
+    def save(self, name: str, kinds: Mapping[str, Fidelity]) -> None:
+        """Save the errors of one file or tensor durably. Raises OndeviceError if the disk refuses."""
+        self._entries[name] = dict(kinds)
+        content = {key: _to_json(entry) for key, entry in sorted(self._entries.items())}
         try:
             write_durably(self._path, json.dumps(content).encode())
         except OSError as error_:
@@ -34,26 +41,39 @@ class ErrorLog:
                 f"{self._path} can't be written: {error_.strerror}; make room, then run again with --resume"
             ) from error_
 
+    def kinds(self) -> dict[str, Fidelity]:
+        """Everything so far by kind: attention, down, embedding, gate, head, up."""
+        kinds: dict[str, Fidelity] = {}
+        for _, entry in sorted(self._entries.items()):
+            kinds = joined(kinds, entry)
+        return dict(sorted(kinds.items()))
+
     def summary(self) -> dict[str, float]:
         """Relative error by kind: attention, embedding, feed_forward, head."""
-        kinds: dict[str, SquaredError] = {}
-        for name, error in sorted(self._entries.items()):
-            kinds[_kind(name)] = kinds.get(_kind(name), SquaredError()) + error
-        return {kind: error.relative for kind, error in sorted(kinds.items())}
+        errors: dict[str, SquaredError] = {}
+        for kind, fidelity in self.kinds().items():
+            name = _SUMMARISED.get(kind, kind)
+            errors[name] = errors.get(name, SquaredError()) + fidelity.error
+        return {name: error.relative for name, error in sorted(errors.items())}
 
 
-def _kind(name: str) -> str:
-    if name.startswith("neurons-"):
-        return "feed_forward"
-    if name == EMBEDDING:
-        return "embedding"
-    return "head" if name.startswith("head.") else "attention"
+def _to_json(kinds: Mapping[str, Fidelity]) -> dict[str, list[float]]:
+    return {
+        kind: [each.copied, each.rescaled, each.rounded, each.error.error, each.error.weight]
+        for kind, each in sorted(kinds.items())
+    }
 
 
-def _load(path: Path) -> dict[str, SquaredError]:
+def _load(path: Path) -> dict[str, dict[str, Fidelity]]:
     """Errors that an earlier run saved; empty if the file is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
-        return {name: SquaredError(float(error), float(weight)) for name, (error, weight) in content.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        return {
+            name: {
+                kind: Fidelity(int(copied), int(rescaled), int(rounded), SquaredError(float(e), float(w)))
+                for kind, (copied, rescaled, rounded, e, w) in entry.items()
+            }
+            for name, entry in content.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}

@@ -37,6 +37,31 @@ class QuantizedRows:
     biases: NDArray[np.float16]
 
 
+@dataclass(frozen=True)
+class SourceCodes:
+    """Rows that a checkpoint holds quantised in a way that a bundle can hold too, by their codes.
+
+    codes: as in QuantizedRows, at the bundle's bits. scales, biases: float32 (R, G), those of the checkpoint
+    exactly, for groups of 64; float16 may not hold them.
+    """
+
+    codes: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    biases: NDArray[np.float32]
+
+
+def store_codes(source: SourceCodes, name: str) -> QuantizedRows:
+    """The codes as they are, and their scales and biases rounded to float16.
+
+    Raises CheckpointError, which names the tensor, for scales and biases that are beyond float16.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        scales, biases = source.scales.astype(np.float16), source.biases.astype(np.float16)
+    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
+        raise _bad_values(name)
+    return QuantizedRows(source.codes, scales, biases)
+
+
 def quantize(runner: _native.Runner, weights: Weights, bits: int, name: str) -> QuantizedRows:
     """Quantise rows to 4 or 8 bits, or round them to float16 (16 bits). `weights` may be a transposed view.
 
@@ -111,6 +136,10 @@ def dequantize(rows: QuantizedRows, bits: int, cols: int) -> NDArray[np.float32]
     """(R, cols) float32 values of quantised rows."""
     if bits == 16:
         return rows.codes.view(np.float16)[:, :cols].astype(np.float32)
+    return _affine(rows, bits, cols)
+
+
+def _affine(rows: QuantizedRows | SourceCodes, bits: int, cols: int) -> NDArray[np.float32]:
     q = rows.codes
     if bits == 4:
         q = np.stack([q & 15, q >> 4], axis=-1).reshape(len(q), -1)
@@ -146,12 +175,17 @@ class SquaredError:
         return float(f"{(self.error / self.weight) ** 0.5:.3g}")
 
 
-def sampled_error(weights: Weights, rows: QuantizedRows, bits: int) -> SquaredError:
+def sampled_error(source: Weights | SourceCodes, rows: QuantizedRows, bits: int) -> SquaredError:
     """Quantisation error of a few evenly spaced rows; measuring all would take longer than quantising."""
-    picks = np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)
-    exact = to_float32(weights[picks]).astype(np.float64)
+    count = len(rows.codes)
+    picks = np.linspace(0, count - 1, min(_SAMPLED_ROWS, count)).astype(np.int64)
+    if isinstance(source, SourceCodes):
+        taken = SourceCodes(source.codes[picks], source.scales[picks], source.biases[picks])
+        exact = _affine(taken, bits, GROUP_SIZE * taken.scales.shape[1]).astype(np.float64)
+    else:
+        exact = to_float32(source[picks]).astype(np.float64)
     chosen = QuantizedRows(rows.codes[picks], rows.scales[picks], rows.biases[picks])
-    stored = dequantize(chosen, bits, weights.shape[1])
+    stored = dequantize(chosen, bits, exact.shape[1])
     return SquaredError(float(np.square(stored - exact).sum()), float(np.square(exact).sum()))
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from ondevice.bundle.layout import EMBEDDING, RECORDS_TENSOR, RESIDENT, gate_file_name, neuron_file_name
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
-from ondevice.converters.quantize import Weights
+from ondevice.converters.quantize import SourceCodes, Weights
 
 BLOCK_BYTES = 4 << 20
-"""Checkpoint bytes of one matrix that are read, quantised and written at a time."""
+"""Bytes of one matrix's values that are read, quantised and written at a time."""
 DOWN_BLOCK_BYTES = 96 << 20
-"""Checkpoint bytes of a down projection held at a time; reading columns is cheap only for many at once."""
+"""Bytes of a down projection's values held at a time; reading columns is cheap only for many at once."""
 
 
 @dataclass(frozen=True)
@@ -26,42 +26,46 @@ class Block:
     """Rows that belong together: rows of one matrix, or gate, up and down (transposed) of the same neurons.
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
-    sources: the checkpoint's names of `rows`. rows: each (n, columns) in the stored type; a vector is (n,)
-    float32. last: true for the last block of the tensor.
+    sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head or up, for each
+    of a matrix. rows: each (n, columns) in the stored type, or the checkpoint's own codes of n rows; a vector
+    is (n,) float32. nbytes: checkpoint bytes of them. last: true for the last block of the tensor.
     """
 
     file: str
     tensor: str
     sources: tuple[str, ...]
-    rows: tuple[Weights, ...]
+    kinds: tuple[str, ...]
+    rows: tuple[Weights | SourceCodes, ...]
+    nbytes: int
     last: bool = True
 
-    @property
-    def nbytes(self) -> int:
-        return sum(rows.nbytes for rows in self.rows)
 
-
-def read_blocks(checkpoint: Checkpoint, wanted: Callable[[str, str], bool]) -> Generator[Block, None, None]:
+def read_blocks(
+    checkpoint: Checkpoint, wanted: Callable[[str, str], bool], bits: int
+) -> Generator[Block, None, None]:
     """Neurons and their gates by layer, then the embedding, then the resident tensors.
 
     wanted: gets a bundle file and a resident tensor (or `records`), and returns true if it is to be read.
+    bits: bits per weight of the bundle, for which the checkpoint's own codes are taken where they fit.
     """
     for layer in range(checkpoint.config.num_layers):
         if wanted(neuron_file_name(layer), RECORDS_TENSOR):
-            yield from _neurons(checkpoint, layer)
+            yield from _neurons(checkpoint, layer, bits)
         if checkpoint.config.zeros_gates and wanted(gate_file_name(layer), RECORDS_TENSOR):
             gate = checkpoint.tensors[names.LayerNames(layer).gate]
-            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, [gate])
+            yield from _matrix(gate_file_name(layer), RECORDS_TENSOR, "gate", [gate], bits)
     if wanted(EMBEDDING, RECORDS_TENSOR):
-        yield from _matrix(EMBEDDING, RECORDS_TENSOR, [checkpoint.tensors[names.EMBEDDING]])
+        embedding = checkpoint.tensors[names.EMBEDDING]
+        yield from _matrix(EMBEDDING, RECORDS_TENSOR, "embedding", [embedding], bits)
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
         if len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
-            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (vector,))
+            nbytes = sum(source.nbytes for source in sources)
+            yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (vector,), nbytes)
         else:
-            yield from _matrix(RESIDENT, tensor, sources)
+            yield from _matrix(RESIDENT, tensor, "head" if tensor == "head" else "attention", sources, bits)
 
 
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
@@ -102,31 +106,52 @@ def _norm(
         yield f"layers.{layer}.{which}.bias", [tensors[name.norm_bias(which)]]
 
 
-def _neurons(checkpoint: Checkpoint, layer: int) -> Iterator[Block]:
+def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
     name = names.LayerNames(layer)
     gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))
     sources = (gate.name, up.name, down.name)
     neurons = gate.shape[0]
     step = _rows_per_block(gate)
-    held = max(1, DOWN_BLOCK_BYTES * neurons // (down.nbytes * step)) * step
+    held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * step)) * step
     for first in range(0, neurons, held):
         columns = down.columns(first, min(first + held, neurons))
         for start in range(first, first + columns.shape[1], step):
             stop = min(start + step, neurons)
             down_rows = columns[:, start - first : stop - first].T
-            rows = (gate.rows(start, stop), up.rows(start, stop), down_rows)
-            yield Block(neuron_file_name(layer), RECORDS_TENSOR, sources, rows, stop == neurons)
+            rows = (_rows(gate, start, stop, bits), _rows(up, start, stop, bits), down_rows)
+            nbytes = sum(_share(source, start, stop, neurons) for source in (gate, up, down))
+            yield Block(
+                neuron_file_name(layer),
+                RECORDS_TENSOR,
+                sources,
+                ("gate", "up", "down"),
+                rows,
+                nbytes,
+                stop == neurons,
+            )
 
 
-def _matrix(file: str, tensor: str, sources: Sequence[SourceTensor]) -> Iterator[Block]:
+def _matrix(file: str, tensor: str, kind: str, sources: Sequence[SourceTensor], bits: int) -> Iterator[Block]:
     for source in sources:
         step = _rows_per_block(source)
         for start in range(0, source.shape[0], step):
             stop = min(start + step, source.shape[0])
             last = source is sources[-1] and stop == source.shape[0]
-            yield Block(file, tensor, (source.name,), (source.rows(start, stop),), last)
+            nbytes = _share(source, start, stop, source.shape[0])
+            rows = _rows(source, start, stop, bits)
+            yield Block(file, tensor, (source.name,), (kind,), (rows,), nbytes, last)
+
+
+def _rows(source: SourceTensor, start: int, stop: int, bits: int) -> Weights | SourceCodes:
+    codes = source.quantised_rows(start, stop, bits)
+    return source.rows(start, stop) if codes is None else codes
+
+
+def _share(source: SourceTensor, start: int, stop: int, count: int) -> int:
+    """Checkpoint bytes of rows or columns [start, stop) out of `count`; shares add up to the whole."""
+    return source.nbytes * stop // count - source.nbytes * start // count
 
 
 def _rows_per_block(source: SourceTensor) -> int:
     """Rows read at a time: a multiple of 16, the rows that the kernels quantise together."""
-    return max(16, BLOCK_BYTES * source.shape[0] // source.nbytes // 16 * 16)
+    return max(16, BLOCK_BYTES * source.shape[0] // source.values_nbytes // 16 * 16)

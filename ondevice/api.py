@@ -26,7 +26,7 @@ from ondevice.bundle.verify import verify as verify_bundle
 from ondevice.callbacks import IsCancelled, OnBytes, OnCount, ignore_count
 from ondevice.chat_template import ChatTemplate
 from ondevice.config import (
-    QuantConfig,
+    AUTO_QUANT,
     RuntimeConfig,
     RuntimeOptions,
     SamplingConfig,
@@ -69,7 +69,7 @@ def inspect(model: Name | None = None, **options: Unpack[RuntimeOptions]) -> Pla
 def convert(
     source: Name,
     output: Name | None = None,
-    quant: str = QuantConfig().name,
+    quant: str = AUTO_QUANT,
     *,
     on_progress: Callable[[ConversionProgress], None] | None = None,
     resume: bool = False,
@@ -81,7 +81,8 @@ def convert(
     Args:
         source: a folder, a llama2.c file, a repository id or an alias.
         output: the bundle's folder. The default has the source's name, where models are found by name.
-        quant: `q4`, `q8` or `f16`.
+        quant: `q4`, `q8` or `f16`. `auto` copies the codes of quantised weights where it can, and is `q4` for
+            floating-point ones.
         on_progress: called with the progress.
         resume: continue a conversion that was interrupted.
         force: replace an existing output.

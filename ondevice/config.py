@@ -55,8 +55,11 @@ class QuantConfig:
             config = QuantConfig(bits)
             if config.name == name:
                 return config
-        raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16")
+        raise UsageError(f"quantisation {name!r} is not one of q4, q8, f16, auto")
 
+
+AUTO_QUANT = "auto"
+"""The quantisation that fits a checkpoint: that of its own codes, or q4 for floating-point weights."""
 
 MAX_THREADS = 256
 """Most compute threads. A larger number is taken for a slip, and each thread needs memory of its own."""

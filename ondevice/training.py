@@ -21,7 +21,7 @@ from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
-from ondevice.config import BackendName, QuantConfig, RuntimeConfig
+from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.host import text_tokenizer
 from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, output_path
@@ -248,7 +248,7 @@ def convert_and_train(
     source: Name,
     output: Name | None,
     text: Text,
-    quant: str = QuantConfig().name,
+    quant: str = AUTO_QUANT,
     *,
     on_progress: Callable[[ConversionProgress], None] | None = None,
     on_training: OnProgress = ignore_progress,

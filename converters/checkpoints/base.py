@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.manifest import TokenizerInfo
-from ondevice.converters.quantize import Weights, to_float32
+from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 from ondevice.errors import CheckpointError, reading_failed
 from ondevice.model_config import ModelConfig
 
@@ -104,6 +104,16 @@ class SourceTensor(Protocol):
         ...
 
     @property
+    def values_nbytes(self) -> int:
+        """Bytes that all its values take as `rows` gives them, by which blocks are measured."""
+        ...
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a weight's code, or 0 for plain floating-point values."""
+        ...
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         """The files that hold it."""
         ...
@@ -114,6 +124,13 @@ class SourceTensor(Protocol):
 
     def columns(self, start: int, stop: int) -> Weights:
         """Columns [start, stop) of a matrix, (R, stop - start), in the types of `rows`."""
+        ...
+
+    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+        """The codes of rows [start, stop) for a bundle of `bits` bits, or None where these can't be kept.
+
+        None is the answer for the whole tensor: it doesn't depend on the rows.
+        """
         ...
 
     def vector(self) -> NDArray[np.float32]:
@@ -145,6 +162,14 @@ class StoredTensor:
         return self._itemsize * prod(self.shape)
 
     @property
+    def values_nbytes(self) -> int:
+        return self.nbytes
+
+    @property
+    def code_bits(self) -> int:
+        return 0
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         return (self.file,)
 
@@ -165,6 +190,9 @@ class StoredTensor:
         for row in range(rows):
             self.file.read_into(self.offset + self._itemsize * (row * cols + start), out[row])
         return out
+
+    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+        return None
 
     def vector(self) -> NDArray[np.float32]:
         out = np.empty(self.shape, dtype=NUMPY_TYPES[self.dtype])

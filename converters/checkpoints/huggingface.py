@@ -1,4 +1,7 @@
-"""Hugging Face folders: `config.json`, one or many safetensors files, tokenizer and generation defaults."""
+"""Hugging Face folders: `config.json`, one or many safetensors files, tokenizer and generation defaults.
+
+MLX writes such folders too. Where it has quantised them, `mlx_folder` says what the tensors mean.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,14 @@ from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, StoredTensor, printable
-from ondevice.converters.checkpoints.safetensors_file import read_tensors
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
+from ondevice.converters.checkpoints.mlx_folder import (
+    COPY_KEY,
+    KEY,
+    quantised_tensors,
+    read_quantisation,
+)
+from ondevice.converters.checkpoints.safetensors_file import RawTensor, floating, read_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import read_tokenizer
 from ondevice.errors import CheckpointError, UnsupportedModelError
@@ -36,16 +45,22 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
     sound but can't be converted.
     """
     values = folder.json("config.json", MAX_CONFIG_BYTES)
-    description = describe(values)
+    quantisation = read_quantisation(values)
+    description = describe({key: value for key, value in values.items() if key not in (KEY, COPY_KEY)})
     config = description.config
     with ExitStack() as refused:
-        tensors = _select(description.adapt(_all_tensors(folder, refused)), config)
+        raw = _all_tensors(folder, refused)
+        if quantisation is None:
+            found: dict[str, SourceTensor] = {name: floating(tensor) for name, tensor in raw.items()}
+        else:
+            found = quantised_tensors(raw, quantisation)
+        tensors = _select(description.adapt(found), config)
         generation = folder.optional_json("generation_config.json", MAX_CONFIG_BYTES)
         tokenizer = read_tokenizer(folder, values, generation, config.vocab_size)
         refused.pop_all()
     return Checkpoint(
         name=printable(folder.name),
-        source_format="huggingface",
+        source_format="huggingface" if quantisation is None else "mlx",
         config=config,
         tensors=tensors,
         tokenizer=tokenizer,
@@ -73,7 +88,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _all_tensors(folder: SourceFolder, opened: ExitStack) -> Mapping[str, SourceTensor]:
+def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
     """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
         return read_tensors(_opened(folder.file(SINGLE), opened))
@@ -92,7 +107,7 @@ def _opened(path: Path, opened: ExitStack) -> SourceFile:
     return opened.enter_context(closing(SourceFile(path)))
 
 
-def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, StoredTensor]:
+def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, RawTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files; download it again")
     shards = {}
@@ -108,13 +123,13 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     return _merged(shards)
 
 
-def _merged(shards: dict[str, dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+def _merged(shards: dict[str, dict[str, RawTensor]]) -> dict[str, RawTensor]:
     """The tensors of all shards. A tensor that two shards hold is ambiguous, so it is refused."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, RawTensor] = {}
     for shard_name, shard in shards.items():
         for name, tensor in shard.items():
             if name in tensors:
-                other = tensors[name].files[0].path.name
+                other = tensors[name].file.path.name
                 raise CheckpointError(
                     f"{other} and {shard_name} both hold {name}; which is meant isn't known; download both"
                 )
@@ -152,7 +167,7 @@ def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[st
 def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
     """Check the head that a tied model's files may hold too: it must be equal to the embedding."""
     same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-    block = max(1, (4 << 20) * embedding.shape[0] // embedding.nbytes)
+    block = max(1, (4 << 20) * embedding.shape[0] // embedding.values_nbytes)
     for start in range(0, embedding.shape[0] if same else 0, block):
         stop = min(start + block, embedding.shape[0])
         same = same and np.array_equal(

@@ -7,8 +7,12 @@ cgroup. The safetensors library maps, so the header is checked here, by the same
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from math import prod
 from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ondevice.bundle.strict_json import unique_keys
 from ondevice.converters.checkpoints.base import SourceFile, StoredTensor, StoredType
@@ -25,11 +29,41 @@ BITS = {
 """Bits of a value, by the type's name in the format."""
 
 
-def read_tensors(file: SourceFile) -> dict[str, StoredTensor]:
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor of any of the format's types: the bytes from byte `offset` of `file` on, row-major."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: SourceFile
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return BITS[self.dtype] * prod(self.shape) // 8
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a matrix's row."""
+        return BITS[self.dtype] * self.shape[1] // 8
+
+    def row_bytes(self, start: int, stop: int, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
+        """Bytes [first, last) of each of a matrix's rows [start, stop), (stop - start, last - first)."""
+        last = self.row_nbytes if last is None else last
+        out = np.empty((stop - start, last - first), dtype=np.uint8)
+        if last - first == self.row_nbytes:
+            self.file.read_into(self.offset + start * self.row_nbytes, out)
+            return out
+        for row in range(start, stop):
+            self.file.read_into(self.offset + row * self.row_nbytes + first, out[row - start])
+        return out
+
+
+def read_tensors(file: SourceFile) -> dict[str, RawTensor]:
     """Every tensor of `file`, by name.
 
-    Raises CheckpointError if the file is truncated or its header isn't sound, UnsupportedModelError for a
-    stored type other than F32, F16 and BF16.
+    Raises CheckpointError if the file is truncated or its header isn't sound.
     """
     length = int.from_bytes(file.read(0, 8), "little")
     if length > MAX_HEADER_BYTES:
@@ -46,7 +80,21 @@ def read_tensors(file: SourceFile) -> dict[str, StoredTensor]:
         end = stop
     if file.nbytes != 8 + length + end:
         raise _unsound(file, f"it has {file.nbytes} bytes, and its header asks for {8 + length + end}")
-    return {name: _tensor(name, header[name], file, 8 + length + spans[name][0]) for name in header}
+    return {
+        name: RawTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + length + spans[name][0])
+        for name, entry in header.items()
+    }
+
+
+def floating(tensor: RawTensor) -> StoredTensor:
+    """The tensor as floating-point values. Raises UnsupportedModelError for another type."""
+    dtype: Any = tensor.dtype
+    if dtype not in get_args(StoredType):
+        raise UnsupportedModelError(
+            f"{tensor.file.path.name}: {tensor.name} is stored as {dtype}; only F32, F16 and BF16 can be "
+            "converted, so start from the checkpoint before it was quantised"
+        )
+    return StoredTensor(tensor.name, dtype, tensor.shape, tensor.file, tensor.offset)
 
 
 def _header(file: SourceFile, length: int) -> dict[str, dict[str, Any]]:
@@ -83,16 +131,6 @@ def _span(name: str, entry: dict[str, Any], file: SourceFile) -> tuple[int, int]
 
 def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
-
-
-def _tensor(name: str, entry: dict[str, Any], file: SourceFile, offset: int) -> StoredTensor:
-    dtype = entry["dtype"]
-    if dtype not in get_args(StoredType):
-        raise UnsupportedModelError(
-            f"{file.path.name}: {name} is stored as {dtype}; only F32, F16 and BF16 can be converted, so "
-            "start from the checkpoint before it was quantised"
-        )
-    return StoredTensor(name, dtype, tuple(entry["shape"]), file, offset)
 
 
 def _unsound(file: SourceFile, reason: str) -> CheckpointError:

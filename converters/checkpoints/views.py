@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.converters.checkpoints.base import SourceFile, SourceTensor
-from ondevice.converters.quantize import Weights, to_float32
+from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 
 
 class _View:
@@ -30,6 +30,14 @@ class _View:
     @property
     def nbytes(self) -> int:
         return self.source.nbytes * prod(self.shape) // max(1, prod(self.source.shape))
+
+    @property
+    def values_nbytes(self) -> int:
+        return self.source.values_nbytes * prod(self.shape) // max(1, prod(self.source.shape))
+
+    @property
+    def code_bits(self) -> int:
+        return self.source.code_bits
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -63,6 +71,15 @@ class RowsOf(_View):
     def columns(self, start: int, stop: int) -> Weights:
         return self.source.columns(start, stop)[self.picks]
 
+    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+        picks = self.picks[start:stop]
+        first = int(picks.min())
+        found = self.source.quantised_rows(first, int(picks.max()) + 1, bits)
+        if found is None:
+            return None
+        taken = picks - first
+        return SourceCodes(found.codes[taken], found.scales[taken], found.biases[taken])
+
     def vector(self) -> NDArray[np.float32]:
         return self.source.vector()[self.picks]
 
@@ -81,6 +98,9 @@ class Scaled(_View):
 
     def columns(self, start: int, stop: int) -> Weights:
         return self._scaled(self.source.columns(start, stop))
+
+    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+        return None
 
     def vector(self) -> NDArray[np.float32]:
         return self._scaled(self.source.vector())

@@ -9,7 +9,7 @@ import click
 
 from ondevice.commands.options import Command, TextParts, complete_path, option
 from ondevice.commands.terminal import progress, say, take_interrupts
-from ondevice.config import QuantConfig
+from ondevice.config import AUTO_QUANT
 
 if TYPE_CHECKING:
     from ondevice.runtime.models import ConversionProgress
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 )
 @option(
     "--quant",
-    type=click.Choice(["q4", "q8", "f16"]),
-    default=QuantConfig().name,
-    help="Bits per weight.",
+    type=click.Choice([AUTO_QUANT, "q4", "q8", "f16"]),
+    default=AUTO_QUANT,
+    help="Bits per weight; auto takes a quantised source's own, and q4 for others.",
 )
 @option(
     "--text",
@@ -54,7 +54,8 @@ def convert(
 ) -> None:
     """Turn a checkpoint into a bundle.
 
-    SOURCE is a Hugging Face folder, a llama2.c .bin file, a repository id or an alias.
+    SOURCE is a Hugging Face folder, an MLX quantised one too, a llama2.c .bin file, a repository id or an
+    alias.
     """
     from ondevice import api, training
     from ondevice.bundle.reader import Bundle
@@ -83,8 +84,10 @@ def convert(
                 on_training=show_training,
                 **options,
             )
+    bundle = Bundle.open(path)
+    for note in bundle.manifest.provenance.notes:
+        say(note)
     if content is not None:
-        bundle = Bundle.open(path)
         if bundle.predictors is not None:
             say(predictor_table(bundle.predictors))
         elif not bundle.config.zeros_gates:

@@ -26,6 +26,7 @@ from ondevice.generate import Generator
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
 from tests.support.engines import BackendName, all_logits, bundle_weights, running
+from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
 from tests.support.models import (
     VARIANTS,
     random_tensors,
@@ -94,6 +95,30 @@ def test_quantised_logits_equal_transformers_on_the_dequantised_weights(
         worst = np.abs(weights[name] - exact).max() / np.abs(exact).max()
         # A group spans at most twice the largest weight; a code of its own for zero costs up to a step.
         assert worst <= (0.0 if exact.ndim == 1 else 2 / {"q4": 15, "q8": 255}[quant]), name
+
+
+@pytest.mark.parametrize(("scheme", "family"), [
+    (Scheme(4), "llama"), (Scheme(8, scales="BF16"), "qwen3"), (Scheme(3, 128, "F32"), "qwen2"),
+    (Scheme(6), "mistral"), (MXFP4, "llama"),
+], ids=str)  # fmt: skip
+def test_mlx_folders_compute_with_the_values_of_their_codes(
+    tmp_path: Path, scheme: Scheme, family: str
+) -> None:
+    """Down projections of 4 and 8 bits are on a grid, so that rounding them again changes nothing."""
+    options: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": True}
+    exact = scheme in (Scheme(4), Scheme(8, scales="BF16"))
+    grid_bits = scheme.bits if exact else 0
+    source = write_mlx_folder(tmp_path / "s", scheme, family=family, grid_bits=grid_bits, **options)
+    bundle = convert(source.path, tmp_path / "b")
+    tokens, weights = tokens_for(bundle), source.values
+    if not exact:
+        stored = bundle_weights(bundle)
+        again = [name for name in weights if scheme == MXFP4 or "down_proj" in name]
+        weights = weights | {name: stored[name] for name in again}
+    plain = write_checkpoint(tmp_path / "plain", family, **options)
+    theirs = transformers_logits(transformers_model(plain, weights), tokens)
+    with running(bundle) as model:
+        assert error(all_logits(model, tokens, 32), theirs) < 1e-4
 
 
 CPU_LIMITS = {"f16": 0.002, "q8": 0.08, "q4": 0.08}

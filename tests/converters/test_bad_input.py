@@ -102,7 +102,7 @@ def test_an_index_that_disagrees_with_its_shards(source: Path) -> None:
 def test_a_quantised_checkpoint(source: Path, dtype: str) -> None:
     values = {"F8_E4M3": 1, "I8": 1, "F64": 8}[dtype] * 6
     header = json.dumps({"w": {"dtype": dtype, "shape": [2, 3], "data_offsets": [0, values]}}).encode()
-    (source / SHARD).write_bytes(len(header).to_bytes(8, "little") + header + bytes(values))
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(values))
     assert_refused(source, UnsupportedModelError, f"w is stored as {dtype}; only F32, F16 and BF16")
 
 

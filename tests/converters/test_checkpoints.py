@@ -14,7 +14,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.base import SourceFile, StoredTensor
 from ondevice.converters.checkpoints.llama2c import convert_tokenizer, is_llama2c
 from ondevice.converters.checkpoints.opening import open_checkpoint
-from ondevice.converters.checkpoints.safetensors_file import read_tensors
+from ondevice.converters.checkpoints.safetensors_file import floating, read_tensors
 from ondevice.converters.convert import convert
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +29,8 @@ def test_blocks_of_a_matrix(tmp_path: Path, dtype: str) -> None:
     matrix = np.random.default_rng(0).standard_normal((13, 7), dtype=np.float32)
     vector = np.arange(5, dtype=np.float32)
     save_safetensors(tmp_path / "x.safetensors", {"v": vector, "m": matrix}, dtype)
-    tensors = read_tensors(SourceFile(tmp_path / "x.safetensors"))
+    raw = read_tensors(SourceFile(tmp_path / "x.safetensors"))
+    tensors = {name: floating(tensor) for name, tensor in raw.items()}
     stored = {"F32": matrix, "F16": matrix.astype(np.float16), "BF16": to_bfloat16(matrix)}[dtype]
     tensor = tensors["m"]
     assert (tensor.shape, tensor.dtype, tensor.nbytes) == ((13, 7), dtype, stored.nbytes)

@@ -17,6 +17,7 @@ from ondevice.converters.training.thresholds import LayerThresholds, write_thres
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
 from tests.support.made_up_streams import add_streams
+from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
 from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
 from tests.support.small_tokenizers import small_json, train_sentencepiece
 
@@ -141,6 +142,18 @@ def _write_checkpoints(folder: Path) -> None:
             shutil.copy(folder / "tokenizers" / "pattern", checkpoint / "tokenizer.json")
         recommended = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "eos_token_id": [2, 3]}
         (checkpoint / "generation_config.json").write_text(json.dumps(recommended))
+    schemes = {
+        "gate_proj": MXFP4,
+        "o_proj": None,
+        "lm_head": Scheme(8, 32, "BF16"),
+        "up_proj": Scheme(3, 128),
+    }
+    write_mlx_folder(
+        root / "mlx",
+        exceptions=lambda module: schemes.get(module.rpartition(".")[2], Scheme()),
+        **(SHAPE | {"intermediate_size": 128}),
+    )
+    write_byte_tokenizer(root / "mlx")
     _write_llama2c(root / "llama2c")
 
 

@@ -41,7 +41,7 @@ CONFIG_KEYS = [
     "max_window_layers", "use_sliding_window", "layer_types", "hidden_act", "tie_word_embeddings",
     "attention_bias", "rope_scaling", "rope_parameters", "torch_dtype", "quantization_config", "model_type",
     "architectures", "bos_token_id", "eos_token_id", "mlp_bias", "pretraining_tp", "attention_dropout",
-    "num_experts",
+    "num_experts", "quantization",
 ]  # fmt: skip
 
 
@@ -63,7 +63,8 @@ def run(folder: Path, rng: random.Random) -> int:
         source = next(iter(sorted(source.iterdir())), source)
     try:
         # Anew, so that a case that was kept can be tried again.
-        made = convert(source, Path(tempfile.mkdtemp(dir=folder)) / "bundle", rng.choice(["q4", "q8", "f16"]))
+        output = Path(tempfile.mkdtemp(dir=folder)) / "bundle"
+        made = convert(source, output, rng.choice(["auto", "q4", "q8", "f16"]))
         ondevice.verify(made)
     except OndeviceError as error:
         error.allowed_bytes = allowed  # type: ignore[attr-defined]
@@ -126,7 +127,7 @@ def _safetensors(path: Path, rng: random.Random) -> None:
     single = np.array([np.nan, np.inf, -np.inf, 3e38, 1e-45, 0.0, 1e10, 1.0], "<f4")
     value = {
         "F32": single, "F16": np.array([np.nan, np.inf, 65504, 6e-8, 0], "<f2"),
-        "BF16": (single.view("<u4") >> 16).astype("<u2"),
+        "BF16": (single.view("<u4") >> 16).astype("<u2"), "U8": np.arange(256, dtype="u1"),
     }.get(entry["dtype"], single)  # fmt: skip
     unit = bytes(rng.choice(value).tobytes())
     content = bytearray(data)

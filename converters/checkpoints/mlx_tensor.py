@@ -1,0 +1,168 @@
+"""A matrix that MLX has quantised: its codes, and the values that they stand for.
+
+Affine: w = scale * q + bias, with q of 2, 3, 4, 5, 6 or 8 bits, packed low bits first without gaps along a
+row. mxfp4: w = 2^(scale - 127) * e2m1(q), with q of 4 bits and scales of 8.
+Legend: R rows, C columns, G groups of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ondevice.config import GROUP_SIZE
+from ondevice.converters.checkpoints.base import NUMPY_TYPES, SourceFile
+from ondevice.converters.checkpoints.safetensors_file import RawTensor
+from ondevice.converters.quantize import SourceCodes, Weights, to_float32
+from ondevice.errors import CheckpointError
+
+STEP_BYTES = 4 << 20
+"""Bytes of float32 values that are made at a time; unpacking takes about as many again."""
+_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1 = np.array([*_POSITIVE, *(-value for value in _POSITIVE)], dtype=np.float32)
+"""Values of the 4-bit floating-point codes of mxfp4."""
+_E8M0_BIAS, _E8M0_NAN = 127, 255
+
+
+@dataclass(frozen=True)
+class MlxTensor:
+    """A `SourceTensor` of R rows and C columns, whose parts have been found to agree.
+
+    codes: uint32 (R, C * bits / 32). scales, biases: (R, C / group), floating-point; mxfp4 has uint8 scales
+    and no biases.
+    """
+
+    name: str
+    bits: int
+    group: int
+    codes: RawTensor
+    scales: RawTensor
+    biases: RawTensor | None
+
+    @property
+    def dtype(self) -> str:
+        mode = "mxfp4" if self.biases is None else f"affine {self.scales.dtype}"
+        return f"mlx {mode} {self.bits} bits, groups of {self.group}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.scales.shape[0], self.scales.shape[1] * self.group)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def values_nbytes(self) -> int:
+        return 4 * self.shape[0] * self.shape[1]
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        files = {part.file.path: part.file for part in self._parts}
+        return tuple(files.values())
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self._values(start, stop, 0, self.scales.shape[1])
+
+    def columns(self, start: int, stop: int) -> Weights:
+        first, last = start // self.group, -(-stop // self.group)
+        values = self._values(0, self.shape[0], first, last)
+        return values[:, start - first * self.group : stop - first * self.group]
+
+    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+        """Codes are kept in groups of 64 and 128, at the bundle's bits or, as the same numbers, at fewer."""
+        if self.biases is None or bits == 16 or self.bits > bits or self.group % GROUP_SIZE:
+            return None
+        codes = self.codes.row_bytes(start, stop)
+        if self.bits != bits:
+            codes = unpack(codes, self.bits)
+            if bits == 4:
+                codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+        scales, biases = (
+            np.repeat(self._floats(part, start, stop), self.group // GROUP_SIZE, axis=1)
+            for part in (self.scales, self.biases)
+        )
+        return SourceCodes(codes, scales, biases)
+
+    def vector(self) -> NDArray[np.float32]:
+        raise CheckpointError(
+            f"{self.name} is a quantised matrix, where a vector is meant; download it again"
+        )
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        """Some bytes of each part, as fine-tuning may change scales alone."""
+        parts = self._parts
+        sample = b""
+        for part in parts:
+            at = start * part.nbytes // self.nbytes
+            sample += part.file.read(part.offset + at, min(nbytes // len(parts), part.nbytes - at))
+        return sample
+
+    @property
+    def _parts(self) -> tuple[RawTensor, ...]:
+        return (self.codes, self.scales) if self.biases is None else (self.codes, self.scales, self.biases)
+
+    def _values(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
+        """Rows [start, stop) of groups [first, last), dequantised a few rows at a time."""
+        out = np.empty((stop - start, (last - first) * self.group), dtype=np.float32)
+        group_nbytes = self.group * self.bits // 8
+        step = max(1, STEP_BYTES // (4 * out.shape[1]))
+        for row in range(start, stop, step):
+            end = min(row + step, stop)
+            q = unpack(self.codes.row_bytes(row, end, first * group_nbytes, last * group_nbytes), self.bits)
+            values = out[row - start : end - start].reshape(end - row, last - first, self.group)
+            # What overflows here is refused by the quantiser, which names the tensor.
+            with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+                if self.biases is None:
+                    scales = self._powers(row, end)[:, first:last, None]
+                    np.multiply(E2M1[q].reshape(values.shape), scales, out=values)
+                    continue
+                scales = self._floats(self.scales, row, end)[:, first:last, None]
+                np.multiply(q.reshape(values.shape), scales, out=values, dtype=np.float32)
+                values += self._floats(self.biases, row, end)[:, first:last, None]
+        return out
+
+    def _floats(self, part: RawTensor, start: int, stop: int) -> NDArray[np.float32]:
+        """(stop - start, G) scales or biases. Raises CheckpointError if one isn't finite."""
+        stored = part.row_bytes(start, stop).view(NUMPY_TYPES[part.dtype])  # type: ignore[index]
+        values = to_float32(stored)
+        if not np.isfinite(values).all():
+            raise CheckpointError(
+                f"{part.name} holds NaN or infinity; the checkpoint is damaged, download it again"
+            )
+        return values
+
+    def _powers(self, start: int, stop: int) -> NDArray[np.float32]:
+        """(stop - start, G) scales of mxfp4, powers of two. Raises CheckpointError for the code of NaN."""
+        exponents = self.scales.row_bytes(start, stop)
+        if (exponents == _E8M0_NAN).any():
+            raise CheckpointError(
+                f"{self.scales.name} holds {_E8M0_NAN}, which means NaN; the checkpoint is damaged, download "
+                "it again"
+            )
+        return np.ldexp(np.float32(1.0), exponents.astype(np.int32) - _E8M0_BIAS)
+
+
+def unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Codes (R, C) of packed rows (R, C * bits / 8): 8 codes lie in `bits` bytes, low bits first.
+
+    C is a multiple of 8.
+    """
+    if bits == 8:
+        return packed
+    rows = len(packed)
+    octets = packed.reshape(rows, -1, bits)
+    words = np.zeros(octets.shape[:2], dtype=np.uint64)
+    for byte in range(bits):
+        words |= octets[:, :, byte].astype(np.uint64) << np.uint64(8 * byte)
+    codes = np.empty((*octets.shape[:2], 8), dtype=np.uint8)
+    for place in range(8):
+        codes[:, :, place] = (words >> np.uint64(bits * place)).astype(np.uint8)
+    codes &= np.uint8((1 << bits) - 1)
+    return codes.reshape(rows, -1)

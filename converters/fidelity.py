@@ -1,0 +1,64 @@
+"""What a conversion did to weights: how many kept the codes of their source, and what rounding cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ondevice.config import GROUP_SIZE
+from ondevice.converters.quantize import QuantizedRows, SourceCodes, SquaredError, Weights, sampled_error
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Counts of weights, and their error over a sample of rows.
+
+    copied: weights with codes, scale and bias of the source. rescaled: weights with the source's codes, whose
+    scale or bias was rounded to float16. rounded: weights that were quantised here.
+    """
+
+    copied: int = 0
+    rescaled: int = 0
+    rounded: int = 0
+    error: SquaredError = field(default_factory=SquaredError)
+
+    def __add__(self, other: Fidelity) -> Fidelity:
+        return Fidelity(
+            self.copied + other.copied,
+            self.rescaled + other.rescaled,
+            self.rounded + other.rounded,
+            self.error + other.error,
+        )
+
+    def note(self, bits: int) -> str:
+        """One line about weights in a bundle of `bits` bits."""
+        parts = [
+            ("codes and scales copied", self.copied),
+            ("codes copied, scales rounded to float16", self.rescaled),
+            (f"rounded to {bits} bits", self.rounded),
+        ]
+        total = self.copied + self.rescaled + self.rounded
+        counted = [(what, count) for what, count in parts if count]
+        said = [what if count == total else f"{100 * count / total:.3g} % {what}" for what, count in counted]
+        error = f"; relative error {self.error.relative:.3g}" if self.copied != total else ""
+        return "; ".join(said) + error
+
+
+def measure(source: Weights | SourceCodes, stored: QuantizedRows, bits: int) -> Fidelity:
+    """What storing rows at 4 or 8 bits did to them."""
+    error = sampled_error(source, stored, bits)
+    if not isinstance(source, SourceCodes):
+        return Fidelity(rounded=source.size, error=error)
+    exact = (stored.scales == source.scales) & (stored.biases == source.biases)
+    copied = GROUP_SIZE * int(np.count_nonzero(exact))
+    return Fidelity(copied=copied, rescaled=GROUP_SIZE * exact.size - copied, error=error)
+
+
+def joined(one: Mapping[str, Fidelity], other: Mapping[str, Fidelity]) -> dict[str, Fidelity]:
+    """The sums by kind."""
+    kinds = dict(one)
+    for kind, fidelity in other.items():
+        kinds[kind] = kinds.get(kind, Fidelity()) + fidelity
+    return kinds

@@ -1,0 +1,98 @@
+"""Folders that `mlx-lm` has quantised, converted and run on the MLX backend: its logits and ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.convert import convert
+from tests.support.engines import bundle_weights, error, random_tokens
+from tests.support.mlx_models import ON_GPU, loaded
+from tests.support.models import write_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mlx_device")]
+
+TOLERANCE = 2e-2 if ON_GPU else 1e-3
+"""Of logits, of the largest, as of the reference in `test_mlx.py`."""
+
+
+def quantised_by_mlx_lm(folder: Path, bits: int, mode: str, dtype: str, **options: Any) -> Path:
+    """A folder of random weights as `mlx_lm.convert` writes it; attention has 6 bits where `bits` is 3."""
+    utils = pytest.importorskip(
+        "mlx_lm.utils", reason="mlx-lm is missing: pip install mlx-lm", exc_type=ImportError
+    )
+    shape = {"hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 256}
+    source = write_checkpoint(folder / "source", dtype=dtype, **(shape | options))
+    model, config = utils.load_model(source)
+
+    def predicate(path: str, module: Any) -> Any:
+        return {"bits": 6, "group_size": 64} if bits == 3 and "self_attn" in path else True
+
+    group = 32 if mode == "mxfp4" else 64
+    model, config = utils.quantize_model(model, config, group, bits, mode=mode, quant_predicate=predicate)
+    utils.save_model(folder / "mlx", model)
+    utils.save_config(config, folder / "mlx" / "config.json")
+    return folder / "mlx"
+
+
+def logits_of_mlx_lm(folder: Path, tokens: list[int], replaced: dict[str, np.ndarray]) -> np.ndarray:
+    """(T, V) logits in float32, with the matrices of `replaced` in place of its own.
+
+    Keys and values are rounded to float16, as this runtime and a float16 model round them.
+    """
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_unflatten
+    from mlx_lm import utils
+    from mlx_lm.models.cache import KVCache
+
+    class HalfCache(KVCache):  # type: ignore[misc]
+        def update_and_fetch(self, keys: Any, values: Any) -> Any:
+            rounded = (x.astype(mx.float16).astype(mx.float32) for x in (keys, values))
+            return super().update_and_fetch(*rounded)
+
+    model, _ = utils.load_model(folder)
+    model.set_dtype(mx.float32)
+    theirs, mine = dict(model.named_modules()), []
+    for name, weight in replaced.items():
+        module = name.removesuffix(".weight")
+        kind = nn.Embedding if "embed" in name else nn.Linear
+        plain = kind(*weight.shape) if kind is nn.Embedding else kind(*weight.shape[::-1], bias=False)
+        plain.weight = mx.array(weight)
+        if "bias" in theirs[module]:
+            plain.bias = theirs[module].bias
+        mine.append((module, plain))
+    model.update_modules(tree_unflatten(mine))
+    return np.array(model(mx.array([tokens]), cache=[HalfCache() for _ in model.layers])[0])
+
+
+@pytest.mark.parametrize(("bits", "mode", "dtype", "options"), [
+    (4, "affine", "F16", {}), (8, "affine", "F16", {"num_key_value_heads": 2}),
+    (4, "affine", "BF16", {"family": "qwen3", "tie_word_embeddings": True}),
+    (3, "affine", "BF16", {"family": "qwen2"}), (4, "mxfp4", "F16", {"family": "mistral"}),
+])  # fmt: skip
+def test_logits_are_those_of_mlx_lm(
+    tmp_path: Path, bits: int, mode: str, dtype: str, options: dict[str, Any]
+) -> None:
+    """What a bundle can't copy, down projections at least, is replaced there by our rounding of it."""
+    source = quantised_by_mlx_lm(tmp_path, bits, mode, dtype, **options)
+    bundle = Bundle.open(convert(source, tmp_path / "b"))
+    assert bundle.quant.bits == (8 if bits == 8 else 4)
+    notes = dict(note.split(": ", 1) for note in bundle.manifest.provenance.notes)
+    rounded = {kind for kind, note in notes.items() if f"rounded to {bundle.quant.bits} bits" in note}
+    rounded_too = {3: {"attention"}, 4: set() if mode == "affine" else set(notes)}.get(bits, set())
+    assert rounded == {"down"} | rounded_too
+    words = {"attention": "self_attn", "embedding": "embed_tokens", "head": "lm_head"}
+    replaced = {
+        name: values
+        for name, values in bundle_weights(bundle.path).items()
+        if values.ndim == 2 and any(words.get(kind, f"{kind}_proj") in name for kind in rounded)
+    }
+    tokens = random_tokens(bundle.config, 100)
+    theirs = logits_of_mlx_lm(source, tokens, replaced)
+    with loaded(bundle.path) as model:
+        assert error(model.logits(tokens), theirs) < TOLERANCE
