@@ -19,7 +19,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     for name, tensor in sorted(checkpoint.tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         digest.update(tensor.sample(0, _SAMPLE_BYTES))
-        digest.update(tensor.sample(tensor.nbytes // 2, _SAMPLE_BYTES))
+        digest.update(tensor.sample(tensor.stored_nbytes // 2, _SAMPLE_BYTES))
     for name, blob in sorted(checkpoint.tokenizer.blobs.items()):
         digest.update(f"{name} {len(blob)}\n".encode())
         digest.update(blob)

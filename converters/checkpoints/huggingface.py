@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, SourceTensor]:
+def _all_tensors(folder: SourceFolder, opened: ExitStack) -> Mapping[str, SourceTensor]:
     """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
         return read_tensors(_opened(folder.file(SINGLE), opened))
@@ -105,7 +106,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     return _merged(shards)
 
 
-def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTensor]:
+def _merged(shards: Mapping[str, Mapping[str, SourceTensor]]) -> dict[str, SourceTensor]:
     """The tensors of all shards. A tensor that two shards hold is ambiguous, so it is refused."""
     tensors: dict[str, SourceTensor] = {}
     for shard_name, shard in shards.items():
@@ -119,7 +120,7 @@ def _merged(shards: dict[str, dict[str, SourceTensor]]) -> dict[str, SourceTenso
     return tensors
 
 
-def _select(tensors: dict[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
+def _select(tensors: Mapping[str, SourceTensor], config: ModelConfig) -> dict[str, SourceTensor]:
     """The tensors of the model, checked against the config, without redundant ones."""
     expected = tensor_shapes(config)
     missing = sorted(set(expected) - set(tensors))

@@ -1,0 +1,135 @@
+"""GGUF files of the tiny random models, written with the `gguf` package as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.models import random_tensors
+
+LAYER_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+WHOLE_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's name in GGUF, from Hugging Face's."""
+    if name in WHOLE_NAMES:
+        return WHOLE_NAMES[name]
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
+    kind, _, suffix = rest.rpartition(".")
+    return f"blk.{layer}.{LAYER_NAMES[kind]}.{suffix}"
+
+
+def permuted(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys in the order of llama.cpp's rotary embedding: (i, i + half) become neighbours."""
+    return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def add_config(writer: Any, config: Mapping[str, Any]) -> None:
+    """The architecture's metadata of a `config.json`."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+    if config.get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") == "linear":
+        import gguf
+
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling["factor"])
+
+
+def stored_tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors by GGUF's names, with rows moved as llama.cpp's converter moves them."""
+    stored = {}
+    for name, values in tensors.items():
+        if config["model_type"] in ("llama", "mistral"):
+            for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+                if f"self_attn.{which}_proj." in name:
+                    values = permuted(values, config[heads])
+        stored[gguf_name(name)] = values
+    return stored
+
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind: str = "F32",
+    *,
+    seed: int = 0,
+    extra: Mapping[str, np.ndarray] | None = None,
+    change: Callable[[Any], None] = lambda writer: None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """Write the model of the checkpoint `folder` as a GGUF file, matrices of the type `kind`.
+
+    extra: more tensors. change: adds metadata. tensors: instead of the folder's. options: of the writer.
+    Returns the values that the file's tensors stand for, by Hugging Face's names.
+    """
+    gguf = pytest.importorskip("gguf")
+    config = json.loads((folder / "config.json").read_text())
+    weights = dict(tensors or random_tensors(config, seed))
+    architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    writer = gguf.GGUFWriter(path, architecture, **options)
+    add_config(writer, config)
+    change(writer)
+    exact: dict[str, np.ndarray] = {}
+    quant = gguf.GGMLQuantizationType[kind]
+    for name, stored in stored_tensors(config, weights).items():
+        block = gguf.GGML_QUANT_SIZES[quant][0]
+        own = quant if stored.ndim == 2 and stored.shape[1] % block == 0 else gguf.GGMLQuantizationType.F32
+        data = gguf.quants.quantize(np.ascontiguousarray(stored), own)
+        writer.add_tensor(name, data, raw_dtype=own)
+        exact[name] = gguf.quants.dequantize(data, own)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {name: unmoved(config, name, exact[gguf_name(name)]) for name in weights}
+
+
+def unmoved(config: Mapping[str, Any], name: str, values: np.ndarray) -> np.ndarray:
+    """The inverse of what `stored_tensors` does to a tensor."""
+    if config["model_type"] in ("llama", "mistral"):
+        for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
+            if f"self_attn.{which}_proj." in name:
+                pairs = values.reshape(config[heads], -1, 2, *values.shape[1:])
+                return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+    return values
