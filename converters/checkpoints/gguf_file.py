@@ -43,6 +43,7 @@ _NUMBERS = {
     12: "<f8",
 }  # fmt: skip
 """Numpy's types of the metadata types that are single numbers, by their number in the format."""
+_LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
 
 
@@ -250,7 +251,7 @@ class _Reader:
 
     def string(self, most: int, what: str) -> bytes:
         start = self.need(8, what)
-        (length,) = struct.unpack_from("<Q", self._data, start)
+        (length,) = _LENGTH.unpack_from(self._data, start)
         if length > most:
             raise self.unsound(f"{what} would have {length} bytes; the limit is {most}")
         return self.take(length, what)
@@ -282,8 +283,20 @@ class _Reader:
                 f"with {what}, its arrays would have {self._items} items; {MAX_ITEMS} is the limit"
             )
         if kind == _STRING:
-            return [self.string(MAX_STRING_BYTES, what) for _ in range(length)]
+            return self._strings(length, what)
         return self._numbers(kind, length, what)
+
+    def _strings(self, count: int, what: str) -> list[bytes]:
+        """The next strings. Those that are in memory are taken by a shorter way, as there are 100,000s."""
+        found, data = [], self._data
+        for _ in range(count):
+            start = self.at + 8
+            if start <= len(data) and (end := start + _LENGTH.unpack_from(data, self.at)[0]) <= len(data):
+                found.append(bytes(data[start:end]))
+                self.at = end
+            else:
+                found.append(self.string(MAX_STRING_BYTES, what))
+        return found
 
     def _numbers(self, kind: int, length: int, what: str) -> NDArray[Any]:
         if kind not in _NUMBERS:

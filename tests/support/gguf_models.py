@@ -1,4 +1,5 @@
-"""GGUF files of the tiny random models, written with the `gguf` package as llama.cpp's converter writes them."""
+"""GGUF files of the tiny random models, written with the `gguf` package as llama.cpp's converter writes
+them."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys in the order of llama.cpp's rotary embedding: (i, i + half) become neighbours."""
+    """Rows of queries or keys in the order of llama.cpp's rotary embedding: (i, i + half) become
+    neighbours."""
     return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
@@ -133,3 +135,22 @@ def unmoved(config: Mapping[str, Any], name: str, values: np.ndarray) -> np.ndar
                 pairs = values.reshape(config[heads], -1, 2, *values.shape[1:])
                 return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
     return values
+
+
+def add_byte_level(writer: Any, pre: str = "gpt-2") -> None:
+    """Metadata of a byte-level tokenizer: 256 byte tokens, a few merges, then `<bos>`, `<eot>`, `<eos>`."""
+    from tokenizers import pre_tokenizers
+
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["h e", "l l", "he ll", "hell o", "Ġ w"]
+    tokens += [merge.replace(" ", "") for merge in merges]
+    special = ["<bos>", "<eot>", "<eos>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens + special)
+    writer.add_token_types([1] * len(tokens) + [3] * len(special))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(len(tokens))
+    writer.add_eot_token_id(len(tokens) + 1)
+    writer.add_eos_token_id(len(tokens) + 2)
+    writer.add_chat_template("{{ messages }}")
