@@ -34,7 +34,7 @@ def scaling_of_factors(tensor: SourceTensor, config: ModelConfig, file: str) -> 
     if (factors == 1.0).all():
         return None
     factor = float(str(factors.max()))
-    for original in ORIGINAL_CONTEXTS:
+    for original in ORIGINAL_CONTEXTS if factor > 1.0 else ():
         expected = llama3_factors(config.rope_theta, config.head_dim, factor, original)
         if np.allclose(factors, expected, rtol=_TOLERANCE, atol=0.0):
             return {

@@ -33,6 +33,27 @@ WHOLE_NAMES = {
 }
 
 
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_XS": (0,)}
+"""Offsets of the float16 scales in a block of types that the `gguf` package reads and doesn't write."""
+
+
+def made_up(kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Stored bytes of a matrix of a type in SCALES: any codes, and scales of about the size of a model's."""
+    import gguf
+
+    block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(shape[0])
+    data = rng.integers(0, 256, (shape[0], shape[1] // block, nbytes), dtype=np.uint8)
+    for offset in SCALES[kind]:
+        scales = rng.uniform(1e-5, 1e-4, data.shape[:2]).astype(np.float16)
+        data[:, :, offset : offset + 2] = scales.view(np.uint8).reshape(*data.shape[:2], 2)
+    return data.reshape(shape[0], -1)
+
+
+BYTE_LEVEL_TOKENS = 264
+"""Tokens of `add_byte_level`."""
+
+
 def gguf_name(name: str) -> str:
     """A tensor's name in GGUF, from Hugging Face's."""
     if name in WHOLE_NAMES:
@@ -112,10 +133,11 @@ def write_gguf(
     change(writer)
     exact: dict[str, np.ndarray] = {}
     quant = gguf.GGMLQuantizationType[kind]
-    for name, stored in stored_tensors(config, weights).items():
+    for name, moved in stored_tensors(config, weights).items():
+        stored = np.ascontiguousarray(moved)
         block = gguf.GGML_QUANT_SIZES[quant][0]
         own = quant if stored.ndim == 2 and stored.shape[1] % block == 0 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(np.ascontiguousarray(stored), own)
+        data = made_up(kind, stored.shape) if own.name in SCALES else gguf.quants.quantize(stored, own)
         writer.add_tensor(name, data, raw_dtype=own)
         exact[name] = gguf.quants.dequantize(data, own)
     for name, values in (extra or {}).items():
