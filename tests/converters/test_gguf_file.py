@@ -21,7 +21,7 @@ from ondevice.converters.checkpoints.base import SourceFile
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, read_header
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
-from tests.support.gguf_models import add_byte_level, write_gguf
+from tests.support.gguf_models import add_byte_level, changed_gguf, write_gguf
 from tests.support.models import write_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -234,29 +234,6 @@ def test_values_of_another_kind_than_asked_for() -> None:
         assert read("missing") is None
 
 
-def mutated(data: bytes, end: int, rng: random.Random) -> bytes:
-    """The file with its header of `end` bytes changed in one to three places."""
-    content = bytearray(data)
-    for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
-        at = rng.randrange(end)
-        how = rng.randrange(6)
-        if how == 0:
-            content[at] ^= 1 << rng.randrange(8)
-        elif how == 1:
-            content[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
-        elif how == 2:
-            width = rng.choice([4, 8])
-            content[at : at + width] = rng.randbytes(width)
-        elif how == 3:
-            value = rng.choice([0, 1, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
-            content[at : at + 8] = struct.pack("<Q", value)
-        elif how == 4:
-            content[at : at + rng.randint(1, 64)] = b""
-        else:
-            content[at:at] = content[at : at + rng.randint(1, 64)]
-    return bytes(content[: rng.randrange(len(content))] if rng.random() < 0.03 else content)
-
-
 def test_a_thousand_changed_headers_open_or_are_refused(sound: Path, tmp_path: Path) -> None:
     data, rng = sound.read_bytes(), random.Random(5)
     end = next(iter(read_header(SourceFile(sound)).tensors.values())).offset
@@ -264,7 +241,7 @@ def test_a_thousand_changed_headers_open_or_are_refused(sound: Path, tmp_path: P
     opened = refused = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(MUTATIONS):
-        path.write_bytes(mutated(data, end, rng))
+        path.write_bytes(changed_gguf(data, end, rng))
         started = time.process_time()
         try:
             open_checkpoint(path).close()

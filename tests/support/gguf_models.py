@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 import json
+import random
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -176,3 +178,26 @@ def add_byte_level(writer: Any, pre: str = "gpt-2") -> None:
     writer.add_eot_token_id(len(tokens) + 1)
     writer.add_eos_token_id(len(tokens) + 2)
     writer.add_chat_template("{{ messages }}")
+
+
+def changed_gguf(data: bytes, end: int, rng: random.Random) -> bytes:
+    """The file with its header of `end` bytes changed in one to three places."""
+    content = bytearray(data)
+    for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
+        at = rng.randrange(end)
+        how = rng.randrange(6)
+        if how == 0:
+            content[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            content[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
+        elif how == 2:
+            width = rng.choice([4, 8])
+            content[at : at + width] = rng.randbytes(width)
+        elif how == 3:
+            value = rng.choice([0, 1, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
+            content[at : at + 8] = struct.pack("<Q", value)
+        elif how == 4:
+            content[at : at + rng.randint(1, 64)] = b""
+        else:
+            content[at:at] = content[at : at + rng.randint(1, 64)]
+    return bytes(content[: rng.randrange(len(content))] if rng.random() < 0.03 else content)
