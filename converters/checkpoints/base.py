@@ -126,7 +126,7 @@ class SourceTensor(Protocol):
         ...
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        """Up to `nbytes` of its bytes as stored, from byte `start` on. They tell it from other tensors."""
+        """Up to `nbytes` of its `stored_nbytes` bytes, from byte `start` on. They tell it from others."""
         ...
 
 

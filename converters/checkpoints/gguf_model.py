@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,14 @@ from ondevice.converters.architectures.tensors import (
     tensor_shapes,
 )
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
-from ondevice.converters.checkpoints.gguf_file import GgufHeader, TensorEntry, Value, read_header, shown
+from ondevice.converters.checkpoints.gguf_file import (
+    MAX_TENSORS,
+    GgufHeader,
+    TensorEntry,
+    Value,
+    read_header,
+    shown,
+)
 from ondevice.converters.checkpoints.gguf_rope import ROPE_FACTORS, scaling_of_factors
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.converters.checkpoints.gguf_tokenizer import read_gguf_tokenizer
@@ -35,7 +42,7 @@ from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-MAX_PARTS = 1000
+MAX_PARTS = 512
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def _parts(path: Path, folder: SourceFolder, opened: ExitStack) -> list[_Part]:
-    """The opened parts of a model, in order. opened: closes them."""
+    """The opened parts of a model, in order; only the first keeps its metadata. opened: closes them."""
 
     def opened_part(real: Path) -> _Part:
         file = opened.enter_context(closing(SourceFile(real)))
@@ -137,7 +144,9 @@ def _parts(path: Path, folder: SourceFolder, opened: ExitStack) -> list[_Part]:
                 f"{name} says that it is part {header.integer('split.no')} (from 0) of "
                 f"{header.integer('split.count')}; download the parts again"
             )
-        parts.append(part)
+        parts.append(part if number == 1 else _Part(part.file, replace(header, metadata={})))
+        if sum(len(part.header.tensors) for part in parts) > MAX_TENSORS:
+            raise CheckpointError(f"the parts of {match['stem']} have more than {MAX_TENSORS} tensors")
     total = parts[0].header.integer("split.tensors.count")
     found = sum(len(part.header.tensors) for part in parts)
     if total is not None and total != found:
@@ -181,8 +190,10 @@ def _config(header: GgufHeader, family: Family, stored: Mapping[str, _Stored]) -
         if ROPE_FACTORS in stored:
             factors = stored[ROPE_FACTORS]
             tensor = source_tensor(ROPE_FACTORS, factors.file, ROPE_FACTORS, factors.entry)
-            values["rope_scaling"] = scaling_of_factors(tensor, config, header.file)
-            config = read_config(values)
+            scaling = scaling_of_factors(tensor, config, header.file)
+            if scaling is not None and values["rope_scaling"] is not None:
+                raise UnsupportedModelError(f"{header.file} scales its rotary embedding twice")
+            config = read_config({**values, "rope_scaling": scaling or values["rope_scaling"]})
     except (CheckpointError, UnsupportedModelError) as error:
         message = str(error)
         if not message.startswith("config.json"):
@@ -246,8 +257,7 @@ def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, _Sto
 
 
 def _scalar(value: Value) -> bool | int | float | str:
-    """A value for ConfigReader. An array of numbers that are all equal, one per layer, counts as one
-    number."""
+    """A value for ConfigReader. An array, one number per layer, counts as a number if all are equal."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, bytes):
@@ -257,8 +267,7 @@ def _scalar(value: Value) -> bool | int | float | str:
 
 
 def _rope_scaling(reader: ConfigReader, prefix: str) -> dict[str, Any] | None:
-    """The section `rope_scaling` of a `config.json`. `rope.scale_linear` is the older name of a linear
-    factor."""
+    """The section `rope_scaling` of a `config.json`. `rope.scale_linear` is the older name of a factor."""
     kind = reader.text(prefix + "rope.scaling.type", "none")
     linear = reader.number(prefix + "rope.scale_linear", 1.0)
     factor = reader.number(prefix + "rope.scaling.factor", linear)
