@@ -27,6 +27,10 @@ from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end a text, a turn or a message."""
+END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
+)
+"""Control tokens that end a text or a turn in every model that has them; many files name only one of them."""
 _UNUSED = 5
 """Type of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
 _KINDS = {_UNUSED, proto.NORMAL, proto.UNKNOWN, proto.CONTROL, proto.USER_DEFINED, proto.BYTE}
@@ -42,10 +46,10 @@ def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: in
     header: of the file that holds the metadata. folder: the folder that it is in. Raises CheckpointError for
     a damaged tokenizer or another model's, UnsupportedModelError for rules that aren't known here.
     """
-    bos_id, eos_ids = _token_id(header, "bos_token_id", vocab_size), _eos_ids(header, vocab_size)
+    tokens = _tokens(header, vocab_size)
+    bos_id, eos_ids = _token_id(header, "bos_token_id", vocab_size), _eos_ids(header, tokens, vocab_size)
     template = header.text("tokenizer.chat_template")
     blob = None if template is None else checked_template(template.encode())
-    tokens = _tokens(header, vocab_size)
     if folder.has(TOKENIZER_FILES["tokenizers"]):
         config = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
         found = read_tokenizer(folder, config, {}, vocab_size)
@@ -215,9 +219,11 @@ def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int | None:
     return token
 
 
-def _eos_ids(header: GgufHeader, vocab_size: int) -> tuple[int, ...]:
-    found = (_token_id(header, key, vocab_size) for key in END_KEYS)
-    return tuple(dict.fromkeys(token for token in found if token is not None))
+def _eos_ids(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> tuple[int, ...]:
+    """Ids of tokens that end a text: those that keys name, then those that are known by their text."""
+    named = [_token_id(header, key, vocab_size) for key in END_KEYS]
+    known = [i for i, (text, kind) in enumerate(tokens) if kind == proto.CONTROL and text in END_TEXTS]
+    return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
 
 
 def _quoted(name: str | None) -> str:

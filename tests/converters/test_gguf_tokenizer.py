@@ -37,7 +37,7 @@ def header(**values: Value | Sequence[str] | str | None) -> GgufHeader:
             metadata[name] = value.encode()
         elif isinstance(value, list) and value and isinstance(value[0], str):
             metadata[name] = [item.encode() for item in value]
-        elif isinstance(value, list) and not (value and isinstance(value[0], bytes)):
+        elif isinstance(value, list) and value and not isinstance(value[0], bytes):
             metadata[name] = np.array(value)
         elif value is not None:
             metadata[name] = value  # type: ignore[assignment]
@@ -194,6 +194,13 @@ def test_tokens_at_the_ends(
 ) -> None:
     info = read(small(**changes), tmp_path, 300).info
     assert (info.bos_id, info.eos_ids, info.add_bos) == (bos_id, eos_ids, add_bos)
+
+
+def test_ends_that_no_key_names_are_known_by_their_text(tmp_path: Path) -> None:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|end_of_text|>", "<|eot_id|>", "<|im_end|>"]
+    made = small(tokens=tokens, token_type=[1] * 256 + [3, 3, 1], merges=[], eos_token_id=257,
+                 eot_token_id=None, bos_token_id=None)  # fmt: skip
+    assert read(made, tmp_path, 300).info.eos_ids == (257, 256)
 
 
 def spelled(**changes: Any) -> GgufHeader:
