@@ -98,7 +98,8 @@ def _tokens(header: GgufHeader, vocab_size: int) -> list[tuple[str, int]]:
     kinds = header.numbers(f"{_PREFIX}.token_type")
     if kinds is None:
         kinds = np.full(len(texts), proto.NORMAL)
-    if len(kinds) != len(texts) or not _KINDS.issuperset(kinds.tolist()):
+    sound = kinds.dtype.kind in "iu" and len(kinds) == len(texts) and _KINDS.issuperset(kinds.tolist())
+    if not sound:
         raise header.wrong(
             f"{_PREFIX}.token_type", f"one of {sorted(_KINDS)} for each of {len(texts)} tokens"
         )

@@ -21,7 +21,7 @@ from ondevice.converters.checkpoints.base import SourceFile
 from ondevice.converters.checkpoints.gguf_file import GgufHeader, read_header
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import CheckpointError, OndeviceError, UnsupportedModelError
-from tests.support.gguf_models import add_byte_level, changed_gguf, write_gguf
+from tests.support.gguf_models import add_byte_level, add_sentencepiece, changed_gguf, write_gguf
 from tests.support.models import write_checkpoint
 
 gguf = pytest.importorskip("gguf")
@@ -65,11 +65,16 @@ def parsed(path: Path, content: bytes) -> GgufHeader:
         file.close()
 
 
+def made(folder: Path, change: Callable[[Any], None]) -> Path:
+    """A whole model, whose tokenizer `change` adds."""
+    source = write_checkpoint(folder / "source", vocab_size=300, num_hidden_layers=1, intermediate_size=96)
+    write_gguf(folder / "model.gguf", source, "Q8_0", change=change)
+    return folder / "model.gguf"
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole model with every part that a header has."""
-    folder = tmp_path_factory.mktemp("gguf")
-    source = write_checkpoint(folder / "source", vocab_size=300, num_hidden_layers=1, intermediate_size=96)
 
     def metadata(writer: Any) -> None:
         writer.add_name("tiny")
@@ -81,8 +86,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         writer.add_array("general.numbers", [1, 2, 3])
         add_byte_level(writer)
 
-    write_gguf(folder / "model.gguf", source, "Q8_0", change=metadata)
-    return folder / "model.gguf"
+    return made(tmp_path_factory.mktemp("gguf"), metadata)
 
 
 def test_what_the_gguf_package_writes_is_read(sound: Path) -> None:
@@ -234,13 +238,18 @@ def test_values_of_another_kind_than_asked_for() -> None:
         assert read("missing") is None
 
 
-def test_a_thousand_changed_headers_open_or_are_refused(sound: Path, tmp_path: Path) -> None:
-    data, rng = sound.read_bytes(), random.Random(5)
-    end = next(iter(read_header(SourceFile(sound)).tensors.values())).offset
+@pytest.mark.parametrize("tokenizer", [add_byte_level, add_sentencepiece])
+def test_a_thousand_changed_headers_open_or_are_refused(
+    tmp_path: Path, tokenizer: Callable[[Any], None]
+) -> None:
+    """Half of them with each kind of tokenizer."""
+    file = made(tmp_path, tokenizer)
+    data, rng = file.read_bytes(), random.Random(5)
+    end = next(iter(read_header(SourceFile(file)).tensors.values())).offset
     path = tmp_path / "model.gguf"
     opened = refused = 0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(MUTATIONS):
+    for _ in range(MUTATIONS // 2):
         path.write_bytes(changed_gguf(data, end, rng))
         started = time.process_time()
         try:
@@ -251,5 +260,5 @@ def test_a_thousand_changed_headers_open_or_are_refused(sound: Path, tmp_path: P
         assert time.process_time() - started < 5
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * (1 if sys.platform == "darwin" else 1024) < 128 << 20
-    assert opened > 20
+    assert opened > 10
     assert refused > opened

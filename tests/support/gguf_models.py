@@ -180,6 +180,23 @@ def add_byte_level(writer: Any, pre: str = "gpt-2") -> None:
     writer.add_chat_template("{{ messages }}")
 
 
+def add_sentencepiece(writer: Any) -> None:
+    """Metadata of a sentencepiece tokenizer of 300 tokens: bytes, letters, a few merges, and padding."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [*"▁abcdehlow", "he", "ll", "hell", "hello", "▁w", "<|im_end|>", "<think>"]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 261), 3, 4]
+    padding = 300 - len(tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens + [f"[PAD{i}]" for i in range(padding)])
+    writer.add_token_scores([-float(max(0, i - 258)) for i in range(300)])
+    writer.add_token_types(types + [5] * padding)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(True)
+
+
 def changed_gguf(data: bytes, end: int, rng: random.Random) -> bytes:
     """The file with its header of `end` bytes changed in one to three places."""
     content = bytearray(data)
