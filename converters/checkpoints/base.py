@@ -146,8 +146,9 @@ class SourceTensor(Protocol):
 class StoredTensor:
     """A `SourceTensor` of plain floating-point values: row-major, at byte `offset` of `file`.
 
-    interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding.
-    Its rows are then returned in rotate-half order, (i, i + head_dim / 2), as every bundle stores them.
+    interleaved_head_dim: 0, or the head size of a matrix whose rows pair (2i, 2i + 1) for rotary embedding,
+    or of the bias that is added to its results. Its rows are then returned in rotate-half order, (i, i +
+    head_dim / 2), as every bundle stores them.
     """
 
     name: str
@@ -178,9 +179,7 @@ class StoredTensor:
             return self._contiguous(start, stop)
         size = self.interleaved_head_dim
         first, last = start // size * size, -(-stop // size) * size
-        heads = self._contiguous(first, last).reshape((last - first) // size, size // 2, 2, self.shape[1])
-        halves = heads.transpose(0, 2, 1, 3).reshape(last - first, self.shape[1])
-        return halves[start - first : stop - first]
+        return in_halves(self._contiguous(first, last), size)[start - first : stop - first]
 
     def columns(self, start: int, stop: int) -> Weights:
         rows, cols = self.shape
@@ -200,7 +199,7 @@ class StoredTensor:
         values = to_float32(out)
         if not np.isfinite(values).all():
             raise CheckpointError(f"{self.name} holds NaN or infinity; the checkpoint is damaged")
-        return values
+        return in_halves(values, self.interleaved_head_dim) if self.interleaved_head_dim else values
 
     def sample(self, start: int, nbytes: int) -> bytes:
         return self.file.read(self.offset + start, min(nbytes, self.nbytes - start))
@@ -214,6 +213,12 @@ class StoredTensor:
         out = np.empty((stop - start, cols), dtype=NUMPY_TYPES[self.dtype])
         self.file.read_into(self.offset + self._itemsize * start * cols, out)
         return out
+
+
+def in_halves(rows: Weights, head_dim: int) -> Weights:
+    """Rows of whole heads, (R, C) or (R,), from the order of pairs (2i, 2i + 1) to (i, i + head_dim / 2)."""
+    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return heads.swapaxes(1, 2).reshape(rows.shape)
 
 
 def printable(name: str) -> str:

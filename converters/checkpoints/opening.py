@@ -5,39 +5,60 @@ from __future__ import annotations
 from pathlib import Path
 
 from ondevice.converters.checkpoints.base import Checkpoint
-from ondevice.converters.checkpoints.huggingface import open_huggingface
+from ondevice.converters.checkpoints.gguf_model import PART, open_gguf
+from ondevice.converters.checkpoints.huggingface import INDEX, SINGLE, open_huggingface
 from ondevice.converters.checkpoints.llama2c import is_llama2c, open_llama2c
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError, reading_failed
 
 
 def open_checkpoint(source: Path) -> Checkpoint:
-    """Open a Hugging Face folder, a llama2.c `.bin` file, or a folder with one such file.
+    """Open a Hugging Face folder, a GGUF file, a llama2.c `.bin` file, or a folder with one such model.
 
-    Raises ModelNotFoundError if nothing is there, UnsupportedModelError for another format (a pickle, which
-    is never opened, or a GGUF file), CheckpointError for a damaged checkpoint.
+    A GGUF file in parts is opened by the name of any of them. Raises ModelNotFoundError if nothing is there,
+    UnsupportedModelError for another format (a pickle, which is never opened), CheckpointError for a damaged
+    checkpoint.
     """
     if not source.exists():
         raise ModelNotFoundError(
-            f"no checkpoint at {source}; give a Hugging Face folder on this disk, or a llama2.c .bin file"
+            f"no checkpoint at {source}; give a Hugging Face folder on this disk, a GGUF file, or a llama2.c "
+            ".bin file"
         )
     if source.is_file():
         return _open_file(source)
     if not source.is_dir():
         raise CheckpointError(f"{source} is neither a folder nor a regular file; it is no checkpoint")
-    if (source / "config.json").exists() or (source / "config.json").is_symlink():
+    models = _gguf_models(source)
+    has_config = (source / "config.json").exists() or (source / "config.json").is_symlink()
+    has_weights = any((source / name).is_symlink() or (source / name).exists() for name in (SINGLE, INDEX))
+    if has_config and (has_weights or not models):
         return open_huggingface(SourceFolder(source))
     if (source / "bundle.json").exists():
         raise UnsupportedModelError(f"{source} is a bundle already; it needs no conversion")
+    if models:
+        if len(models) > 1:
+            raise CheckpointError(f"{source} has {len(models)} GGUF models; name one, as {models[0]}")
+        SourceFolder(source).file(models[0].name)  # refuses a link that leads out
+        return open_gguf(models[0])
     found = [path for path in sorted(source.glob("*.bin")) if path.is_file() and is_llama2c(path)]
     if len(found) == 1:
         return open_llama2c(found[0])
     if found:
         raise CheckpointError(f"{source} has {len(found)} llama2.c checkpoints; name one, as {found[0]}")
     for path in sorted(source.iterdir()):
-        if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf") and path.is_file():
+        if path.suffix in (".bin", ".pt", ".pth", ".ckpt") and path.is_file():
             return _open_file(path)
     raise CheckpointError(f"{source} has no config.json; it isn't a Hugging Face folder, or isn't complete")
+
+
+def _gguf_models(folder: Path) -> list[Path]:
+    """A folder's GGUF models by name, each by its first part. Encoders of images (`mmproj`) aren't models."""
+    models: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.gguf")):
+        part = PART.fullmatch(path.name)
+        if path.is_file() and not path.name.startswith("mmproj"):
+            models.setdefault(part["stem"] if part else path.name, path)
+    return list(models.values())
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -48,7 +69,7 @@ def _open_file(path: Path) -> Checkpoint:
         refused = CheckpointError(f"{path} can't be read: {error.strerror}")
         raise reading_failed(error, refused) from error
     if magic[:4] == b"GGUF":
-        raise UnsupportedModelError(f"{path} is a GGUF file; start from the model's safetensors files")
+        return open_gguf(path)
     if magic[:2] == b"PK" or magic[:1] == b"\x80":
         raise UnsupportedModelError(
             f"{path} is a pickle, which can run code when it is opened, so it never is; use the model's "

@@ -1,7 +1,7 @@
 """Writes a sentencepiece model (a protocol buffer message) from pieces and scores, or adds pieces to a model.
 
 Field numbers are those of sentencepiece_model.proto. The resulting tokenizer merges the pair with the highest
-score, falls back to bytes, puts a space before the text, and normalises nothing.
+score and normalises nothing but spaces.
 """
 
 from __future__ import annotations
@@ -13,12 +13,29 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 _BPE = 2
 
 
-def bpe_model(pieces: Sequence[tuple[str, float, int]], unk_id: int, bos_id: int, eos_id: int) -> bytes:
-    """A serialised ModelProto. pieces: (text, score, type) by id; spaces in a text are written as U+2581."""
+def bpe_model(
+    pieces: Sequence[tuple[str, float, int]],
+    unk_id: int,
+    bos_id: int,
+    eos_id: int,
+    *,
+    adds_space: bool = True,
+    strips_spaces: bool = False,
+) -> bytes:
+    """A serialised ModelProto.
+
+    Args:
+        pieces: (text, score, type) by id; spaces in a text are written as U+2581.
+        unk_id, bos_id, eos_id: ids of the unknown token and of those at the ends of a text; -1 for none.
+        adds_space: whether a space is put before a text.
+        strips_spaces: whether spaces at its ends, and all but one between words, are left out.
+
+    Text that no piece spells falls back to bytes if there are pieces for them.
+    """
     trainer = (
         _varint_field(3, _BPE)
         + _varint_field(4, len(pieces))
-        + _varint_field(35, 1)  # byte_fallback
+        + _varint_field(35, int(any(kind == BYTE for _, _, kind in pieces)))  # byte_fallback
         + _varint_field(40, unk_id)
         + _varint_field(41, bos_id)
         + _varint_field(42, eos_id)
@@ -26,8 +43,8 @@ def bpe_model(pieces: Sequence[tuple[str, float, int]], unk_id: int, bos_id: int
     )
     normalizer = (
         _bytes_field(1, b"identity")
-        + _varint_field(3, 1)  # add_dummy_prefix
-        + _varint_field(4, 0)  # remove_extra_whitespaces
+        + _varint_field(3, int(adds_space))  # add_dummy_prefix
+        + _varint_field(4, int(strips_spaces))  # remove_extra_whitespaces
         + _varint_field(5, 1)  # escape_whitespaces
     )
     return piece_fields(pieces) + _bytes_field(2, trainer) + _bytes_field(3, normalizer)

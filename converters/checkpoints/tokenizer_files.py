@@ -191,6 +191,14 @@ def _chat_template(folder: SourceFolder, settings: dict[str, Any]) -> bytes | No
         if not isinstance(template, str):
             return None
         data = template.encode("utf-8", "surrogatepass")
+    return checked_template(data)
+
+
+def checked_template(data: bytes) -> bytes | None:
+    """A chat template as a bundle stores it; None if it is empty.
+
+    Raises CheckpointError if it isn't UTF-8 or is too long.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

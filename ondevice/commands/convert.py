@@ -54,8 +54,8 @@ def convert(
 ) -> None:
     """Turn a checkpoint into a bundle.
 
-    SOURCE is a Hugging Face folder, an MLX quantised one too, a llama2.c .bin file, a repository id or an
-    alias.
+    SOURCE is a Hugging Face or MLX folder, a GGUF file (any part of one in parts), a llama2.c .bin file, a
+    folder with one of these, a repository id or an alias.
     """
     from ondevice import api, training
     from ondevice.bundle.reader import Bundle

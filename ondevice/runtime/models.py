@@ -145,10 +145,15 @@ def default_output(source: str | os.PathLike[str]) -> Path:
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     with _lookups(text):
         path = Path(text).expanduser()
-        name = path.resolve().name if path.is_dir() else path.stem if path.is_file() else path.name
+        name = path.resolve().name if path.is_dir() else _stem(path) if path.is_file() else path.name
     if not name:
         raise UsageError(f"{text} has no name to give the bundle; name its folder with --output")
     return model_home() / name
+
+
+def _stem(path: Path) -> str:
+    """A checkpoint file's name without its suffix, and without the number that a part of a model has."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
 
 
 def _path_text(value: object, what: str) -> str:
@@ -223,7 +228,7 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
         raise UnsupportedModelError(f"{repository} can't be converted: {UNCONVERTIBLE[repository]}")
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(
-            f"no checkpoint at {text}: give a Hugging Face folder, a llama2.c .bin file, a repository id "
+            f"no checkpoint at {text}: give a Hugging Face folder, a GGUF or llama2.c file, a repository id "
             f"such as huggyllama/llama-7b, or one of {', '.join(convertible_aliases())}"
         )
     if offline:
@@ -264,11 +269,13 @@ def _checked_path(path: Path) -> Path:
     if path.is_file() and path.name == MANIFEST:
         raise ModelNotFoundError(f"{path} is a bundle's manifest; give its folder, {path.parent}")
     if path.is_file():
-        line = _convert_line(str(path), model_home() / path.stem)
+        line = _convert_line(str(path), model_home() / _stem(path))
         raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
     if path.is_dir() and (path / RESIDENT).is_file():
         raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
-    if path.is_dir() and ((path / "config.json").is_file() or any(path.glob("*.bin"))):
+    if path.is_dir() and (
+        (path / "config.json").is_file() or any(path.glob("*.bin")) or any(path.glob("*.gguf"))
+    ):
         line = _convert_line(str(path), model_home() / path.resolve().name)
         raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")
     if path.is_dir():

@@ -116,10 +116,12 @@ def test_names_for_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     home = tmp_path / "home"
     monkeypatch.setenv("ONDEVICE_HOME", str(home))
     (tmp_path / "stories.bin").touch()
+    (tmp_path / "big-00002-of-00003.gguf").touch()
     monkeypatch.chdir(tmp_path)
     for source, name in (
         (".", tmp_path.name),
         (tmp_path / "stories.bin", "stories"),
+        (tmp_path / "big-00002-of-00003.gguf", "big"),
         ("llama-7b", "llama-7b"),
         ("someone/a.model-7B", "a.model-7B"),
     ):

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
+from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, write_gguf
 from tests.support.made_up_streams import add_streams
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
 from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
@@ -155,6 +157,16 @@ def _write_checkpoints(folder: Path) -> None:
     )
     write_byte_tokenizer(root / "mlx")
     _write_llama2c(root / "llama2c")
+    if find_spec("gguf") is not None:
+        _write_gguf(root)
+
+
+def _write_gguf(root: Path) -> None:
+    """A model of the folder `silu`'s shape, in 8 bits, with a tokenizer in its metadata."""
+    (root / "gguf").mkdir()
+    source = write_checkpoint(root / "gguf" / "source", **(SHAPE | {"vocab_size": BYTE_LEVEL_TOKENS}))
+    write_gguf(root / "gguf" / "model.gguf", source, "Q8_0", change=add_byte_level)
+    shutil.rmtree(source)
 
 
 def _write_llama2c(folder: Path) -> None:

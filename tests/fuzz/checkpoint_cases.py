@@ -28,6 +28,7 @@ from tests.fuzz.mutations import (
 )
 from tests.fuzz.outcomes import Difference
 from tests.fuzz.texts import Trial, copied
+from tests.support.gguf_models import changed_gguf
 
 CONVERT_BYTES = 128 << 20
 """Above what the process has: blocks of three stages, on every core."""
@@ -51,6 +52,8 @@ def make(folder: Path, rng: random.Random, bases: Bases) -> None:
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if all(map(is_plain, source.iterdir())) and (source / "config.json").exists():
             _change_folder(source, rng, bases)
+        elif is_plain(source / "model.gguf"):
+            _change_gguf(source / "model.gguf", rng)
         else:
             _change_llama2c(source, rng)
 
@@ -171,6 +174,16 @@ def _index(path: Path, rng: random.Random) -> None:
         change_json(index, rng)
     # Lone surrogates stay escaped, as an attacker would write them.
     path.write_text(json.dumps(index))
+
+
+def _change_gguf(path: Path, rng: random.Random) -> None:
+    data = path.read_bytes()
+    if rng.random() < 0.1 or len(data) < 100:
+        path.write_bytes(changed_bytes(data, rng))
+        return
+    # The header ends with the head's entry; changes beyond it are changes of values.
+    end = max(100, data.find(b"output.weight") + 50)
+    path.write_bytes(changed_gguf(data, len(data) if rng.random() < 0.2 else min(end, len(data)), rng))
 
 
 def _change_llama2c(source: Path, rng: random.Random) -> None:

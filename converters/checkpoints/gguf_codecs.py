@@ -1,0 +1,207 @@
+"""Values of GGUF's quantised types: blocks of bytes become float32.
+
+A row of a matrix is stored in blocks of 32 or 256 values, each with scales of its own. Legend: n blocks; q
+code of a value; d, m float16 scale and offset of a block; sc, mn integer scales and offsets of its groups.
+Products are rounded to float32 in the order in which the formulas have them, as in the format's reference
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Float32: TypeAlias = NDArray[np.float32]
+Decoder: TypeAlias = Callable[[Bytes, Float32], None]
+"""Fills (n, values of a block) float32 from (n, bytes of a block)."""
+
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
+)
+_FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
+"""Twice the values of 4-bit floating point (E2M1), by code."""
+_CHUNK_VALUES = 1 << 15
+"""Values that are decoded together: few enough that the steps' arrays stay in a processor's second cache."""
+
+
+def decode(kind: str, blocks: Bytes, out: Float32) -> None:
+    """Decode contiguous blocks (n, bytes of a block) of the type `kind` into `out` (n, values of a block)."""
+    decoder = DECODERS[kind]
+    step = max(1, _CHUNK_VALUES // out.shape[1])
+    # Scales of damaged files may be infinite or NaN. Whoever uses the values checks them.
+    with np.errstate(all="ignore"):
+        for start in range(0, len(blocks), step):
+            decoder(blocks[start : start + step], out[start : start + step])
+
+
+def _half(blocks: Bytes, offset: int) -> Float32:
+    """(n, 1) float16 numbers at byte `offset` of every block, as float32."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Bytes, group: int) -> Bytes:
+    """(n, 2B) codes of B bytes. In each stretch of `group` bytes, low nibbles come first, then the high
+    ones."""
+    stretches = packed.reshape(len(packed), -1, 1, group)
+    codes = np.empty((len(packed), stretches.shape[1], 2, group), dtype=np.uint8)
+    np.bitwise_and(stretches, 15, out=codes[:, :, :1])
+    np.right_shift(stretches, 4, out=codes[:, :, 1:])
+    return codes.reshape(len(packed), -1)
+
+
+def _pairs_of_bits(packed: Bytes, stretch: int) -> Bytes:
+    """(n, 4B) codes of B bytes. In each stretch of bytes, the lowest two bits come first, then the next
+    two."""
+    stretches = packed.reshape(len(packed), -1, 1, stretch)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
+    codes: Bytes = (stretches >> shifts) & np.uint8(3)
+    return codes.reshape(len(packed), -1)
+
+
+def _bits(packed: Bytes, stretch: int) -> Bytes:
+    """(n, 8B) bits of B bytes. In each stretch of bytes, the lowest bits come first."""
+    stretches = packed.reshape(len(packed), -1, 1, stretch)
+    shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
+    bits: Bytes = (stretches >> shifts) & np.uint8(1)
+    return bits.reshape(len(packed), -1)
+
+
+def _scale(codes: Bytes | NDArray[np.int8], scales: Float32, out: Float32) -> None:
+    """out = scales * codes. scales: (n, G), for G groups of equal length in each block."""
+    groups = out.reshape(len(out), scales.shape[1], -1)
+    groups[...] = codes.reshape(groups.shape)
+    groups *= scales[:, :, None]
+
+
+def _shift(offsets: Float32, out: Float32) -> None:
+    """out += offsets (n, G)."""
+    groups = out.reshape(len(out), offsets.shape[1], -1)
+    groups += offsets[:, :, None]
+
+
+def _signed(codes: Bytes, zero: int) -> NDArray[np.int8]:
+    """codes - zero, in place."""
+    np.subtract(codes, np.uint8(zero), out=codes)
+    return codes.view(np.int8)
+
+
+def _q4_0(blocks: Bytes, out: Float32) -> None:
+    """d (q - 8). Bytes: d, 16 of nibbles."""
+    _scale(_signed(_nibbles(blocks[:, 2:], 16), 8), _half(blocks, 0), out)
+
+
+def _q4_1(blocks: Bytes, out: Float32) -> None:
+    """d q + m. Bytes: d, m, 16 of nibbles."""
+    _scale(_nibbles(blocks[:, 4:], 16), _half(blocks, 0), out)
+    _shift(_half(blocks, 2), out)
+
+
+def _q5_0(blocks: Bytes, out: Float32) -> None:
+    """d (q - 16). Bytes: d, 4 of fifth bits, 16 of nibbles."""
+    _scale(_signed(_five_bits(blocks[:, 2:6], blocks[:, 6:]), 16), _half(blocks, 0), out)
+
+
+def _q5_1(blocks: Bytes, out: Float32) -> None:
+    """d q + m. Bytes: d, m, 4 of fifth bits, 16 of nibbles."""
+    _scale(_five_bits(blocks[:, 4:8], blocks[:, 8:]), _half(blocks, 0), out)
+    _shift(_half(blocks, 2), out)
+
+
+def _five_bits(fifth: Bytes, nibbles: Bytes) -> Bytes:
+    codes = _nibbles(nibbles, 16)
+    codes |= np.unpackbits(np.ascontiguousarray(fifth), axis=1, bitorder="little") << np.uint8(4)
+    return codes
+
+
+def _q8_0(blocks: Bytes, out: Float32) -> None:
+    """d q. Bytes: d, 32 signed."""
+    _scale(blocks[:, 2:].view(np.int8), _half(blocks, 0), out)
+
+
+def _q2_k(blocks: Bytes, out: Float32) -> None:
+    """d sc q - m mn, 16 groups. Bytes: 16 of sc (low nibble) and mn, 64 of codes, d, m."""
+    both = blocks[:, :16]
+    _scale(_pairs_of_bits(blocks[:, 16:80], 32), _half(blocks, 80) * (both & 15), out)
+    _shift(-(_half(blocks, 82) * (both >> 4)), out)
+
+
+def _q3_k(blocks: Bytes, out: Float32) -> None:
+    """d (sc - 32) (q - 4), 16 groups. Bytes: 32 of third bits, 64 of codes, 12 of sc, d."""
+    codes = _pairs_of_bits(blocks[:, 32:96], 32)
+    codes |= _bits(blocks[:, :32], 32) << np.uint8(2)
+    packed = blocks[:, 96:108]
+    scales = _nibbles(packed[:, :8], 8) | _pairs_of_bits(packed[:, 8:], 4) << np.uint8(4)
+    _scale(_signed(codes, 4), _half(blocks, 108) * _signed(scales, 32), out)
+
+
+def _q4_k(blocks: Bytes, out: Float32) -> None:
+    """d sc q - m mn, 8 groups. Bytes: d, m, 12 of sc and mn, 128 of nibbles."""
+    scales, offsets = _six_bit_scales(blocks)
+    _scale(_nibbles(blocks[:, 16:], 32), scales, out)
+    _shift(offsets, out)
+
+
+def _q5_k(blocks: Bytes, out: Float32) -> None:
+    """d sc q - m mn, 8 groups. Bytes: d, m, 12 of sc and mn, 32 of fifth bits, 128 of nibbles."""
+    scales, offsets = _six_bit_scales(blocks)
+    codes = _nibbles(blocks[:, 48:], 32)
+    codes |= _bits(blocks[:, 16:48], 32) << np.uint8(4)
+    _scale(codes, scales, out)
+    _shift(offsets, out)
+
+
+def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
+    """(n, 8) d sc and -(m mn). The first four are 6 bits of a byte, the last four have their high bits
+    there."""
+    first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, (third & 15) | (first >> 6 << 4)], axis=1)
+    offsets = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * offsets)
+
+
+def _q6_k(blocks: Bytes, out: Float32) -> None:
+    """d sc (q - 32), 16 groups. Bytes: 128 of nibbles, 64 of pairs of high bits, 16 of signed sc, d."""
+    codes = _nibbles(blocks[:, :128], 64)
+    codes |= _pairs_of_bits(blocks[:, 128:192], 32) << np.uint8(4)
+    _scale(_signed(codes, 32), _half(blocks, 208) * blocks[:, 192:208].view(np.int8), out)
+
+
+def _iq4_nl(blocks: Bytes, out: Float32) -> None:
+    """d table[q]. Bytes: d, 16 of nibbles."""
+    _scale(_IQ4_VALUES[_nibbles(blocks[:, 2:], 16)], _half(blocks, 0), out)
+
+
+def _iq4_xs(blocks: Bytes, out: Float32) -> None:
+    """d (sc - 32) table[q], 8 groups. Bytes: d, 2 of sc's high bits, 4 of its nibbles, 128 of nibbles."""
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(len(blocks), 8)
+    scales = low | _pairs_of_bits(blocks[:, 2:4], 1) << np.uint8(4)
+    codes = _IQ4_VALUES[_nibbles(blocks[:, 8:], 16)]
+    _scale(codes, _half(blocks, 0) * _signed(scales, 32), out)
+
+
+def _mxfp4(blocks: Bytes, out: Float32) -> None:
+    """2^(e - 128) table[q], table being twice the values. Bytes: e, 16 of nibbles."""
+    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float32)
+    _scale(_FP4_VALUES[_nibbles(blocks[:, 1:], 16)], scales, out)
+
+
+DECODERS: dict[str, Decoder] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}
+"""By the type's name. The values of other types aren't known here."""

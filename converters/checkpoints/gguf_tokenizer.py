@@ -1,0 +1,231 @@
+"""The tokenizer of a GGUF file, from a `tokenizer.json` beside it or made from its metadata.
+
+Metadata of the kind `llama` become a sentencepiece model, those of the kind `gpt2` a `tokenizer.json`. Both
+then pass the checks that files of other checkpoints pass.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
+from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
+from ondevice.converters.checkpoints import sentencepiece_model as proto
+from ondevice.converters.checkpoints.base import TokenizerFiles
+from ondevice.converters.checkpoints.gguf_file import GgufHeader, shown
+from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
+from ondevice.converters.checkpoints.source_folder import SourceFolder
+from ondevice.converters.checkpoints.tokenizer_files import check_usable, checked_template, read_tokenizer
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.tokenizer.base import MAX_TOKEN_CHARS, SPACE_MARK
+
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of tokens that end a text, a turn or a message."""
+END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>")
+)
+"""Control tokens that end a text or a turn in every model that has them; many files name only one of them."""
+_UNUSED = 5
+"""Type of tokens that only fill ids, such as `[PAD32000]`; the other types are those of sentencepiece."""
+_KINDS = {_UNUSED, proto.NORMAL, proto.UNKNOWN, proto.CONTROL, proto.USER_DEFINED, proto.BYTE}
+_PREFIX = "tokenizer.ggml"
+_PADDING = re.compile(r"\[PAD\d+\]")
+
+logger = logging.getLogger(__name__)
+
+
+def read_gguf_tokenizer(header: GgufHeader, folder: SourceFolder, vocab_size: int) -> TokenizerFiles:
+    """The tokenizer of a model of `vocab_size` tokens.
+
+    header: of the file that holds the metadata. folder: the folder that it is in. Raises CheckpointError for
+    a damaged tokenizer or another model's, UnsupportedModelError for rules that aren't known here.
+    """
+    tokens = _tokens(header, vocab_size)
+    bos_id, eos_ids = _token_id(header, "bos_token_id", vocab_size), _eos_ids(header, tokens, vocab_size)
+    template = header.text("tokenizer.chat_template")
+    blob = None if template is None else checked_template(template.encode())
+    if folder.has(TOKENIZER_FILES["tokenizers"]):
+        config = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
+        found = read_tokenizer(folder, config, {}, vocab_size)
+        _check_same(found, tokens, header)
+        if CHAT_TEMPLATE in found.blobs or blob is None:
+            return found
+        info = replace(found.info, chat_template=CHAT_TEMPLATE)
+        return TokenizerFiles(info, {**found.blobs, CHAT_TEMPLATE: blob})
+    blobs = {} if blob is None else {CHAT_TEMPLATE: blob}
+    chat_template = None if blob is None else CHAT_TEMPLATE
+    if not tokens:
+        logger.warning("%s has no tokenizer; the bundle will work on token ids, not text", header.file)
+        return TokenizerFiles(TokenizerInfo(None, bos_id, eos_ids, False, chat_template), blobs)
+    kind, data, adds_bos = _converted(header, tokens, bos_id, eos_ids)
+    explicit = header.boolean(f"{_PREFIX}.add_bos_token")
+    add_bos = (adds_bos if explicit is None else explicit) and bos_id is not None
+    info = TokenizerInfo(kind, bos_id, eos_ids, add_bos, chat_template)
+    if len(data) > MAX_BLOB_BYTES[TOKENIZER_FILES[kind]]:
+        raise CheckpointError(
+            f"{header.file}: its tokenizer makes a {TOKENIZER_FILES[kind]} of {len(data)} bytes; the limit "
+            f"is {MAX_BLOB_BYTES[TOKENIZER_FILES[kind]]}"
+        )
+    check_usable(info, kind, data, vocab_size, f"the tokenizer of {header.file}")
+    return TokenizerFiles(info, {TOKENIZER_FILES[kind]: data, **blobs})
+
+
+def _converted(
+    header: GgufHeader, tokens: list[tuple[str, int]], bos_id: int | None, eos_ids: tuple[int, ...]
+) -> tuple[TokenizerKind, bytes, bool]:
+    """Kind and bytes of the tokenizer's file, and whether texts get a BOS token unless the file says so."""
+    model = header.text(f"{_PREFIX}.model")
+    if model == "llama":
+        return "sentencepiece", _sentencepiece(header, tokens, bos_id, eos_ids), True
+    if model == "gpt2":
+        splitting = _splitting(header)
+        return "tokenizers", _tokenizer_json(header, tokens, splitting), splitting.adds_bos
+    raise UnsupportedModelError(
+        f"{header.file}: tokenizer.ggml.model is {_quoted(model)}, and only llama and gpt2 are known; "
+        "put the model's tokenizer.json beside the file"
+    )
+
+
+def _tokens(header: GgufHeader, vocab_size: int) -> list[tuple[str, int]]:
+    """(text, type) by id, without the padding at the end. Texts are distinct."""
+    texts = header.texts(f"{_PREFIX}.tokens") or []
+    kinds = header.numbers(f"{_PREFIX}.token_type")
+    if kinds is None:
+        kinds = np.full(len(texts), proto.NORMAL)
+    sound = kinds.dtype.kind in "iu" and len(kinds) == len(texts) and _KINDS.issuperset(kinds.tolist())
+    if not sound:
+        raise header.wrong(
+            f"{_PREFIX}.token_type", f"one of {sorted(_KINDS)} for each of {len(texts)} tokens"
+        )
+    tokens = list(zip(texts, kinds.tolist(), strict=True))
+    while tokens and _is_padding(*tokens[-1]):
+        tokens.pop()
+    if len(tokens) > vocab_size:
+        raise CheckpointError(
+            f"{header.file} has {len(tokens)} tokens and an embedding of {vocab_size}; it is damaged"
+        )
+    if len({text for text, _ in tokens}) != len(tokens):
+        raise header.wrong(f"{_PREFIX}.tokens", "texts of which no two are the same")
+    if any(len(text) > MAX_TOKEN_CHARS for text, _ in tokens):
+        raise header.wrong(f"{_PREFIX}.tokens", f"texts of at most {MAX_TOKEN_CHARS} characters")
+    return tokens
+
+
+def _is_padding(text: str, kind: int) -> bool:
+    return kind == _UNUSED and _PADDING.fullmatch(text) is not None
+
+
+def _sentencepiece(
+    header: GgufHeader, tokens: list[tuple[str, int]], bos_id: int | None, eos_ids: tuple[int, ...]
+) -> bytes:
+    """A sentencepiece model of the kind `llama`."""
+    if header.metadata.get(f"{_PREFIX}.precompiled_charsmap") is not None:
+        raise UnsupportedModelError(
+            f"{header.file}: tokenizer.ggml.precompiled_charsmap, which changes characters, isn't known "
+            "here; put the model's tokenizer.json beside the file"
+        )
+    scores = header.numbers(f"{_PREFIX}.scores")
+    if scores is None or len(scores) < len(tokens) or not np.isfinite(scores.astype(np.float32)).all():
+        raise header.wrong(f"{_PREFIX}.scores", f"a finite score for each of {len(tokens)} tokens")
+    adds_space = header.boolean(f"{_PREFIX}.add_space_prefix")
+    strips = header.boolean(f"{_PREFIX}.remove_extra_whitespaces")
+    pieces = [
+        (text if kind == proto.CONTROL else text.replace(" ", SPACE_MARK), float(score), kind)
+        for (text, kind), score in zip(tokens, scores.tolist(), strict=False)
+    ]
+    unknown = next((token for token, (_, kind) in enumerate(tokens) if kind == proto.UNKNOWN), -1)
+    return proto.bpe_model(
+        pieces,
+        unknown,
+        -1 if bos_id is None else bos_id,
+        eos_ids[0] if eos_ids else -1,
+        adds_space=adds_space is not False,
+        strips_spaces=strips is True,
+    )
+
+
+def _splitting(header: GgufHeader) -> Splitting:
+    name = header.text(f"{_PREFIX}.pre")
+    if name not in SPLITTINGS:
+        raise UnsupportedModelError(
+            f"{header.file}: tokenizer.ggml.pre is {_quoted(name)}, which says how text is split, and is "
+            f"none of {', '.join(SPLITTINGS)}; put the model's tokenizer.json beside the file"
+        )
+    return SPLITTINGS[name]
+
+
+def _tokenizer_json(header: GgufHeader, tokens: list[tuple[str, int]], splitting: Splitting) -> bytes:
+    """A `tokenizer.json` of byte-level BPE: tokens and merges of the file, splitting by its name for it."""
+    merges = header.texts(f"{_PREFIX}.merges")
+    if merges is None:
+        raise header.wrong(f"{_PREFIX}.merges", "there")
+    added = [
+        {
+            "id": token,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind != proto.USER_DEFINED,
+        }
+        for token, (text, kind) in enumerate(tokens)
+        if kind in (proto.CONTROL, proto.UNKNOWN, proto.USER_DEFINED)
+    ]
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "unk_token": None,
+        "byte_fallback": False,
+        "ignore_merges": splitting.whole_tokens,
+        "vocab": {text: i for i, (text, kind) in enumerate(tokens) if not _is_padding(text, kind)},
+        "merges": merges,
+    }
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": splitting.normalizer,
+        "pre_tokenizer": splitting.pre_tokenizer,
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": model,
+    }
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
+def _check_same(found: TokenizerFiles, tokens: list[tuple[str, int]], header: GgufHeader) -> None:
+    """Raises CheckpointError if a `tokenizer.json` beside the file has other tokens than the file's
+    metadata."""
+    document = json.loads(found.blobs[TOKENIZER_FILES["tokenizers"]])
+    vocabulary: dict[str, int] = document["model"]["vocab"]
+    for token, (text, kind) in enumerate(tokens):
+        if kind == proto.NORMAL and vocabulary.get(text, token) != token:
+            raise CheckpointError(
+                f"the tokenizer.json beside {header.file} gives {shown(text)} the id {vocabulary[text]}, and "
+                f"the file {token}; it is another model's, so move it away or put this model's in its place"
+            )
+
+
+def _token_id(header: GgufHeader, key: str, vocab_size: int) -> int | None:
+    token = header.integer(f"{_PREFIX}.{key}")
+    if token is not None and not 0 <= token < vocab_size:
+        raise header.wrong(f"{_PREFIX}.{key}", f"an id below {vocab_size}, not {token}")
+    return token
+
+
+def _eos_ids(header: GgufHeader, tokens: list[tuple[str, int]], vocab_size: int) -> tuple[int, ...]:
+    """Ids of tokens that end a text: those that keys name, then those that are known by their text."""
+    named = [_token_id(header, key, vocab_size) for key in END_KEYS]
+    known = [i for i, (text, kind) in enumerate(tokens) if kind == proto.CONTROL and text in END_TEXTS]
+    return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
+
+
+def _quoted(name: str | None) -> str:
+    return "missing" if name is None else shown(name)
