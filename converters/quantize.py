@@ -102,8 +102,9 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
         if not np.isfinite(w.astype(np.float16)).all():
             raise _bad_values(name)
         if bits == 4:
-            whole, rest = _fit_reference(w[:, : cols // GROUP_SIZE]), cols % GROUP_SIZE
-            fits = [whole, _fit_reference(w[:, cols // GROUP_SIZE :, :rest])] if rest else [whole]
+            fits, rest = [_fit_reference(w[:, : cols // GROUP_SIZE])], cols % GROUP_SIZE
+            if rest:
+                fits.append(_fit_reference(w[:, cols // GROUP_SIZE :, :rest]))
             scale, bias = (np.concatenate(values, axis=1)[:, :, None] for values in zip(*fits, strict=True))
             q = _codes(w - bias, scale)
         else:
@@ -113,8 +114,8 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
             bias = np.where(bias == 0, w[:, :, 0], bias)
             scale, bias = (x.astype(np.float16).astype(np.float32)[:, :, None] for x in (scale, bias))
             q = np.clip(np.rint((w - bias) / scale), np.float32(0), np.float32(255))
-    q = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
-    codes = q if bits == 8 else (q[:, 0::2] | q[:, 1::2] << 4)
+    whole = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
+    codes = whole if bits == 8 else (whole[:, 0::2] | whole[:, 1::2] << 4)
     scales, biases = (x[:, :, 0].astype(np.float16) for x in (scale, bias))
     return QuantizedRows(np.ascontiguousarray(codes), scales, biases)
 

@@ -81,7 +81,12 @@ def test_packing_puts_element_2k_in_the_low_nibble(runner: _native.Runner, bits:
     if bits == 4:
         # The whole range in steps of 1 is exact, and the first start.
         assert (rows.scales[0, 0], rows.biases[0, 0]) == (1.0, 1 - half)
-        assert [int(v) for v in (codes[0] & 15, codes[0] >> 4, codes[1] & 15, codes[1] >> 4)] == [15, 14, 1, 0]
+        assert [int(v) for v in (codes[0] & 15, codes[0] >> 4, codes[1] & 15, codes[1] >> 4)] == [
+            15,
+            14,
+            1,
+            0,
+        ]
     else:
         # The end further from zero is `half`, so it has code 0, and the range has steps of -1.
         assert (rows.scales[0, 0], rows.biases[0, 0]) == (-1.0, half)

@@ -351,7 +351,7 @@ def test_quantised_rows_read_back_near_what_they_were(bits: int) -> None:
         # Making zero exact may stretch a step by half a code's share of the range.
         assert (np.abs(out - weight) <= 0.75 * step * (1 + 8 / 256) + 2e-3 * np.abs(weight) + 1e-6).all()
     else:
-        # Least squares lets an end of the range miss by more than half a step, so that the rest misses by less.
+        # Least squares lets the ends of the range miss by more, so that the rest misses by less.
         square = np.square(out - weight)
         mean = [np.sqrt(square[:, start : start + 64].mean(axis=1)) for start in (0, 64, 128)]
         assert all((m <= 0.29 * s + 1e-3).all() for m, s in zip(mean, steps, strict=True))

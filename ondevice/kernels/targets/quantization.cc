@@ -154,8 +154,8 @@ static void fit(const float* w, int64_t n, F low, F high, Best* best) {
   F scale = load(best->scale), bias = load(best->bias);
   for (int i = 0; i <= kFits; ++i) {
     try_out<true>(w, n, scale, bias, best, &sums);
-    scale = as_half(div(sub(mul(count, sums.qt), mul(sums.q, sums.t)),
-                        sub(mul(count, sums.qq), mul(sums.q, sums.q))));
+    scale = as_half(
+        div(sub(mul(count, sums.qt), mul(sums.q, sums.t)), sub(mul(count, sums.qq), mul(sums.q, sums.q))));
     bias = as_half(add(bias, div(sub(sums.t, mul(scale, sums.q)), count)));
   }
 }

@@ -125,7 +125,7 @@ class Model:
             self._model = Transformer(bundle.config, self._backend, weights)
         if not bundle.config.tie_embeddings:
             raise SystemExit(f"{folder} has a head of its own, which isn't measured here")
-        self.matrices = []
+        self.matrices: list[Matrix] = []
         for layer in weights.layers:
             ffn = layer.feed_forward
             for weight in (layer.qkv.weight, layer.out.weight, ffn.gate):
@@ -155,9 +155,11 @@ class Model:
 
 
 def log_probabilities(logits: Float32) -> Float64:
+    """(T, V) natural logarithms of the chances that logits (T, V) stand for."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    found: Float64 = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return found
 
 
 def measure(model: Model, pieces: Sequence[Sequence[int]], exact: Sequence[Float32]) -> tuple[float, float]:
@@ -220,8 +222,8 @@ def main() -> None:
             else:
                 pieces = given_text(folder, args.text.read_text(errors="replace"), args.tokens)
             print(
-                f"\n{name}\n\n| rounding | error of weights | perplexity | KL, nats | against range | seconds |"
-                "\n|---|---|---|---|---|---|"
+                f"\n{name}\n\n| rounding | error of weights | perplexity | KL, nats | against range | "
+                "seconds |\n|---|---|---|---|---|---|"
             )
             figures[name] = compare(folder, pieces, lambda line: print(line, flush=True))
     print(json.dumps({"benchmark": "rounding", "models": figures}))

@@ -74,17 +74,16 @@ def with_feedback(weight: Float32, moments: Float64) -> Float32:
 def rows_with_feedback(weight: Float32, moments: Float64) -> Float32:
     """`with_feedback` for a down projection, whose rows are rounded each alone: errors go from row to row.
 
-    Rows of much energy come first. moments: (F, F) of the inputs.
+    Rows of much energy come first. moments: (F, F) of the inputs. Rows are whole groups, or less than one.
     """
     order = np.argsort(-np.diag(moments), kind="stable")
     w, rounded = weight[order].astype(np.float64), np.empty(weight.shape)
     spread = _spread(moments[np.ix_(order, order)])
-    even = np.ones(GROUP_SIZE)
+    width = min(GROUP_SIZE, weight.shape[1])
     for row in range(len(w)):
-        for part in _groups(weight.shape[1]):
-            group = w[row : row + 1, part]
-            scale, bias = _fit(group, even[: group.shape[1]])
-            rounded[row, part] = scale * _codes(group, scale, bias)[0] + bias
+        groups = w[row].reshape(-1, width)
+        scale, bias = _fit(groups, np.ones(width))
+        rounded[row] = (scale[:, None] * _codes(groups, scale, bias) + bias[:, None]).reshape(-1)
         error = (w[row] - rounded[row]) / spread[row, row]
         w[row + 1 :] -= np.outer(spread[row, row + 1 :], error)
     found = np.empty_like(weight)
@@ -111,7 +110,9 @@ def _fit(w: Float64, energy: Float64) -> tuple[Float64, Float64]:
     low = w.min(axis=1)
     width = w.max(axis=1) - low
     energy = energy + max(1e-30, 1e-6 * float(energy.mean()))
-    starts = [(width * (1 - a - b) / TOP, low + a * width) for a in map(float, CUTS) for b in map(float, CUTS)]
+    starts = [
+        (width * (1 - a - b) / TOP, low + a * width) for a in map(float, CUTS) for b in map(float, CUTS)
+    ]
     best = np.stack([np.full(len(w), np.inf), np.zeros(len(w)), np.zeros(len(w))])
 
     def try_out(scale: Float64, bias: Float64) -> None:
