@@ -20,6 +20,11 @@ from ondevice.kernels import _native
 Weights = NDArray[Any]
 """(R, C) weights in a checkpoint's own type: float32, float16, or uint16 with bfloat16 bits."""
 
+Float32 = NDArray[np.float32]
+CUTS = tuple(np.float32(cut) for cut in (0.0, 0.04, 0.08))
+"""Shares of a group's range that the starts of the search leave out at an end."""
+FITS = 4
+"""Times that scale and bias are fitted to the codes by least squares."""
 _SAMPLED_ROWS = 4
 
 
@@ -79,9 +84,26 @@ def quantize(runner: _native.Runner, weights: Weights, bits: int, name: str) -> 
 def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> QuantizedRows:
     """The definition of `quantize`, in numpy. Each line is one float32 operation, in order.
 
-    For a group's real columns (padding takes no part), with top = 2^bits - 1:
+    At 4 bits, for the n real columns of a group (padding takes no part), sums running over them in order:
 
-        low, high = min(w), max(w)
+        low, high = min(w), max(w);  range = |high - low|
+        nine starts, for cut_low in CUTS, for cut_high in CUTS:
+            scale = range * (1 - cut_low - cut_high) / 15
+            bias  = low + cut_low * range
+        a tenth start: as at 8 bits, with top = 15
+        from the best start, FITS times, with t = w - bias and q its codes:
+            scale = (n * sum(q * t) - sum(q) * sum(t)) / (n * sum(q * q) - sum(q) * sum(q))
+            bias  = bias + (sum(t) - scale * sum(q)) / n                 (least squares, given the codes)
+
+    Each scale and bias is rounded to float16 and widened again before it is used, and
+
+        q     = round_half_even(clip((w - bias) * (1 / scale), 0, 15)), or 0 where scale is 0
+        error = sum((scale * q - (w - bias))^2)
+
+    The first scale and bias with the least error are stored; an error that isn't finite is never the least.
+
+    At 8 bits, with top = 255:
+
         scale     = (high - low) / top, negated unless |low| > |high|
         bias      = low if |low| > |high| else high        (the end of the range that is further from zero)
         q0        = round_half_even(bias / scale), or 0 where scale is 0
@@ -89,37 +111,93 @@ def quantize_reference(weights: Weights, bits: int, name: str = "weights") -> Qu
         scale, bias are rounded to float16, and widened again
         q         = clip(round_half_even((w - bias) / scale), 0, top), or 0 where scale is 0
 
-    In a group of zeros the bias keeps the sign of the group's first element. Padding has q = 0.
+    In a group of zeros that bias keeps the sign of the group's first element. Padding has q = 0.
     At 16 bits the values are rounded to float16, and padding is 0.
-    Raises CheckpointError if w, scale or bias isn't finite.
+    Raises CheckpointError if a value isn't finite as float16.
     """
     rows, cols = weights.shape
     groups = -(-cols // GROUP_SIZE)
     if bits == 16:
         return _half_reference(weights, groups * GROUP_SIZE, name)
-    top = np.float32((1 << bits) - 1)
     w = np.zeros((rows, groups * GROUP_SIZE), dtype=np.float32)
     w[:, :cols] = to_float32(weights)
     w = w.reshape(rows, groups, GROUP_SIZE)
     real = np.arange(groups * GROUP_SIZE).reshape(groups, GROUP_SIZE) < cols
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore", under="ignore"):
-        low = np.where(real, w, np.inf).min(axis=2)
-        high = np.where(real, w, -np.inf).max(axis=2)
-        from_low = np.abs(low) > np.abs(high)
-        scale = (high - low) / top
-        scale = np.where(from_low, scale, -scale)
-        bias = np.where(from_low, low, high)
-        bias = np.where(bias == 0, w[:, :, 0], bias)
-        q0 = np.where(scale != 0, np.rint(bias / scale), np.float32(0))
-        scale = np.where(q0 != 0, bias / q0, scale)
-        scales, biases = scale.astype(np.float16), bias.astype(np.float16)
-        scale, bias = (x.astype(np.float32)[:, :, None] for x in (scales, biases))
-        q = np.clip(np.rint((w - bias) / scale), np.float32(0), top)
-        if not (np.isfinite(w).all() and np.isfinite(scales).all() and np.isfinite(biases).all()):
+    with np.errstate(all="ignore"):
+        if not np.isfinite(w.astype(np.float16)).all():
             raise _bad_values(name)
-        q = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
-    codes = q if bits == 8 else (q[:, 0::2] | q[:, 1::2] << 4)
+        if bits == 4:
+            fits, rest = [_fit_reference(w[:, : cols // GROUP_SIZE])], cols % GROUP_SIZE
+            if rest:
+                fits.append(_fit_reference(w[:, cols // GROUP_SIZE :, :rest]))
+            scale, bias = (np.concatenate(values, axis=1)[:, :, None] for values in zip(*fits, strict=True))
+            q = _codes(w - bias, scale)
+        else:
+            low = np.where(real, w, np.inf).min(axis=2)
+            high = np.where(real, w, -np.inf).max(axis=2)
+            scale, bias = _range_reference(low, high, 255)
+            bias = np.where(bias == 0, w[:, :, 0], bias)
+            scale, bias = (x.astype(np.float16).astype(np.float32)[:, :, None] for x in (scale, bias))
+            q = np.clip(np.rint((w - bias) / scale), np.float32(0), np.float32(255))
+    whole = np.where((scale != 0) & real, q, 0).astype(np.uint8).reshape(rows, -1)
+    codes = whole if bits == 8 else (whole[:, 0::2] | whole[:, 1::2] << 4)
+    scales, biases = (x[:, :, 0].astype(np.float16) for x in (scale, bias))
     return QuantizedRows(np.ascontiguousarray(codes), scales, biases)
+
+
+def _fit_reference(w: Float32) -> tuple[Float32, Float32]:
+    """Scale and bias, (R, G) float16 values as float32, of the groups w (R, G, n) at 4 bits."""
+    low, high, n = w.min(axis=2), w.max(axis=2), np.float32(w.shape[2])
+    width, one = np.abs(high - low), np.float32(1)
+    best = np.stack([np.full_like(low, np.inf), np.zeros_like(low), np.zeros_like(low)])
+
+    def try_out(scale: Float32, bias: Float32) -> tuple[Float32, Float32, Float32]:
+        """Keep what is better than `best`. Returns the scale and bias as rounded, and the weights' codes."""
+        scale, bias = (x.astype(np.float16).astype(np.float32) for x in (scale, bias))
+        t = w - bias[:, :, None]
+        q = _codes(t, scale[:, :, None])
+        error = _sum_in_order((scale[:, :, None] * q - t) ** 2)
+        np.copyto(best, np.stack([error, scale, bias]), where=error < best[0])
+        return scale, bias, q
+
+    for cut_low in CUTS:
+        for cut_high in CUTS:
+            try_out(width * (one - cut_low - cut_high) / np.float32(15), low + cut_low * width)
+    try_out(*_range_reference(low, high, 15))
+    scale, bias = best[1], best[2]
+    for _ in range(FITS):
+        scale, bias, q = try_out(scale, bias)
+        t = w - bias[:, :, None]
+        sum_q, sum_t, sum_qq, sum_qt = (_sum_in_order(x) for x in (q, t, q * q, q * t))
+        scale = (n * sum_qt - sum_q * sum_t) / (n * sum_qq - sum_q * sum_q)
+        scale = scale.astype(np.float16).astype(np.float32)
+        bias = bias + (sum_t - scale * sum_q) / n
+    try_out(scale, bias)
+    return best[1], best[2]
+
+
+def _codes(t: Float32, scale: Float32) -> Float32:
+    """Codes of t = w - bias at 4 bits, before padding is set to 0. A t that isn't a number has any code."""
+    inverse = np.where(scale != 0, np.float32(1) / scale, np.float32(0))
+    return np.rint(np.clip(t * inverse, np.float32(0), np.float32(15)))
+
+
+def _sum_in_order(x: Float32) -> Float32:
+    """Sums over the last axis, from its first element to its last."""
+    total = np.zeros(x.shape[:-1], dtype=np.float32)
+    for i in range(x.shape[-1]):
+        total += x[..., i]
+    return total
+
+
+def _range_reference(low: Float32, high: Float32, top: int) -> tuple[Float32, Float32]:
+    """Scale and bias, not rounded yet, of groups whose codes 0 to `top` span the range from low to high."""
+    from_low = np.abs(low) > np.abs(high)
+    scale = (high - low) / np.float32(top)
+    scale = np.where(from_low, scale, -scale)
+    bias = np.where(from_low, low, high)
+    q0 = np.where(scale != 0, np.rint(bias / scale), np.float32(0))
+    return np.where(q0 != 0, bias / q0, scale), bias
 
 
 def _half_reference(weights: Weights, padded_cols: int, name: str) -> QuantizedRows:

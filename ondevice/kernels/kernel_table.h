@@ -128,9 +128,10 @@ struct KernelTable {
   // Row-major codes, scales, biases -> floats.
   void (*dequantize_row)(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
                          int64_t groups, float* out);
-  // A row of floats -> codes, scales, biases. False if a value isn't finite or a scale overflows float16.
-  bool (*quantize_row)(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales,
-                       uint16_t* biases);
+  // Up to 16 rows of floats -> codes, scales, biases at 4 or 8 bits. False if a value isn't finite or
+  // overflows float16; what is written then is undefined.
+  bool (*quantize_block)(int bits, const float* x, int64_t rows, int64_t cols, uint8_t* codes,
+                         uint16_t* scales, uint16_t* biases);
   void (*half_to_float)(const uint16_t* in, float* out, int64_t n);
   bool (*float_to_half)(const float* in, uint16_t* out, int64_t n);
   // Indices and values of the `count` largest of x (n), largest first, ties to the lower index.

@@ -55,16 +55,15 @@ bool quantize_rows(Runner& runner, const SourceRows& source, int64_t rows, int64
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i * kRows, count = rows - row < kRows ? rows - row : kRows;
       gather(kernels, source, row, count, cols, values);
+      if (bits != 16) {
+        good &= kernels.quantize_block(bits, values, count, cols, codes + row * codes_bytes,
+                                       scales + row * groups, biases + row * groups);
+        continue;
+      }
       for (int64_t r = 0; r < count; ++r) {
-        const float* x = values + r * cols;
         uint8_t* out = codes + (row + r) * codes_bytes;
-        if (bits == 16) {
-          good &= kernels.float_to_half(x, reinterpret_cast<uint16_t*>(out), cols);
-          std::memset(out + 2 * cols, 0, static_cast<size_t>(codes_bytes - 2 * cols));
-        } else {
-          good &= kernels.quantize_row(bits, x, cols, out, scales + (row + r) * groups,
-                                       biases + (row + r) * groups);
-        }
+        good &= kernels.float_to_half(values + r * cols, reinterpret_cast<uint16_t*>(out), cols);
+        std::memset(out + 2 * cols, 0, static_cast<size_t>(codes_bytes - 2 * cols));
       }
     }
     if (!good) finite.store(false);

@@ -94,7 +94,8 @@ def test_quantised_logits_equal_transformers_on_the_dequantised_weights(
     for name, exact in random_tensors(tiny_config(**VARIANTS[variant])).items():
         worst = np.abs(weights[name] - exact).max() / np.abs(exact).max()
         # A group spans at most twice the largest weight; a code of its own for zero costs up to a step.
-        assert worst <= (0.0 if exact.ndim == 1 else 2 / {"q4": 15, "q8": 255}[quant]), name
+        # At 4 bits the ends of a range may miss by more, so that the sum of squares is the least.
+        assert worst <= (0.0 if exact.ndim == 1 else {"q4": 4 / 15, "q8": 2 / 255}[quant]), name
 
 
 @pytest.mark.parametrize(("scheme", "family"), [

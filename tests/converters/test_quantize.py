@@ -77,19 +77,27 @@ def test_packing_puts_element_2k_in_the_low_nibble(runner: _native.Runner, bits:
     row = np.zeros((1, 64), dtype=np.float32)
     row[0, :4] = [half, half - 1, 2 - half, 1 - half]
     rows = quantize(runner, row, bits, "t")
-    # The end further from zero is `half`, so it has code 0, and the range has steps of -1.
-    assert (rows.scales[0, 0], rows.biases[0, 0]) == (-1.0, half)
     codes = rows.codes[0]
-    values = [codes[0] & 15, codes[0] >> 4, codes[1] & 15, codes[1] >> 4] if bits == 4 else codes[:4]
-    assert [int(v) for v in values] == [0, 1, top - 1, top]
+    if bits == 4:
+        # The whole range in steps of 1 is exact, and the first start.
+        assert (rows.scales[0, 0], rows.biases[0, 0]) == (1.0, 1 - half)
+        assert [int(v) for v in (codes[0] & 15, codes[0] >> 4, codes[1] & 15, codes[1] >> 4)] == [
+            15,
+            14,
+            1,
+            0,
+        ]
+    else:
+        # The end further from zero is `half`, so it has code 0, and the range has steps of -1.
+        assert (rows.scales[0, 0], rows.biases[0, 0]) == (-1.0, half)
+        assert [int(v) for v in codes[:4]] == [0, 1, top - 1, top]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_values_come_back_within_half_a_step(bits: int) -> None:
+def test_8_bits_come_back_within_half_a_step() -> None:
     """The end nearer to zero may miss by up to a step, which gives zero a code of its own."""
     rows = np.random.default_rng(1).standard_normal((50, 200)).astype(np.float32)
-    quantised = quantize_reference(rows, bits)
-    errors = np.abs(dequantize(quantised, bits, 200) - rows)
+    quantised = quantize_reference(rows, 8)
+    errors = np.abs(dequantize(quantised, 8, 200) - rows)
     step = np.repeat(np.abs(quantised.scales.astype(np.float32)), 64, axis=1)[:, :200]
     rounding = 2.0**-10 * np.abs(rows).max()  # of scale and bias to float16, over the range
     assert (errors <= step + rounding).all()
@@ -97,12 +105,69 @@ def test_values_come_back_within_half_a_step(bits: int) -> None:
     assert 0.2 * step.mean() < errors.mean() < 0.3 * step.mean()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_zero_stays_zero(bits: int) -> None:
+def test_zero_stays_zero_at_8_bits() -> None:
     rows = np.random.default_rng(3).standard_normal((20, 128)).astype(np.float32)
     rows[:, ::3] = 0.0
-    back = dequantize(quantize_reference(rows, bits), bits, 128)
+    back = dequantize(quantize_reference(rows, 8), 8, 128)
     assert np.abs(back[:, ::3]).max() < 2.0**-10 * np.abs(rows).max()
+
+
+def spanning_the_range(rows: np.ndarray) -> np.ndarray:
+    """Groups (N, n) at 4 bits whose codes span the range, zero having a code: what 8 bits do, in float64."""
+    w = rows.astype(np.float64)
+    low, high = w.min(axis=1, keepdims=True), w.max(axis=1, keepdims=True)
+    end, step = np.where(-low > high, low, high), np.where(-low > high, high - low, low - high) / 15
+    with np.errstate(all="ignore"):
+        zero = np.where(step != 0, np.rint(end / step), 0)
+        step = np.where(zero != 0, end / zero, step).astype(np.float16).astype(np.float64)
+        end = end.astype(np.float16).astype(np.float64)
+        codes = np.clip(np.rint((w - end) / step), 0, 15)
+    return end + step * np.where(step != 0, codes, 0)
+
+
+def group_errors(rows: np.ndarray, back: np.ndarray) -> np.ndarray:
+    return np.square(back.astype(np.float64) - rows).sum(axis=1)
+
+
+@pytest.mark.parametrize("cols", [1, 2, 33, 64])
+def test_4_bits_never_miss_by_more_than_codes_that_span_the_range(cols: int) -> None:
+    rows = np.concatenate([awkward_rows(cols, seed) for seed in range(8)])
+    rows = np.concatenate([rows, np.where(np.random.default_rng(cols).random(rows.shape) < 0.8, 0, rows)])
+    back = dequantize(quantize_reference(rows, 4), 4, cols)
+    # Errors are summed in float32, which tells apart no squares of less than 1e-45.
+    assert (group_errors(rows, back) <= 1.0001 * group_errors(rows, spanning_the_range(rows)) + 1e-40).all()
+
+
+def test_4_bits_by_least_squares_save_a_fifth_of_the_squared_error() -> None:
+    rows = np.random.default_rng(4).standard_normal((2000, 64)).astype(np.float32)
+    back = dequantize(quantize_reference(rows, 4), 4, 64)
+    assert group_errors(rows, back).sum() < 0.81 * group_errors(rows, spanning_the_range(rows)).sum()
+
+
+def test_no_other_scale_or_bias_suits_the_codes_better() -> None:
+    """Least squares over a group's own codes finds nothing that saves a hundredth of its error."""
+    rows = np.random.default_rng(5).standard_normal((300, 64)).astype(np.float32)
+    quantised = quantize_reference(rows, 4)
+    error = group_errors(rows, dequantize(quantised, 4, 64))
+    codes = np.stack([quantised.codes & 15, quantised.codes >> 4], axis=-1).reshape(len(rows), 64)
+    best = [
+        np.linalg.lstsq(np.stack([q, np.ones(64)], axis=1), w, rcond=None)[1][0]
+        for q, w in zip(codes.astype(np.float64), rows.astype(np.float64), strict=True)
+    ]
+    assert (error >= np.array(best) - 1e-9).all()
+    assert error.sum() < 1.002 * sum(best)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_float16_values_are_stored(runner: _native.Runner, bits: int) -> None:
+    rows = np.random.default_rng(6).uniform(-65504, 65504, (20, 64)).astype(np.float32)
+    rows[:, 0], rows[:, 1] = -65504, 65504
+    rows[0] = np.where(np.arange(64) % 2, 65504, -65504)
+    quantised = quantize(runner, rows, bits, "t")
+    assert same_bytes(quantised, quantize_reference(rows, bits))
+    back = dequantize(quantised, bits, 64)
+    assert np.isfinite(back).all()
+    assert np.abs(back - rows).max() < 65504 / (6 if bits == 4 else 100)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -355,7 +355,7 @@ def test_activations_against_float64() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_rows_read_back_within_half_a_step(bits: int) -> None:
+def test_quantised_rows_read_back_near_what_they_were(bits: int) -> None:
     weight = normal(33, 130) * 0.1
     weight[0] = 0.0
     weight[1] = 3.0
@@ -375,8 +375,14 @@ def test_quantised_rows_read_back_within_half_a_step(bits: int) -> None:
     steps = [(g.max(axis=1) - g.min(axis=1)) / (2**bits - 1) for g in groups]
     widened = [np.repeat(s[:, None], g.shape[1], 1) for s, g in zip(steps, groups, strict=True)]
     step = np.concatenate(widened, 1)
-    # Making zero exact may stretch a step by half a code's share of the range.
-    assert (np.abs(out - weight) <= 0.75 * step * (1 + 8 / 2**bits) + 2e-3 * np.abs(weight) + 1e-6).all()
+    if bits == 8:
+        # Making zero exact may stretch a step by half a code's share of the range.
+        assert (np.abs(out - weight) <= 0.75 * step * (1 + 8 / 256) + 2e-3 * np.abs(weight) + 1e-6).all()
+    else:
+        # Least squares lets the ends of the range miss by more, so that the rest misses by less.
+        square = np.square(out - weight)
+        mean = [np.sqrt(square[:, start : start + 64].mean(axis=1)) for start in (0, 64, 128)]
+        assert all((m <= 0.29 * s + 1e-3).all() for m, s in zip(mean, steps, strict=True))
     assert (out[0] == 0).all()
 
 

@@ -55,7 +55,7 @@ Row quantize(Runner& runner, int bits, const float* x, int64_t cols) {
   if (bits == 16)
     runner.kernels().float_to_half(x, reinterpret_cast<uint16_t*>(row.codes.data()), cols);
   else
-    runner.kernels().quantize_row(bits, x, cols, row.codes.data(), row.scales.data(), row.biases.data());
+    runner.kernels().quantize_block(bits, x, 1, cols, row.codes.data(), row.scales.data(), row.biases.data());
   return row;
 }
 

@@ -24,7 +24,7 @@ const KernelTable kTable = {
     kv_move,
     attention,
     dequantize_row,
-    quantize_row,
+    quantize_block,
     half_to_float,
     float_to_half,
     largest,

@@ -25,11 +25,20 @@ void quantize_activations(const float* x, int64_t cols, bool nibble_order, const
   }
 }
 
-// Group-affine, MLX's form: one end of the range is the bias, and zero has a code of its own.
+// MLX's scale and bias: codes 0 to top span the range, one end is the bias, and zero has a code of its own.
+static void span(float low, float high, float top, float* scale, float* bias) {
+  const bool low_end = fabsf(low) > fabsf(high);
+  *scale = (high - low) / top;
+  *scale = low_end ? *scale : -*scale;
+  *bias = low_end ? low : high;
+  const float q0 = *scale != 0.0f ? rintf(*bias / *scale) : 0.0f;
+  if (q0 != 0.0f) *scale = *bias / q0;
+}
+
+// A row at 8 bits.
 // The scale and bias are rounded to float16 before the codes are chosen with them.
-bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales,
-                  uint16_t* biases) {
-  const float top = bits == 4 ? 15.0f : 255.0f;
+static bool quantize_row(const float* x, int64_t cols, uint8_t* codes, uint16_t* scales, uint16_t* biases) {
+  const float top = 255.0f;
   const int64_t groups = (cols + kGroup - 1) / kGroup;
   bool finite = true;
   for (int64_t g = 0; g < groups; ++g) {
@@ -41,12 +50,8 @@ bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16
       low = w[i] < low ? w[i] : low;
       high = w[i] > high ? w[i] : high;
     }
-    const bool low_end = fabsf(low) > fabsf(high);
-    float scale = (high - low) / top;
-    scale = low_end ? scale : -scale;
-    float bias = low_end ? low : high;
-    const float q0 = scale != 0.0f ? rintf(bias / scale) : 0.0f;
-    if (q0 != 0.0f) scale = bias / q0;
+    float scale, bias;
+    span(low, high, top, &scale, &bias);
     uint16_t halves[16];
     store_half(halves, set1(scale));
     scales[g] = halves[0];
@@ -66,12 +71,144 @@ bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16
         store(values, code);
         for (int64_t k = 0; k < 16 && 16 * i + k < n; ++k) q[16 * i + k] = static_cast<uint8_t>(values[k]);
       }
-    if (bits == 8) {
-      memcpy(codes + g * kGroup, q, kGroup);
-    } else {
-      for (int k = 0; k < 32; ++k) codes[g * 32 + k] = static_cast<uint8_t>(q[2 * k] | (q[2 * k + 1] << 4));
+    memcpy(codes + g * kGroup, q, kGroup);
+  }
+  return finite;
+}
+
+// At 4 bits a lane is a row: what follows works on one group of 16 rows, w being (n, 16).
+
+constexpr float kCuts[] = {0.0f, 0.04f, 0.08f};  // shares of the range that a start leaves out at an end
+constexpr int kFits = 4;
+constexpr float kTop = 15.0f;
+
+struct Best {
+  float error[16], scale[16], bias[16];
+};
+
+// What the scale and bias of least squares follow from, t being w - bias and q its code.
+struct Sums {
+  F q, qq, t, qt;
+};
+
+static inline F as_half(F x) {
+  uint16_t halves[16];
+  store_half(halves, x);
+  return load_half(halves);
+}
+
+static inline F inverse_of(F scale) {
+  float v[16];
+  store(v, scale);
+  for (float& x : v) x = x != 0.0f ? 1.0f / x : 0.0f;
+  return load(v);
+}
+
+// The code of t = w - bias. Adding 2^23 rounds to an integer, half to even. NaN has the code 0.
+static inline F code_of(F t, F inverse) {
+  const F whole = set1(8388608.0f);
+  return sub(add(min(max(mul(t, inverse), zero()), set1(kTop)), whole), whole);
+}
+
+// Keeps a scale and bias where their squared error is the least so far; one that isn't finite never is.
+template <bool kWithSums>
+static inline void try_out(const float* w, int64_t n, F scale, F bias, Best* best, Sums* sums) {
+  const F inverse = inverse_of(scale);
+  F error = zero();
+  if (kWithSums) *sums = {zero(), zero(), zero(), zero()};
+  for (int64_t i = 0; i < n; ++i) {
+    const F t = sub(load(w + 16 * i), bias), q = code_of(t, inverse), off = sub(mul(scale, q), t);
+    error = add(error, mul(off, off));
+    if (kWithSums)
+      *sums = {add(sums->q, q), add(sums->qq, mul(q, q)), add(sums->t, t), add(sums->qt, mul(q, t))};
+  }
+  float e[16], s[16], b[16];
+  store(e, error);
+  store(s, scale);
+  store(b, bias);
+  for (int k = 0; k < 16; ++k)
+    if (e[k] < best->error[k]) {
+      best->error[k] = e[k];
+      best->scale[k] = s[k];
+      best->bias[k] = b[k];
+    }
+}
+
+// Searches scale and bias: from the best of nine cuts of the range and the whole range with a code for zero,
+// least squares and codes in turn.
+static void fit(const float* w, int64_t n, F low, F high, Best* best) {
+  const F range = abs(sub(high, low)), count = set1(static_cast<float>(n));
+  Sums sums;
+  for (float& error : best->error) error = HUGE_VALF;
+  for (const float cut_low : kCuts)
+    for (const float cut_high : kCuts) {
+      const F scale = div(mul(range, set1(1.0f - cut_low - cut_high)), set1(kTop));
+      const F bias = add(low, mul(set1(cut_low), range));
+      try_out<false>(w, n, as_half(scale), as_half(bias), best, &sums);
+    }
+  float lows[16], highs[16], scales[16], biases[16];
+  store(lows, low);
+  store(highs, high);
+  for (int k = 0; k < 16; ++k) span(lows[k], highs[k], kTop, scales + k, biases + k);
+  try_out<false>(w, n, as_half(load(scales)), as_half(load(biases)), best, &sums);
+  F scale = load(best->scale), bias = load(best->bias);
+  for (int i = 0; i <= kFits; ++i) {
+    try_out<true>(w, n, scale, bias, best, &sums);
+    scale = as_half(
+        div(sub(mul(count, sums.qt), mul(sums.q, sums.t)), sub(mul(count, sums.qq), mul(sums.q, sums.q))));
+    bias = as_half(add(bias, div(sub(sums.t, mul(scale, sums.q)), count)));
+  }
+}
+
+// Up to 16 rows at 4 bits. Each sum runs over the columns in order, so that all targets give the same bits.
+static bool quantize_nibbles(const float* x, int64_t rows, int64_t cols, uint8_t* codes, uint16_t* scales,
+                             uint16_t* biases) {
+  const int64_t groups = (cols + kGroup - 1) / kGroup;
+  float w[kGroup * 16];
+  bool finite = true;
+  for (int64_t g = 0; g < groups; ++g) {
+    const int64_t n = cols - g * kGroup < kGroup ? cols - g * kGroup : kGroup;
+    memset(w, 0, sizeof(w));
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t i = 0; i < n; ++i) w[16 * i + r] = x[r * cols + g * kGroup + i];
+    F low = load(w), high = low, magnitude = zero();
+    for (int64_t i = 0; i < n; ++i) {
+      const F v = load(w + 16 * i);
+      low = min(low, v);
+      high = max(high, v);
+      magnitude = max_magnitude(magnitude, v);
+    }
+    uint16_t halves[16];
+    store_half(halves, magnitude);
+    for (const uint16_t half : halves) finite &= (half & 0x7c00u) != 0x7c00u;
+    if (!finite) return false;
+    Best best{};
+    fit(w, n, low, high, &best);
+    const F bias = load(best.bias), scale = load(best.scale), inverse = inverse_of(scale);
+    store_half(halves, scale);
+    for (int64_t r = 0; r < rows; ++r) scales[r * groups + g] = halves[r];
+    store_half(halves, bias);
+    for (int64_t r = 0; r < rows; ++r) biases[r * groups + g] = halves[r];
+    for (int64_t k = 0; k < kGroup / 2; ++k) {
+      const F even = 2 * k < n ? code_of(sub(load(w + 32 * k), bias), inverse) : zero();
+      const F odd = 2 * k + 1 < n ? code_of(sub(load(w + 32 * k + 16), bias), inverse) : zero();
+      float pairs[16];
+      store(pairs, add(even, mul(odd, set1(16.0f))));
+      for (int64_t r = 0; r < rows; ++r)
+        codes[(r * groups + g) * (kGroup / 2) + k] = static_cast<uint8_t>(pairs[r]);
     }
   }
+  return true;
+}
+
+bool quantize_block(int bits, const float* x, int64_t rows, int64_t cols, uint8_t* codes, uint16_t* scales,
+                    uint16_t* biases) {
+  if (bits == 4) return quantize_nibbles(x, rows, cols, codes, scales, biases);
+  const int64_t groups = (cols + kGroup - 1) / kGroup;
+  bool finite = true;
+  for (int64_t r = 0; r < rows; ++r)
+    finite &= quantize_row(x + r * cols, cols, codes + r * groups * kGroup, scales + r * groups,
+                           biases + r * groups);
   return finite;
 }
 

@@ -40,7 +40,8 @@ void kv_move(const KvView& kv, int64_t from, int64_t to);
 void attention(const AttentionArgs& args, int64_t head, int64_t q_begin, int64_t q_end, float* scratch);
 void dequantize_row(int bits, const uint8_t* codes, const uint16_t* scales, const uint16_t* biases,
                     int64_t groups, float* out);
-bool quantize_row(int bits, const float* x, int64_t cols, uint8_t* codes, uint16_t* scales, uint16_t* biases);
+bool quantize_block(int bits, const float* x, int64_t rows, int64_t cols, uint8_t* codes, uint16_t* scales,
+                    uint16_t* biases);
 void half_to_float(const uint16_t* in, float* out, int64_t n);
 bool float_to_half(const float* in, uint16_t* out, int64_t n);
 void largest(const float* x, int64_t n, int64_t count, int32_t* ids, float* best);

@@ -1,0 +1,233 @@
+"""What 4 bits cost by each way of rounding: perplexity, and KL divergence from the model before rounding.
+
+The models are stories260K in float16, and the model that ships and its SwiGLU twin as their q8 bundles stand.
+The text is the model's own, sampled at temperature 1, where it has learnt what it predicts; or `--text FILE`.
+Its first part is what inputs are measured on, for the ways that use them; the rest measures. Runs on the
+`reference` backend, with float activations, so that weights alone are rounded. Ends with one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.backends.base import EmbeddingSource, Float32, Int32, Norm
+from ondevice.backends.forward_batch import ForwardBatch
+from ondevice.backends.reference import (
+    ReferenceBackend,
+    ReferenceFeedForward,
+    ReferenceLinear,
+    activate,
+)
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.convert import convert
+from ondevice.flash.reader import FlashReader
+from ondevice.model.kv_cache import KVCache, KVLayout
+from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.transformer import Transformer
+from ondevice.model_config import Activation
+from tests.benchmarks.explain.threshold_quality import given_text, own_text
+from tests.benchmarks.lib import rounding
+from tests.benchmarks.lib.rounding import Float64
+from tests.support.paths import ROOT, SHARED_DATA, SHIPPED
+
+MODELS = {
+    "stories260K": SHARED_DATA / "models" / "stories260K",
+    "small-relu": SHIPPED,
+    "small-silu": ROOT / "tests" / "benchmarks" / "data" / "small-silu",
+}
+MEASURED_SHARE = 0.4
+WAYS = ("range", "least squares", "weighted", "feedback")
+NEEDS_TEXT = ("weighted", "feedback")
+
+
+class RoundedBackend(ReferenceBackend):
+    """The reference, whose tied embedding is an array too, and which can sum its inputs' second moments."""
+
+    def __init__(self) -> None:
+        self.table: Float32 = np.empty((0, 0), np.float32)
+        self.moments: dict[int, Float64] | None = None
+
+    def embedding(self, table: EmbeddingSource, tokens: Int32) -> Float32:
+        return self.table[tokens]
+
+    def linear(
+        self, x: Float32, weight: ReferenceLinear, norm: Norm | None = None, added: Float32 | None = None
+    ) -> Float32:
+        self._add(weight.weight, self.normed(x, norm))
+        return super().linear(x, weight, norm, added)
+
+    def feed_forward(
+        self,
+        x: Float32,
+        weight: ReferenceFeedForward,
+        activation: Activation,
+        batch: ForwardBatch,
+        norm: Norm | None = None,
+        added: Float32 | None = None,
+    ) -> Float32:
+        if self.moments is not None:
+            entering = self.normed(x, norm)
+            self._add(weight.gate, entering)
+            fired = activate(entering @ weight.gate.T, activation) * (entering @ weight.up.T)
+            self._add(weight.down, fired)
+        return super().feed_forward(x, weight, activation, batch, norm, added)
+
+    def _add(self, weight: Float32, x: Float32) -> None:
+        if self.moments is not None:
+            wide = x.astype(np.float64)
+            self.moments[id(weight)] = self.moments.get(id(weight), 0.0) + wide.T @ wide
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight that the model multiplies by, in place, and its values before any rounding.
+
+    inputs: the weight that meets the same inputs, whose moments were summed. by_row: true for a down
+    projection, which has an input a row.
+    """
+
+    weight: Float32
+    exact: Float32
+    inputs: Float32
+    by_row: bool = False
+
+    def round(self, way: str, moments: dict[int, Float64]) -> None:
+        """Put the rounded values in the place of the weight."""
+        if way == "range":
+            self.weight[:] = rounding.to_range(self.exact)
+        elif way == "least squares" or (way == "weighted" and self.by_row):
+            # A neuron's row has one input, so all of its errors weigh the same.
+            self.weight[:] = rounding.least_squares(self.exact)
+        elif way == "weighted":
+            self.weight[:] = rounding.weighted(self.exact, moments[id(self.inputs)])
+        else:
+            feed_back = rounding.rows_with_feedback if self.by_row else rounding.with_feedback
+            self.weight[:] = feed_back(self.exact, moments[id(self.inputs)])
+
+
+class Model:
+    """A bundle whose weights can be rounded in place. Its embedding is tied."""
+
+    def __init__(self, folder: Path) -> None:
+        bundle = Bundle.open(folder)
+        self._backend = RoundedBackend()
+        with FlashReader(bundle_files(bundle), "buffered", 2) as reader:
+            weights = load_weights(bundle, reader, self._backend)
+            self._model = Transformer(bundle.config, self._backend, weights)
+        if not bundle.config.tie_embeddings:
+            raise SystemExit(f"{folder} has a head of its own, which isn't measured here")
+        self.matrices: list[Matrix] = []
+        for layer in weights.layers:
+            ffn = layer.feed_forward
+            for weight in (layer.qkv.weight, layer.out.weight, ffn.gate):
+                self._add(weight, weight)
+            self._add(ffn.up, ffn.gate)
+            self._add(ffn.down, ffn.down, by_row=True)
+        self._add(weights.head.weight, weights.head.weight)
+        self._backend.table = weights.head.weight
+
+    def _add(self, weight: Float32, inputs: Float32, by_row: bool = False) -> None:
+        self.matrices.append(Matrix(weight, weight.copy(), inputs, by_row))
+
+    def moments(self, pieces: Sequence[Sequence[int]]) -> dict[int, Float64]:
+        """Second moments of the inputs of every matrix, by the id of the weight that meets them."""
+        self._backend.moments = {}
+        for piece in pieces:
+            self.logits(piece)
+        found, self._backend.moments = self._backend.moments, None
+        return {key: total / sum(map(len, pieces)) for key, total in found.items()}
+
+    def logits(self, piece: Sequence[int]) -> Float32:
+        """(T, V), the logits after every token of a piece that begins an empty context."""
+        layout = KVLayout(self._model.config, 32)
+        kv = KVCache(layout, lambda nbytes: self._backend.allocate_block(layout))
+        rows = self._model.every_logits(ForwardBatch(list(piece)), kv, len(piece))
+        return np.concatenate(list(rows))
+
+
+def log_probabilities(logits: Float32) -> Float64:
+    """(T, V) natural logarithms of the chances that logits (T, V) stand for."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=1, keepdims=True)
+    found: Float64 = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return found
+
+
+def measure(model: Model, pieces: Sequence[Sequence[int]], exact: Sequence[Float32]) -> tuple[float, float]:
+    """Mean negative log-likelihood, and mean KL divergence from `exact`, both in nats per token."""
+    nll = divergence = 0.0
+    for piece, theirs in zip(pieces, exact, strict=True):
+        mine, wide = log_probabilities(model.logits(piece[:-1])), theirs.astype(np.float64)
+        nll -= float(mine[np.arange(len(mine)), list(piece[1:])].sum())
+        divergence += float((np.exp(wide) * (wide - mine)).sum())
+    tokens = sum(len(piece) - 1 for piece in pieces)
+    return nll / tokens, divergence / tokens
+
+
+def compare(folder: Path, pieces: Sequence[Sequence[int]], show: Callable[[str], None]) -> dict[str, object]:
+    """The figures of one model: every way's perplexity, its loss and the KL divergence."""
+    model = Model(folder)
+    first = math.ceil(len(pieces) * (1 - MEASURED_SHARE))
+    moments = model.moments(pieces[:first])
+    measuring = pieces[first:]
+    exact = [log_probabilities(model.logits(piece[:-1])).astype(np.float32) for piece in measuring]
+    base, _ = measure(model, measuring, exact)
+    found: dict[str, dict[str, float]] = {}
+    for way in WAYS:
+        began = time.perf_counter()
+        for matrix in model.matrices:
+            matrix.round(way, moments)
+        seconds = time.perf_counter() - began
+        squares = sum(float(np.square(m.weight - m.exact).sum()) for m in model.matrices)
+        error = math.sqrt(squares / sum(float(np.square(m.exact).sum()) for m in model.matrices))
+        nll, divergence = measure(model, measuring, exact)
+        loss = math.expm1(nll - base)
+        found[way] = {"perplexity": math.exp(nll), "loss": loss, "kl": divergence, "error": error}
+        before = found["range"]["kl"]
+        show(
+            f"| {way} | {100 * error:.2f} % | {math.exp(nll):.3f} (+{100 * loss:.2f} %) | {divergence:.5f} | "
+            f"{100 * (divergence / before - 1):+.0f} % | {seconds:.1f} |"
+        )
+    predicted = sum(len(piece) - 1 for piece in measuring)
+    return {"perplexity": math.exp(base), "tokens": predicted, "ways": found}
+
+
+def main() -> None:
+    """Print a table for each model, and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--text", type=Path, help="instead of the model's own text")
+    parser.add_argument("--tokens", type=int, default=16_384, help="in all, 60 %% of them for the inputs")
+    args = parser.parse_args()
+    figures: dict[str, object] = {}
+    for name in args.models:
+        if not MODELS[name].exists():
+            print(f"{name}: skipped, as {MODELS[name]} isn't there")
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = MODELS[name]
+            if not (folder / "bundle.json").exists():
+                folder = convert(folder, Path(scratch) / name, "f16")
+            if args.text is None:
+                pieces = own_text(folder, args.tokens)
+            else:
+                pieces = given_text(folder, args.text.read_text(errors="replace"), args.tokens)
+            print(
+                f"\n{name}\n\n| rounding | error of weights | perplexity | KL, nats | against range | "
+                "seconds |\n|---|---|---|---|---|---|"
+            )
+            figures[name] = compare(folder, pieces, lambda line: print(line, flush=True))
+    print(json.dumps({"benchmark": "rounding", "models": figures}))
+
+
+if __name__ == "__main__":
+    main()
