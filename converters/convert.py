@@ -269,7 +269,7 @@ class _Conversion:
             source_format=self._checkpoint.source_format,
             converter_version=CONVERTER_VERSION,
             quantisation_error=self._errors.summary(),
-            notes=self._notes(),
+            notes=(*self._checkpoint.notes, *self._notes()),
         )
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
 

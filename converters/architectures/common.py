@@ -53,10 +53,12 @@ class Description:
     """A checkpoint's model, as its `config.json` describes it.
 
     adapt: gives the checkpoint's tensors the names, shapes and order that `tensors.py` describes.
+    notes: what a user should know of what was left out.
     """
 
     config: ModelConfig
     adapt: Callable[[Tensors], Tensors] = unchanged
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,24 @@ class Sizes:
 
 
 def read_sizes(
-    reader: ConfigReader, *, max_context: int, kv_heads: int | None = None, head_dim: int | None = None
+    reader: ConfigReader,
+    *,
+    max_context: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    heads: int | None = None,
+    vocab_size: int | None = None,
 ) -> Sizes:
     """Sizes from `config.json`.
 
-    max_context, kv_heads, head_dim: the family's values for missing keys. For the last two, None or a null
-    key means as many key-value heads as heads, and hidden_size / heads.
+    Args:
+        reader: of `config.json`.
+        max_context, heads, vocab_size: the family's values for missing keys; None: there must be one.
+        kv_heads, head_dim: likewise. None or a null key means as many key-value heads as heads, and
+            hidden_size / heads.
     """
     hidden_size = reader.integer("hidden_size")
-    num_heads = reader.integer("num_attention_heads")
+    num_heads = reader.integer("num_attention_heads", heads)
     if num_heads < 1:
         raise CheckpointError(f"config.json: num_attention_heads is {num_heads}")
     if kv_heads is None or reader.has("num_key_value_heads"):
@@ -117,7 +128,7 @@ def read_sizes(
         kv_heads,
         head_dim,
         reader.integer("intermediate_size"),
-        reader.integer("vocab_size"),
+        reader.integer("vocab_size", vocab_size),
         reader.integer("max_position_embeddings", max_context),
     )
 

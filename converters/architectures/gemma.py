@@ -81,7 +81,7 @@ def _read_gemma2(reader: ConfigReader) -> Description:
 
 
 def _read_gemma3(reader: ConfigReader) -> Description:
-    sizes = read_sizes(reader, max_context=131072, kv_heads=4, head_dim=256)
+    sizes = read_sizes(reader, max_context=131072, kv_heads=4, head_dim=256, heads=8, vocab_size=262208)
     pattern = reader.integer("sliding_window_pattern", reader.integer("_sliding_window_pattern", PATTERN))
     if pattern < 1:
         raise CheckpointError(f"config.json: sliding_window_pattern is {pattern}; it must be 1 or more")

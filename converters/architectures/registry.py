@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ondevice.converters.architectures.common import Description
+from ondevice.converters.architectures.common import Description, Tensors
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, ConfigReader, shown
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.granite import GRANITE
 from ondevice.converters.architectures.llama import LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
+from ondevice.converters.architectures.multimodal import (
+    MULTIMODAL,
+    Multimodal,
+    harmless,
+    text_tensors,
+    text_values,
+)
 from ondevice.converters.architectures.olmo2 import OLMO2
 from ondevice.converters.architectures.phi3 import PHI3
 from ondevice.converters.architectures.qwen2 import QWEN2
@@ -38,17 +45,36 @@ def describe(values: Mapping[str, Any]) -> Description:
     """
     reader = ConfigReader(values)
     model_type = reader.text("model_type", "")
+    if model_type in MULTIMODAL and reader.section("text_config"):
+        return _describe_text(MULTIMODAL[model_type], values)
     family = FAMILIES.get(model_type)
     if family is None:
         raise UnsupportedModelError(
-            f"config.json: model_type {shown(model_type)} is not one of {', '.join(FAMILIES)}"
+            f"config.json: model_type {shown(model_type)} is not one of {', '.join([*FAMILIES, *MULTIMODAL])}"
         )
-    names = reader.texts("architectures") or [family.class_name]
-    if names != [family.class_name]:
-        raise UnsupportedModelError(
-            f"config.json: architectures is {shown(names)}; only {family.class_name} can be converted"
-        )
+    _check_class(reader, family.class_name)
     reader.only("is_encoder_decoder", False)
     description = family.read(reader)
     reader.close(HARMLESS_KEYS)
     return description
+
+
+def _describe_text(family: Multimodal, values: Mapping[str, Any]) -> Description:
+    """The text model of a checkpoint that has other towers too."""
+    reader = ConfigReader(values)
+    _check_class(reader, family.class_name)
+    reader.close(HARMLESS_KEYS | harmless(values))
+    text = describe(text_values(family, values))
+
+    def adapt(tensors: Tensors) -> Tensors:
+        return text.adapt(text_tensors(tensors))
+
+    return Description(text.config, adapt, (*text.notes, "its text model alone: images can't be given to it"))
+
+
+def _check_class(reader: ConfigReader, class_name: str) -> None:
+    names = reader.texts("architectures") or [class_name]
+    if names != [class_name]:
+        raise UnsupportedModelError(
+            f"config.json: architectures is {shown(names)}; only {class_name} can be converted"
+        )

@@ -247,6 +247,8 @@ class Checkpoint:
     tensors: Mapping[str, SourceTensor]
     tokenizer: TokenizerFiles
     generation: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+    """What a user should know of what was left out."""
 
     @property
     def source_files(self) -> list[SourceFile]:

@@ -65,6 +65,7 @@ def open_huggingface(folder: SourceFolder) -> Checkpoint:
         tensors=tensors,
         tokenizer=tokenizer,
         generation=generation_defaults(generation),
+        notes=description.notes,
     )
 
 

@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ondevice.backends.base import KVLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.convert import convert
+from ondevice.errors import UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from tests.support.engines import BackendName, all_logits, running
+from tests.support.models import write_checkpoint
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -164,6 +167,57 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[case]
 
     return of
+
+
+def text_of(name: str, prefix: str) -> str:
+    """A text model's tensor as a checkpoint with a vision tower names it, now or by older releases."""
+    if prefix == "model.language_model.":
+        return name.replace("model.", prefix, 1) if name.startswith("model.") else name
+    return f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model."])
+@pytest.mark.parametrize(
+    ("case", "outer"),
+    [
+        ("gemma3", ("gemma3", "Gemma3ForConditionalGeneration")),
+        ("llava", ("llava", "LlavaForConditionalGeneration")),
+    ],
+)
+def test_a_text_model_among_other_towers(
+    family: Any, tmp_path: Path, case: str, outer: tuple[str, str], prefix: str
+) -> None:
+    """Its bundle is that of the text model by itself, and says that the rest was left out."""
+    if case == "llava":
+        source = write_checkpoint(tmp_path / "text")
+        alone = convert(source, tmp_path / "alone", "f16")
+    else:
+        alone = family(case)[1]
+        source = alone.parent / "source"
+    folder = tmp_path / "towers"
+    folder.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    towers = {text_of(name, prefix): values for name, values in tensors.items()}
+    for name in ("vision_tower.layer.weight", "multi_modal_projector.linear.weight"):
+        towers[f"model.{name}" if prefix.startswith("model.") else name] = np.ones((3, 5), np.float32)
+    save_file(towers, folder / "model.safetensors")
+    values = {
+        "model_type": outer[0],
+        "architectures": [outer[1]],
+        "text_config": json.loads((source / "config.json").read_text()),
+        "vision_config": {"hidden_size": 5, "model_type": "siglip_vision_model"},
+        "image_token_index": 7,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    bundle = Bundle.open(convert(folder, tmp_path / "bundle", "f16"))
+    assert bundle.config == Bundle.open(alone).config
+    assert any("text model alone" in note for note in bundle.manifest.provenance.notes)
+    for file in ("resident.safetensors", "embedding.safetensors", "neurons-00000.safetensors"):
+        assert (bundle.path / file).read_bytes() == (alone / file).read_bytes()
+    values["audio_multiplier"] = 2.0
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModelError, match="audio_multiplier"):
+        open_huggingface(SourceFolder(folder))
 
 
 def tokens() -> list[int]:
