@@ -8,7 +8,7 @@ converter moved go back to their place.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,18 +50,59 @@ ROPE_FACTORS = "rope_freqs.weight"
 class Family:
     """A family of models as GGUF files have it.
 
-    model_type: its name in `config.json`. interleaved: whether rows of queries and keys are stored in the
-    order of llama.cpp's rotary embedding, pairs (2i, 2i + 1).
+    Args:
+        model_type: its name in `config.json`.
+        interleaved: whether rows of queries and keys are stored in the order of llama.cpp's rotary
+            embedding, pairs (2i, 2i + 1).
+        activation: `hidden_act`, which files don't have.
+        keys: the values of its own keys, given the reader, its prefix and the values so far.
     """
 
     model_type: str
     interleaved: bool = False
+    activation: str = "silu"
+    keys: Callable[[ConfigReader, str, Mapping[str, Any]], dict[str, Any]] = lambda reader, prefix, values: {}
 
 
+def _gemma_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Files don't have the scale of scores: llama.cpp knows the largest model by its number of layers."""
+    width = values["hidden_size"] // values["num_attention_heads"]
+    largest = values["num_hidden_layers"] == GEMMA_LARGEST[values["model_type"]]
+    window = reader.integer(prefix + "attention.sliding_window", 0)
+    found: dict[str, Any] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width if largest else values["head_dim"],
+        "sliding_window": window or None,
+    }
+    for ours, theirs in (
+        ("attn_logit_softcapping", "attn_logit_softcapping"),
+        ("final_logit_softcapping", "final_logit_softcapping"),
+    ):
+        if reader.has(prefix + theirs):
+            found[ours] = reader.number(prefix + theirs)
+    return found
+
+
+def _gemma3_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = _gemma2_keys(reader, prefix, values)
+    found["rope_local_base_freq"] = reader.number(prefix + "rope.freq_base_swa", 10_000.0)
+    found["sliding_window_pattern"] = reader.integer(prefix + "attention.sliding_window_pattern", 6)
+    return found
+
+
+GEMMA_LARGEST = {"gemma2": 46, "gemma3_text": 62}
+"""Layers of the models of 27 billion parameters."""
 FAMILIES = {
     "llama": Family("llama", interleaved=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
+    "gemma": Family("gemma", activation="gelu", keys=_gemma_keys),
+    "gemma2": Family("gemma2", activation="gelu", keys=_gemma2_keys),
+    "gemma3": Family("gemma3_text", activation="gelu", keys=_gemma3_keys),
 }
 """By the value of `general.architecture`. A family joins when `converters/architectures` reads its config:
 with a line here, its own keys in `_config_values`, and its own tensors in `_tensor_names`.
@@ -237,7 +278,7 @@ def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, _Sto
         "intermediate_size": integer("feed_forward_length"),
         "vocab_size": embedding.entry.shape[0],
         "max_position_embeddings": integer("context_length"),
-        "hidden_act": "silu",
+        "hidden_act": family.activation,
         "rms_norm_eps": reader.number(prefix + "attention.layer_norm_rms_epsilon"),
         "rope_theta": reader.number(prefix + "rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(reader, prefix),
@@ -254,8 +295,11 @@ def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, _Sto
         raise UnsupportedModelError(
             f"{header.file} isn't a causal language model: {prefix}attention.causal is false"
         )
+    values |= family.keys(reader, prefix, values)
     window = integer("attention.sliding_window", 0)
-    if window and family.model_type == "llama":
+    if "sliding_window" in values:
+        pass
+    elif window and family.model_type == "llama":
         values |= {"model_type": "mistral", "sliding_window": window}
     elif window:
         reader.only(prefix + "attention.sliding_window", 0)
@@ -308,6 +352,8 @@ def _tensor_names(config: ModelConfig) -> dict[str, str]:
             ours.projection_bias("o"): f"{block}.attn_output.bias",
             ours.norm("attention_norm"): f"{block}.attn_norm.weight",
             ours.norm("feed_forward_norm"): f"{block}.ffn_norm.weight",
+            ours.norm("attention_output_norm"): f"{block}.post_attention_norm.weight",
+            ours.norm("feed_forward_output_norm"): f"{block}.post_ffw_norm.weight",
             ours.gate: f"{block}.ffn_gate.weight",
             ours.up: f"{block}.ffn_up.weight",
             ours.down: f"{block}.ffn_down.weight",

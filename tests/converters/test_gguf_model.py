@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import ondevice
 from ondevice.bundle.reader import Bundle
@@ -22,6 +23,7 @@ from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.converters.convert import convert
 from ondevice.converters.progress import Progress
 from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from tests.converters.test_families import write_model
 from tests.converters.test_gguf_file import header, pair
 from tests.support.engines import all_logits, running
 from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, gguf_name, write_gguf
@@ -144,6 +146,49 @@ def test_logits_are_those_of_llama_cpp_for_the_same_file(tmp_path: Path, variant
         mine = all_logits(model, tokens, 32)
     assert np.abs(mine - expected).max() < 5e-3 * np.abs(expected).max()
     assert (mine.argmax(axis=1) == expected.argmax(axis=1)).mean() > 0.98
+
+
+GEMMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 4}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}),
+}
+
+
+def gemma_source(folder: Path, case: str) -> Path:
+    """A random Gemma, with the keys of older releases, which say the same."""
+    pytest.importorskip("transformers")
+    write_model(folder, GEMMAS[case][0], {**GEMMAS[case][1], "vocab_size": BYTE_LEVEL_TOKENS})
+    config = config_of(folder)
+    rope = config.pop("rope_parameters")
+    full = rope.get("full_attention", rope)
+    config["rope_theta"] = full["rope_theta"]
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("case", GEMMAS)
+def test_gemmas(tmp_path: Path, case: str) -> None:
+    """Files store a norm's weight plus one; the scale of scores and the pattern of layers aren't in them."""
+    source = gemma_source(tmp_path / "source", case)
+    weights = load_file(source / "model.safetensors")
+    write_gguf(tmp_path / "model.gguf", source, tensors=weights)
+    mine = convert(tmp_path / "model.gguf", tmp_path / "mine", "f16")
+    assert_same_bundle(mine, convert(source, tmp_path / "theirs", "f16"))
+    llama_cpp = pytest.importorskip("llama_cpp")
+    write_gguf(tmp_path / "model.gguf", source, tensors=weights, change=add_byte_level)
+    tokens = np.random.default_rng(1).integers(0, 256, 100).tolist()
+    theirs = llama_cpp.Llama(
+        str(tmp_path / "model.gguf"), n_ctx=128, n_threads=1, logits_all=True, verbose=False, n_gpu_layers=0
+    )
+    theirs.eval(tokens)
+    expected = np.array(theirs.scores[: len(tokens)])
+    theirs.close()
+    with running(mine) as model:
+        logits = all_logits(model, tokens, 32)
+    assert np.abs(logits - expected).max() < 2e-2 * np.abs(expected).max()
 
 
 def add_pieces(writer: Any, model: bytes) -> None:
@@ -353,7 +398,7 @@ def test_tensors_that_are_missing_extra_or_of_another_shape(source: Path, tmp_pa
     assert_refused(path, CheckpointError, "has no matrix token_embd.weight")
 
 
-@pytest.mark.parametrize("name", ["gemma2", "clip", ""])
+@pytest.mark.parametrize("name", ["gemma3n", "clip", ""])
 def test_other_architectures_are_named(source: Path, tmp_path: Path, name: str) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", name or "llama")
     if not name:

@@ -28,6 +28,12 @@ LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""The names of norms from Gemma 2 on."""
 WHOLE_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -56,13 +62,17 @@ BYTE_LEVEL_TOKENS = 264
 """Tokens of `add_byte_level`."""
 
 
-def gguf_name(name: str) -> str:
-    """A tensor's name in GGUF, from Hugging Face's."""
+def gguf_name(name: str, output_norms: bool = False) -> str:
+    """A tensor's name in GGUF, from Hugging Face's.
+
+    output_norms: whether blocks have norms on their outputs.
+    """
     if name in WHOLE_NAMES:
         return WHOLE_NAMES[name]
     layer, _, rest = name.removeprefix("model.layers.").partition(".")
     kind, _, suffix = rest.rpartition(".")
-    return f"blk.{layer}.{LAYER_NAMES[kind]}.{suffix}"
+    names = LAYER_NAMES | (GEMMA_NAMES if output_norms else {})
+    return f"blk.{layer}.{names[kind]}.{suffix}"
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
@@ -90,6 +100,10 @@ def add_config(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_value_length(head_dim)
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "linear":
         import gguf
@@ -106,7 +120,9 @@ def stored_tensors(config: Mapping[str, Any], tensors: Mapping[str, np.ndarray])
             for which, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
                 if f"self_attn.{which}_proj." in name:
                     values = permuted(values, config[heads])
-        stored[gguf_name(name)] = values
+        if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
+            values = values + np.float32(1)
+        stored[gguf_name(name, "post_feedforward" in "".join(tensors))] = values
     return stored
 
 
@@ -129,7 +145,8 @@ def write_gguf(
     gguf = pytest.importorskip("gguf")
     config = json.loads((folder / "config.json").read_text())
     weights = dict(tensors or random_tensors(config, seed))
-    architecture = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    names = {"mistral": "llama", "gemma3_text": "gemma3"}
+    architecture = names.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, architecture, **options)
     add_config(writer, config)
     change(writer)
@@ -148,7 +165,8 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return {name: unmoved(config, name, exact[gguf_name(name)]) for name in weights}
+    output_norms = "post_feedforward" in "".join(weights)
+    return {name: unmoved(config, name, exact[gguf_name(name, output_norms)]) for name in weights}
 
 
 def unmoved(config: Mapping[str, Any], name: str, values: np.ndarray) -> np.ndarray:
