@@ -18,6 +18,7 @@ from ondevice.commands.doctor import doctor
 from ondevice.commands.evaluate import evaluate
 from ondevice.commands.generate import generate
 from ondevice.commands.inspect import inspect
+from ondevice.commands.models import list_models, remove
 from ondevice.commands.options import CommandGroup, broken_pipe, option
 from ondevice.commands.profile import profile
 from ondevice.commands.terminal import say
@@ -74,5 +75,18 @@ def cli(verbose: bool) -> None:
     """
 
 
-for command in (convert, generate, chat, inspect, bench, evaluate, train, profile, doctor, verify):
+for command in (
+    convert,
+    generate,
+    chat,
+    list_models,
+    remove,
+    inspect,
+    bench,
+    evaluate,
+    train,
+    profile,
+    doctor,
+    verify,
+):
     cli.add_command(command)

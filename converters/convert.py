@@ -92,7 +92,7 @@ BeginTraining = Callable[[Checkpoint], Training | None]
 
 
 def convert(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     output: str | Path,
     quant: str | QuantConfig = "q4",
     on_progress: OnProgress | None = None,
@@ -103,7 +103,7 @@ def convert(
     """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that folder.
 
     Args:
-        source: the checkpoint, see `open_checkpoint`.
+        source: the checkpoint, see `open_checkpoint`, or one that is open, which is closed at the end.
         output: the new folder.
         quant: q4, q8, f16, or a QuantConfig.
         on_progress: called from this thread, several times a second. An exception from it stops the
@@ -119,10 +119,10 @@ def convert(
     """
     quant_config = quant if isinstance(quant, QuantConfig) else QuantConfig.parse(quant)
     folder = OutputFolder(Path(output))
-    checkpoint = open_checkpoint(Path(source))
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(Path(source))
     with closing(checkpoint), closing(folder):
         training = begin_training(checkpoint)
-        origin = f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
+        origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
@@ -136,7 +136,7 @@ def convert(
         _check_manifest(checkpoint, quant_config, trained)
         folder.check(resume, force)
         folder.claim(resume)
-        folder.check_space(_bundle_bytes(checkpoint, quant_config, twice=training is not None))
+        folder.check_space(bundle_bytes(checkpoint, quant_config, twice=training is not None))
         _Conversion(checkpoint, quant_config, folder, origin).run(on_progress)
         _try_out(folder)
         if training is not None:
@@ -144,6 +144,20 @@ def convert(
             training.run(folder.copy)
         folder.publish()
     return folder.output
+
+
+def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
+    """True if `folder` is a whole bundle of this checkpoint, at any number of bits, trained or not."""
+    try:
+        bundle = Bundle.open(folder)
+    except (BundleError, ModelNotFoundError, UnsupportedModelError):
+        return False
+    return _is_converted(folder, checkpoint, bundle.quant, _origin(checkpoint))
+
+
+def _origin(checkpoint: Checkpoint) -> str:
+    """What tells a conversion's bytes from another's, its options aside."""
+    return f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
 
 
 class _Conversion:
@@ -239,7 +253,7 @@ class _Conversion:
             self._errors.save(name, error)
 
     def _meter(self, wanted: Callable[[str, str], bool], on_progress: OnProgress | None) -> ProgressMeter:
-        sizes = _source_bytes(self._checkpoint)
+        sizes = source_bytes(self._checkpoint)
         meter = ProgressMeter(sum(sizes.values()), on_progress)
         meter.skip(sum(nbytes for place, nbytes in sizes.items() if not wanted(*place)))
         return meter
@@ -301,7 +315,7 @@ def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> 
         raise CheckpointError(f"{checkpoint.name} can't be described in a bundle: {error}") from error
 
 
-def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
+def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
     """Bytes that the bundle takes on disk, except that its manifest is estimated.
 
     twice: count the neurons twice, as they are written again in another order.
@@ -315,7 +329,7 @@ def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> in
     return total
 
 
-def _source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
+def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}

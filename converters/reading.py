@@ -85,6 +85,13 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         yield "head", [tensors[names.HEAD]]
 
 
+def held_matrix_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
+    layers = range(checkpoint.config.num_layers)
+    sizes = [checkpoint.tensors[names.LayerNames(layer).down].nbytes for layer in layers]
+    return max(size if size > DOWN_BLOCK_BYTES else 0 for size in sizes)
+
+
 def _neurons(checkpoint: Checkpoint, layer: int) -> Iterator[Block]:
     name = names.LayerNames(layer)
     gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))

@@ -12,7 +12,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
-_COMMAND_LINE = r"ondevice (?:convert|generate|inspect|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
+_COMMAND_LINE = r"ondevice (?:convert|generate|inspect|remove|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
 _CHOICES = (
     "auto|off|all|dense|exact|predicted|threshold|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
     "recycling|lookup|model|lossless|shared"
@@ -21,7 +21,7 @@ _FLAG = re.compile(
     rf"(?P<command>{_COMMAND_LINE})|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
     rf"(?: (?:(?P<number>\d[\d.]*\b)|(?P<choice>(?:{_CHOICES})\b)))?"
 )
-_SWITCHES = ("force", "resume", "offline", "replace")
+_SWITCHES = ("force", "resume", "offline", "replace", "keep_source", "yes")
 
 
 class OndeviceError(Exception):
@@ -64,6 +64,10 @@ class ModelNotFoundError(OndeviceError):
     """No bundle has that name or path. The message has the `ondevice convert` line to run."""
 
     exit_code = 3
+
+
+class DownloadError(OndeviceError):
+    """The hub can't be read: it isn't reached, the connection keeps breaking, or its answers are unusable."""
 
 
 class UnsupportedModelError(OndeviceError):

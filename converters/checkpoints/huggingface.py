@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE, ModelConfig
 from ondevice.converters.architectures.registry import read_config
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, printable
 from ondevice.converters.checkpoints.safetensors_file import read_tensors
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import read_tokenizer
@@ -73,20 +72,16 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
 def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, SourceTensor]:
     """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
-        return read_tensors(_opened(folder.file(SINGLE), opened))
+        return read_tensors(opened.enter_context(closing(folder.open(SINGLE))))
     if folder.has(INDEX):
         return _sharded_tensors(folder, folder.json(INDEX).get("weight_map"), opened)
-    pickles = sorted(p.name for p in folder.path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickles = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         raise UnsupportedModelError(
             f"{folder.path} has its weights in {pickles[0]}, a pickle, which can run code when it is opened, "
             "so it never is; use the repository's safetensors files, or save the model again with safetensors"
         )
     raise CheckpointError(f"{folder.path} has neither {SINGLE} nor {INDEX}; is the download complete?")
-
-
-def _opened(path: Path, opened: ExitStack) -> SourceFile:
-    return opened.enter_context(closing(SourceFile(path)))
 
 
 def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, SourceTensor]:
@@ -98,7 +93,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
             raise CheckpointError(
                 f"{INDEX} lists {name!a}, which isn't a safetensors file; download it again"
             )
-        shards[name] = read_tensors(_opened(folder.file(name), opened))
+        shards[name] = read_tensors(opened.enter_context(closing(folder.open(name))))
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
             raise CheckpointError(f"{shard_name} has no {name}, which {INDEX} says it has; download it again")
