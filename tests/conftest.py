@@ -23,6 +23,7 @@ from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Result, Run
 from tests.support.faults import build_shim
 from tests.support.flash_files import RecordFile, write_records
+from tests.support.hub_server import HubServer, serving
 from tests.support.mlx_models import ON_GPU
 from tests.support.models import VARIANTS, write_checkpoint
 from tests.support.paths import SHARED_DATA
@@ -183,6 +184,28 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_sentencepiece() -> bytes:
     """A sentencepiece model of a few words, with two pieces its user defined."""
     return train_sentencepiece(user_defined_symbols=["<turn>", "word"], remove_extra_whitespaces=False)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub of the folders OWNER/NAME in `hub/` for huggingface_hub, whose cache is empty, for no user."""
+    library = pytest.importorskip("huggingface_hub")
+    client = pytest.importorskip("ondevice.converters.hub.client")
+    monkeypatch.setattr(client, "RETRY_SECONDS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(client, "FIRST_RETRY_SECONDS", (0.0, 0.01))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(tmp_path / "hub") as server:
+        template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": server.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(library.constants, name, value)
+        yield server
 
 
 @pytest.fixture

@@ -65,9 +65,10 @@ class RemoteUrl:
 class Attempts:
     """Counts the failures of one read in a row, and waits after each."""
 
-    def __init__(self, source: RemoteUrl, waits: Sequence[float] = RETRY_SECONDS) -> None:
+    def __init__(self, source: RemoteUrl, waits: Sequence[float] = ()) -> None:
+        """waits: the waits in seconds, if not RETRY_SECONDS."""
         self._source = source
-        self._waits = waits
+        self._waits = waits or RETRY_SECONDS
         self._failures = 0
 
     def progressed(self) -> None:
@@ -113,8 +114,8 @@ class HubClient:
                 f"the hub's list of files of {repository} isn't sound JSON; try again later"
             ) from error
 
-    def whole(self, source: RemoteUrl, limit: int, waits: Sequence[float] = RETRY_SECONDS) -> bytes:
-        """A whole file of at most `limit` bytes."""
+    def whole(self, source: RemoteUrl, limit: int, waits: Sequence[float] = ()) -> bytes:
+        """A whole file of at most `limit` bytes. waits: as in Attempts."""
         attempts = Attempts(source, waits)
         while True:
             try:

@@ -78,18 +78,21 @@ def download(listing: Listing, on_file: OnFile) -> Path:
     """
     total = sum(file.nbytes for file in listing.files.values())
     done, folder = 0, Path()
-    for name, file in sorted(listing.files.items()):
+    # Asked for by the branch's name too, a file makes the cache note which commit that is, for `cached_offline`.
+    wanted = [(name, listing.commit) for name in sorted(listing.files)] + [("config.json", "main")]
+    for name, revision in wanted:
         on_file(name, done, total)
         try:
             with _without_bars():
-                path = hf_hub_download(listing.repository, name, revision=listing.commit)
+                path = hf_hub_download(listing.repository, name, revision=revision)
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise DownloadError(
                 f"{name} of {listing.repository} couldn't be downloaded: {str(error)[:300]}; check the "
                 "network, then run the same command again"
             ) from error
-        folder = Path(path).parent
-        done += file.nbytes
+        if revision == listing.commit:
+            folder = Path(path).parent
+            done += listing.files[name].nbytes
     return folder
 
 

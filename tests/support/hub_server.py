@@ -31,7 +31,7 @@ class HubRules:
     """What the server does beside serving, for tests to set. Counts are shared by all requests."""
 
     redirects: bool = True
-    """Send large files from another path, as the real hub does from another host."""
+    """Send large files from another host, as the real hub does."""
     gated: bool = False
     token: str = "hf_right"
     break_after: list[int] = field(default_factory=list)
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         large = name.endswith(".safetensors")
         if rules.redirect_to or (large and rules.redirects):
             headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(path.stat().st_size)}
-            target = rules.redirect_to or f"{self.server.address}/lfs/{repository}/{name}"
+            target = rules.redirect_to or f"http://localhost:{self.server.server_address[1]}/lfs/{repository}/{name}"
             self._begin(302, headers | {"Location": target}, 0)
         else:
             self._send(path, headers)

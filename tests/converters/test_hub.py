@@ -1,0 +1,413 @@
+"""Checkpoints of the hub: the bytes of a folder's, over connections that break and answers that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice import api
+from ondevice.bundle.reader import Bundle
+from ondevice.config import RuntimeConfig
+from ondevice.conversion import prepare
+from ondevice.converters import reading
+from ondevice.errors import (
+    BudgetError,
+    CheckpointError,
+    DownloadError,
+    ModelNotFoundError,
+    OndeviceError,
+    UnsupportedModelError,
+)
+from tests.support.bundles import write_chat_checkpoint
+from tests.support.hub_server import HubServer, content_hash
+from tests.support.models import write_checkpoint
+from tests.support.paths import ROOT
+
+
+@pytest.fixture
+def repository(hub: HubServer) -> Path:
+    return write_chat_checkpoint(hub.root / "some" / "model", shards=3)
+
+
+def weights(bundle: Path) -> dict[str, bytes]:
+    """What must not depend on where the checkpoint was: everything but the manifest, which names it."""
+    return {path.name: path.read_bytes() for path in sorted(bundle.iterdir()) if path.name != "bundle.json"}
+
+
+def convert(tmp_path: Path, **options: Any) -> Path:
+    return api.convert("some/model", tmp_path / "bundle", **options)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("redirects", [True, False])
+def test_the_bytes_are_those_of_a_folder(
+    hub: HubServer, tmp_path: Path, shards: int, redirects: bool
+) -> None:
+    source = write_chat_checkpoint(hub.root / "some" / "model", shards=shards)
+    hub.rules.redirects = redirects
+    bundle = convert(tmp_path)
+    assert weights(bundle) == weights(api.convert(source, tmp_path / "expected"))
+    assert Bundle.open(bundle).manifest.provenance.source.startswith("some/model@")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_every_weight_comes_once(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    """Each shard is smaller here than what is read of it for its header, so that comes twice."""
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        headers, hub.rules.sent_bytes = hub.rules.sent_bytes, 0
+        foreseen = prepared.foreseen()
+        assert hub.rules.sent_bytes == 0
+        prepared.run()
+    total = sum(path.stat().st_size for path in repository.glob("*.safetensors"))
+    assert headers <= total
+    assert hub.rules.sent_bytes == foreseen.download_bytes
+    assert 0.99 * total < foreseen.download_bytes < total
+    written = sum(path.stat().st_size for path in (tmp_path / "bundle").iterdir())
+    assert written <= foreseen.bundle_bytes <= written + (1 << 20)
+
+
+def test_connections_that_break_go_on_where_they_broke(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    expected = weights(api.convert(repository, tmp_path / "expected"))
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        hub.rules.sent_bytes = 0
+        hub.rules.break_after = [5, 1000, 30000, 1 << 30, 0, 16384, 1 << 30, 12, 1 << 30, 40000]
+        hub.rules.refuse = [503, 429]
+        foreseen = prepared.foreseen()
+        prepared.run()
+    assert hub.rules.break_after == []
+    assert hub.rules.refuse == []
+    assert weights(tmp_path / "bundle") == expected
+    assert hub.rules.sent_bytes == foreseen.download_bytes
+
+
+def test_a_connection_that_keeps_breaking_is_given_up_and_goes_on_later(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    expected = weights(api.convert(repository, tmp_path / "expected"))
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        hub.rules.break_after = [1 << 30] * 9 + [0] * 6
+        with pytest.raises(DownloadError, match=r"6 times in a row; check the network"):
+            prepared.run()
+    assert (tmp_path / "bundle.partial" / "neurons-00000.safetensors").is_file()
+    convert(tmp_path, resume=True)
+    assert weights(tmp_path / "bundle") == expected
+
+
+def test_columns_of_large_matrices_pass_through_a_file_without_a_name(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 1 << 15)
+    expected = weights(api.convert(repository, tmp_path / "expected"))
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        hub.rules.sent_bytes = 0
+        foreseen = prepared.foreseen()
+        assert foreseen.passing_bytes == 64 * 700 * 4
+        prepared.run()
+    assert weights(tmp_path / "bundle") == expected
+    assert hub.rules.sent_bytes == foreseen.download_bytes
+
+
+def files_of_this_process(*folders: Path) -> int:
+    """Bytes of the folders' files, and of open files that have no name."""
+    found = 0
+    for folder in folders:
+        for path in folder.rglob("*"):
+            try:
+                found += path.lstat().st_size if path.is_file() else 0
+            except FileNotFoundError:
+                continue
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            status = os.fstat(int(link.name))
+            named = os.readlink(link)
+        except OSError:
+            continue
+        found += status.st_size if status.st_nlink == 0 and str(folders[0].parent) in named else 0
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_the_disk_holds_the_bundle_and_less_than_a_shard(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(reading, "DOWN_BLOCK_BYTES", 1 << 15)
+    hub.rules.piece_seconds = 0.001
+    folders, peaks, done = (tmp_path / "models", tmp_path / "cache"), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peaks.append(files_of_this_process(*folders))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    bundle = api.convert("some/model", tmp_path / "models" / "bundle")
+    done.set()
+    watcher.join()
+    written = sum(path.stat().st_size for path in bundle.iterdir())
+    shard = max(path.stat().st_size for path in repository.glob("*.safetensors"))
+    assert 0.5 * written < max(peaks) <= 1.05 * (written + shard)
+    assert not (tmp_path / "cache").exists()
+    # A watcher that sees nothing would prove nothing: it must have seen a matrix pass.
+    assert len(peaks) > 50
+
+
+def test_a_kept_source_is_whole_and_serves_without_the_hub(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = weights(api.convert(repository, tmp_path / "expected", "q8"))
+    with prepare("some/model", tmp_path / "bundle", keep_source=True) as prepared:
+        foreseen = prepared.foreseen()
+        assert foreseen.kept_bytes == foreseen.download_bytes
+        prepared.run()
+    kept = {path.name: path for path in (tmp_path / "cache").rglob("snapshots/*/*")}
+    assert all(content_hash(kept[path.name]) == content_hash(path) for path in repository.iterdir())
+    hub.rules.sent_bytes = 0
+    with prepare("some/model", tmp_path / "again", "q8") as prepared:
+        assert prepared.foreseen().download_bytes == 0
+        prepared.run()
+    assert weights(tmp_path / "again") == expected
+    assert hub.rules.sent_bytes == 0
+    hub.rules.asked.clear()
+    assert weights(api.convert("some/model", tmp_path / "offline", "q8", offline=True)) == expected
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert weights(api.convert("some/model", tmp_path / "switched", "q8")) == expected
+    assert hub.rules.asked == []
+
+
+def test_a_changed_repository_is_not_mixed_in(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        hub.rules.break_after = [1 << 30] * 9 + [0] * 6
+        with pytest.raises(DownloadError):
+            prepared.run()
+    write_chat_checkpoint(repository, shards=3, seed=1)
+    with pytest.raises(OndeviceError, match=r"another source|has changed"):
+        convert(tmp_path, resume=True)
+    assert weights(convert(tmp_path, force=True)) == weights(api.convert(repository, tmp_path / "expected"))
+
+
+def test_a_missing_repository(hub: HubServer, tmp_path: Path) -> None:
+    hub.root.mkdir()
+    with pytest.raises(
+        ModelNotFoundError, match=r"no repository some/model, or it is private.*check the name"
+    ):
+        convert(tmp_path)
+
+
+def test_a_gated_repository_opens_with_a_token(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.rules.gated = True
+    with pytest.raises(ModelNotFoundError, match=r"some/model is gated.*hf auth login"):
+        convert(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", hub.rules.token)
+    assert convert(tmp_path).is_dir()
+
+
+def test_no_network_and_the_offline_switch(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE forbids"):
+        convert(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    hub.rules.refuse = [503] * 3
+    with pytest.raises(DownloadError, match="the server answers 503, 3 times in a row"):
+        convert(tmp_path)
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(DownloadError, match=r"isn't reached.*check the network"):
+        convert(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["model-q4.gguf"], "some/model holds GGUF files, such as model-q4.gguf: those are opened from disk"),
+        (["config.json", "pytorch_model.bin"], "pytorch_model.bin, a pickle"),
+        (["README.md"], "no config.json"),
+        (["config.json"], "no safetensors"),
+    ],
+)
+def test_repositories_of_other_kinds(hub: HubServer, tmp_path: Path, files: list[str], message: str) -> None:
+    folder = hub.root / "some" / "model"
+    folder.mkdir(parents=True)
+    for name in files:
+        (folder / name).write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=message):
+        convert(tmp_path)
+    assert not any("resolve" in asked for asked in hub.rules.asked)
+
+
+def test_an_unknown_architecture_is_refused_by_its_config_alone(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    config = json.loads((repository / "config.json").read_text())
+    (repository / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+    with pytest.raises(UnsupportedModelError, match="model_type 'mamba'"):
+        convert(tmp_path)
+    assert hub.rules.sent_bytes == 0
+
+
+def test_what_does_not_fit_is_refused_before_a_weight_comes(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        hub.rules.sent_bytes = 0
+        small = prepared.least_plan(RuntimeConfig(dram_budget=1_000_000))
+        with pytest.raises(BudgetError) as refused:
+            prepared.require_fit(small)
+        enough = prepared.least_plan(RuntimeConfig(dram_budget=refused.value.required_bytes + (8 << 20)))
+        prepared.require_fit(enough)
+        monkeypatch.setattr("ondevice.conversion._free_bytes", lambda path: 1000)
+        with pytest.raises(OndeviceError, match=r"would take .*1000 bytes.* free"):
+            prepared.run()
+    assert hub.rules.sent_bytes == 0
+    assert not (tmp_path / "bundle.partial").exists()
+
+
+def sized(nbytes: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(answer: dict[str, Any]) -> Any:
+        for entry in answer["siblings"]:
+            if entry["rfilename"].endswith(".safetensors"):
+                entry["size"] = nbytes
+        return answer
+
+    return change
+
+
+def renamed(name: Any) -> Callable[[dict[str, Any]], Any]:
+    """The first shard under another name, so that the index refers to what isn't there."""
+
+    def change(answer: dict[str, Any]) -> Any:
+        next(e for e in answer["siblings"] if e["rfilename"].endswith("3.safetensors"))["rfilename"] = name
+        return answer
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("describe", "message"),
+    [
+        (lambda answer: b"[" * 100_000, "isn't sound JSON"),
+        (lambda answer: b" " * ((16 << 20) + 1), "larger than"),
+        (lambda answer: [], "names no commit or no files"),
+        (lambda answer: answer | {"sha": "../../etc"}, "names no commit"),
+        (lambda answer: answer | {"siblings": {}}, "no files"),
+        (lambda answer: answer | {"siblings": [{"rfilename": f"{i}"} for i in range(30_000)]}, "30000 files"),
+        (sized(1 << 60), "which no file has"),
+        (sized(-1), "which no file has"),
+        (sized("12"), "which no file has"),
+        (sized(True), "which no file has"),
+        (sized(0), "shorter than the hub says|is needed"),
+        (sized(1 << 41), "and .* are listed"),
+        (renamed("../../model-00003-of-00003.safetensors"), "has no 'model-00001-of-00003.safetensors'"),
+        (renamed("/etc/passwd"), "has no 'model-00001"),
+        (renamed(7), "has no 'model-00001"),
+    ],
+)
+def test_descriptions_that_lie(
+    hub: HubServer, repository: Path, tmp_path: Path, describe: Callable[[Any], Any], message: str
+) -> None:
+    hub.rules.describe = describe
+    with pytest.raises(CheckpointError, match=message):
+        convert(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub"]
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a\\b.safetensors", "C:x.safetensors", ""]
+)
+def test_an_index_that_leads_elsewhere(hub: HubServer, repository: Path, tmp_path: Path, name: str) -> None:
+    index = repository / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError):
+        convert(tmp_path)
+    assert not any("secret" in asked or "passwd" in asked for asked in hub.rules.asked)
+
+
+def test_answers_that_lie(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    hub.rules.lie_of_total = 1
+    with pytest.raises(CheckpointError, match="the hub contradicts itself"):
+        convert(tmp_path)
+    hub.rules.lie_of_total, hub.rules.ignore_ranges = 0, True
+    with pytest.raises(DownloadError, match="ignores which bytes are asked for"):
+        convert(tmp_path)
+    hub.rules.ignore_ranges = False
+    for target in (
+        f"{hub.address}/some/model/resolve/0/x",
+        "file:///etc/passwd",
+        "http://127.0.0.1:9/x",
+        "http://[",
+    ):
+        hub.rules.redirect_to = target
+        with pytest.raises((DownloadError, CheckpointError)):
+            convert(tmp_path)
+
+
+def test_headers_of_any_size_are_bounded(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    shard = repository / "model-00002-of-00003.safetensors"
+    data = shard.read_bytes()
+    for length in (1 << 62, len(data) + 1, 0):
+        shard.write_bytes(length.to_bytes(8, "little") + data[8:])
+        with pytest.raises(CheckpointError):
+            convert(tmp_path)
+
+
+def test_a_file_without_the_tensors_that_it_lists(hub: HubServer, tmp_path: Path) -> None:
+    """Cut short after its header, on a hub that tells the true size of what is left."""
+    source = write_checkpoint(hub.root / "some" / "model")
+    weights_file = source / "model.safetensors"
+    weights_file.write_bytes(weights_file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        convert(tmp_path)
+
+
+def kill_and_resume(tmp_path: Path, hub: HubServer, kills: int, seed: int) -> dict[str, int]:
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-m", "tests.support.kill_while_downloading", "some/model", str(work)]
+    result = subprocess.run(
+        [*command, str(kills), str(seed)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=ROOT,
+        env=os.environ
+        | {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"},
+    )
+    assert result.returncode == 0, result.stderr
+    report: dict[str, int] = json.loads(result.stdout)
+    return report
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_killed_at_any_moment_it_resumes_to_the_same_bytes(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    report = kill_and_resume(tmp_path, hub, kills=3, seed=1)
+    assert report["killed"] >= 3
+    assert (report["different"], report["left"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fifty_kills(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    hub.rules.break_after = [70_000, 5, 3_000] * 20
+    report = kill_and_resume(tmp_path, hub, kills=50, seed=2)
+    assert report["killed"] >= 50
+    assert (report["different"], report["left"]) == (0, 0)
