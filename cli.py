@@ -24,13 +24,13 @@ from ondevice.commands.profile import profile
 from ondevice.commands.terminal import say
 from ondevice.commands.train import train
 from ondevice.commands.verify import verify
-from ondevice.errors import INTERRUPTED, OndeviceError
+from ondevice.errors import INTERRUPTED, START_AGAIN, OndeviceError, StartAgainError
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code, or START_AGAIN."""
     if isinstance(sys.stdout, TextIOWrapper):
         # A file name need not be UTF-8; this writes its bytes unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -43,6 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except StartAgainError:
+        return START_AGAIN
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:

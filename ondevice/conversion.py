@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from ondevice.runtime.models import (
     find_source,
 )
 from ondevice.runtime.resolving import LEAST_CONTEXT, is_auto
-from ondevice.tokenizer import load_tokenizer
+from ondevice.tokenizer import import_library, load_tokenizer
 from ondevice.units import format_bytes, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
 
 # The converters' own types: they are imported only inside the functions that need them.
@@ -80,16 +80,21 @@ class Prepared:
         quant: QuantConfig,
         listing: Listing | None = None,
         *,
+        process_bytes: int,
         is_kept: bool = True,
         keep_source: bool = False,
     ) -> None:
-        """listing: the repository that it comes from. is_kept: the source is on this disk already."""
+        """listing: the repository that it comes from. is_kept: the source is on this disk already.
+
+        process_bytes: memory of the process before it was opened, as one that runs the model doesn't open it.
+        """
         self.output = output
         self._checkpoint = checkpoint
         self._quant = quant
         self._listing = listing
         self._is_remote = listing is not None and not is_kept
         self._keep_source = keep_source
+        self._process_bytes = process_bytes
 
     @property
     def config(self) -> ModelConfig:
@@ -143,10 +148,7 @@ class Prepared:
             max_context=runtime.max_context or min(LEAST_CONTEXT, config.max_context),
         )
         modes = automatic_modes(config, settled) if settled.sparsity == "auto" else [settled.sparsity]
-        tokenizer = self._tokenizer()
-        trim_heap()
-        process, claimed = process_memory().current_bytes, others()
-        del tokenizer
+        process, claimed = self._process_bytes + self._tokenizer_bytes(), others()
         plans = []
         for mode in modes:
             memory = memory_model(config, self._quant, replace(settled, sparsity=mode))
@@ -210,14 +212,22 @@ class Prepared:
         self._checkpoint = open_checkpoint(download(self._listing, on_file))
         return self._checkpoint
 
-    def _tokenizer(self) -> Any:
-        """The tokenizer, loaded as the model will load it, so that it is measured; None if there is none."""
+    def _tokenizer_bytes(self) -> int:
+        """Memory that the tokenizer takes, by loading it as the model will."""
         files = self._checkpoint.tokenizer
         info = files.info
         if info.kind is None or info.file is None:
-            return None
+            return 0
         data, vocabulary = files.blobs[info.file], self.config.vocab_size
-        return load_tokenizer(info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocabulary)
+        trim_heap()
+        before = process_memory().current_bytes
+        tokenizer = load_tokenizer(
+            info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocabulary
+        )
+        trim_heap()
+        taken = process_memory().current_bytes - before
+        del tokenizer
+        return max(0, taken)
 
     def close(self) -> None:
         self._checkpoint.close()
@@ -245,9 +255,7 @@ def prepare(
     Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, DownloadError and UsageError.
     """
     target, chosen = bundle_target(source, output), QuantConfig.parse(quant)
-    with ExitStack() as opened:
-        prepared = _opened(source, target.absolute(), chosen, offline, keep_source)
-        opened.enter_context(closing(prepared))
+    with closing(_opened(source, target.absolute(), chosen, offline, keep_source)) as prepared:
         yield prepared
 
 
@@ -265,6 +273,11 @@ def _opened(source: Any, target: Path, quant: QuantConfig, offline: bool, keep_s
     from ondevice.converters.checkpoints.opening import open_checkpoint
     from ondevice.converters.output_folder import check_names
 
+    # A model's process has one of these libraries, and none of what opening a checkpoint imports.
+    for kind in ("tokenizers", "sentencepiece"):
+        import_library(kind)
+    trim_heap()
+    before = process_memory().current_bytes
     try:
         found = find_source(source, offline)
     except ModelNotFoundError:
@@ -274,14 +287,20 @@ def _opened(source: Any, target: Path, quant: QuantConfig, offline: bool, keep_s
         found = kept
     check_names(target)
     if not isinstance(found, Repository):
-        return Prepared(open_checkpoint(found), target, quant)
+        return Prepared(open_checkpoint(found), target, quant, process_bytes=before)
     from ondevice.converters.hub.opening import cached_offline, hub_is_offline, open_repository
 
     if hub_is_offline() and (kept := cached_offline(found.name)):
-        return Prepared(open_checkpoint(kept), target, quant)
+        return Prepared(open_checkpoint(kept), target, quant, process_bytes=before)
     opened = open_repository(found.name, target.parent)
     return Prepared(
-        opened.checkpoint, target, quant, opened.listing, is_kept=opened.is_kept, keep_source=keep_source
+        opened.checkpoint,
+        target,
+        quant,
+        opened.listing,
+        process_bytes=before,
+        is_kept=opened.is_kept,
+        keep_source=keep_source,
     )
 
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+START_AGAIN = 256
+"""Code, beyond all exit codes, of a command line that is to be run again in a process of its own."""
 
 
 _COMMAND_LINE = r"ondevice (?:convert|generate|inspect|remove|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
@@ -52,6 +54,10 @@ def _parameter(match: re.Match[str]) -> str:
     if match["number"]:
         return f"{name}={match['number']}"
     return f'{name}="{match["choice"]}"' if match["choice"] else name
+
+
+class StartAgainError(Exception):
+    """A command has converted its model. It is to start again, as what a conversion needs stays in memory."""
 
 
 class UsageError(OndeviceError, ValueError):

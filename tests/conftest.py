@@ -16,6 +16,7 @@ import pytest
 from ondevice import cli
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
+from ondevice.errors import START_AGAIN
 from ondevice.flash.reader import FlashReader
 from ondevice.runtime import resolving
 from ondevice.units import process_memory
@@ -229,6 +230,8 @@ def ondevice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         capsys.readouterr()
         code = cli.run([str(argument) for argument in arguments])
+        if code == START_AGAIN:
+            code = cli.run([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
 

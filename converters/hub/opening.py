@@ -78,7 +78,7 @@ def download(listing: Listing, on_file: OnFile) -> Path:
     """
     total = sum(file.nbytes for file in listing.files.values())
     done, folder = 0, Path()
-    # Asked for by the branch's name too, a file makes the cache note which commit that is, for `cached_offline`.
+    # Asked for by the branch's name too, a file makes the cache note its commit, for `cached_offline`.
     wanted = [(name, listing.commit) for name in sorted(listing.files)] + [("config.json", "main")]
     for name, revision in wanted:
         on_file(name, done, total)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.commands.terminal import can_ask, confirm, progress, say, take_interrupts
 from ondevice.config import RuntimeConfig
-from ondevice.errors import ModelNotFoundError, OndeviceError
+from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError
 
 if TYPE_CHECKING:
     from ondevice.conversion import Foreseen, Prepared
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 
 def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path | None:
-    """`model` if it is a bundle, else the bundle that it has been converted to, now or before.
+    """`model` if it is a bundle, else the bundle that it was converted to before.
 
-    Raises what the conversion raises, before anything is downloaded if it can't work; UsageError if the
-    answer is no; ModelNotFoundError for what can't be converted, and where nobody can be asked.
+    If it has yet to be converted, that is done now, and StartAgainError raised: in a new process, the model
+    gets all of its budget. Raises what the conversion raises, before anything is downloaded if it can't work;
+    UsageError if the answer is no; ModelNotFoundError for what can't be converted, and where nobody can be
+    asked.
     """
     from ondevice.runtime.models import default_output, find_model
 
@@ -60,7 +62,7 @@ def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
             error.add_note("what is done is kept: the same command goes on with it")
             raise
         say(f"converted: {path}")
-        return path
+        raise StartAgainError
 
 
 def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> Path:

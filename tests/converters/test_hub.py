@@ -213,6 +213,8 @@ def test_a_gated_repository_opens_with_a_token(
         convert(tmp_path)
     monkeypatch.setenv("HF_TOKEN", hub.rules.token)
     assert convert(tmp_path).is_dir()
+    assert hub.rules.leaked_tokens == 0
+    assert any("/lfs/" in asked for asked in hub.rules.asked)
 
 
 def test_no_network_and_the_offline_switch(

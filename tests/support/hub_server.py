@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class HubRules:
     """Pause after each piece of a file, which makes a slow network."""
     asked: list[str] = field(default_factory=list)
     """Method, path and range of every request, in order."""
+    leaked_tokens: int = 0
+    """Requests to the other host that had a token with them."""
     sent_bytes: int = 0
     """Bytes of safetensors files that were sent."""
 
@@ -95,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([0-9a-z]+)/(.+)", path):
             self._resolve(*found.groups())
         elif found := re.fullmatch(r"/lfs/([^/]+/[^/]+)/(.+)", path):
+            rules.leaked_tokens += "Authorization" in self.headers
             self._send(self.server.root / found[1] / found[2], {})
         else:
             self._error(404, "")
@@ -122,7 +126,10 @@ class _Handler(BaseHTTPRequestHandler):
         large = name.endswith(".safetensors")
         if rules.redirect_to or (large and rules.redirects):
             headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(path.stat().st_size)}
-            target = rules.redirect_to or f"http://localhost:{self.server.server_address[1]}/lfs/{repository}/{name}"
+            target = (
+                rules.redirect_to
+                or f"http://localhost:{self.server.server_address[1]}/lfs/{repository}/{name}"
+            )
             self._begin(302, headers | {"Location": target}, 0)
         else:
             self._send(path, headers)
@@ -171,6 +178,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def content_hash(path: Path) -> str:
+    """sha256 of a file, kept for as long as the file stays as it is."""
+    status = path.stat()
+    return _hash(path, status.st_size, status.st_mtime_ns)
+
+
+@cache
+def _hash(path: Path, nbytes: int, modified_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
