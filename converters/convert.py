@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -229,7 +229,8 @@ class _Conversion:
         runner = _native.Runner(usable_cores())
         blocks = ahead(read_blocks(self._checkpoint, wanted), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
-        with closing(chunks):
+        # Closing the stages waits for the reads that are under way.
+        with closing(chunks), _interrupting(self._checkpoint):
             counted = _counted(chunks, meter)
             for file, group in groupby(counted, key=lambda chunk: chunk.file):
                 if file == RESIDENT:
@@ -269,6 +270,15 @@ class _Conversion:
             quantisation_error=self._errors.summary(),
         )
         self._writer.finish(tokenizer.info, self._checkpoint.generation, provenance)
+
+
+@contextmanager
+def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Interrupt the checkpoint's reads if the work in the block fails or is stopped."""
+    with ExitStack() as failed:
+        failed.callback(checkpoint.interrupt)
+        yield
+        failed.pop_all()
 
 
 def _try_out(folder: OutputFolder) -> None:

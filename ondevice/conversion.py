@@ -98,7 +98,8 @@ class Prepared:
 
     @property
     def config(self) -> ModelConfig:
-        return self._checkpoint.config
+        config: ModelConfig = self._checkpoint.config
+        return config
 
     @property
     def is_converted(self) -> bool:

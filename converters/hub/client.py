@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +39,7 @@ RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Waits before a request is repeated. After as many failures in a row, without progress, it is given up."""
 FIRST_RETRY_SECONDS = (0.5, 1.0)
 """The waits at the first contact, after which a machine without a network is told so."""
+INTERRUPTED = "the download was interrupted; run the same command again to go on with it"
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
@@ -65,10 +67,11 @@ class RemoteUrl:
 class Attempts:
     """Counts the failures of one read in a row, and waits after each."""
 
-    def __init__(self, source: RemoteUrl, waits: Sequence[float] = ()) -> None:
-        """waits: the waits in seconds, if not RETRY_SECONDS."""
+    def __init__(self, source: RemoteUrl, waits: Sequence[float], stopped: Event) -> None:
+        """waits: in seconds. stopped: ends a wait, and the attempts with it."""
         self._source = source
-        self._waits = waits or RETRY_SECONDS
+        self._waits = waits
+        self._stopped = stopped
         self._failures = 0
 
     def progressed(self) -> None:
@@ -84,7 +87,8 @@ class Attempts:
         wait = min(MAX_WAIT_SECONDS, max(self._waits[self._failures], error.seconds))
         self._failures += 1
         logger.info("%s of %s: %s; again in %.1f s", self._source.what, self._source.repository, error, wait)
-        time.sleep(wait)
+        if self._stopped.wait(wait):
+            raise DownloadError(INTERRUPTED) from error
 
 
 class HubClient:
@@ -93,10 +97,16 @@ class HubClient:
     """
 
     def __init__(self) -> None:
+        self.stopped = Event()
+        """Set to make all reads end soon, with DownloadError."""
         self.endpoint = constants.ENDPOINT.rstrip("/")
         self._session = get_session()
         # The library's HTTP client has changed its name before; its errors are found where the client is.
         self._http: Any = import_module(type(self._session).__module__.partition(".")[0])
+
+    def attempts(self, source: RemoteUrl, waits: Sequence[float] = ()) -> Attempts:
+        """waits: the waits between them in seconds, if not RETRY_SECONDS."""
+        return Attempts(source, waits or RETRY_SECONDS, self.stopped)
 
     def file(self, repository: str, name: str, commit: str) -> RemoteUrl:
         url = hf_hub_url(repository, name, revision=commit, endpoint=self.endpoint)
@@ -115,8 +125,8 @@ class HubClient:
             ) from error
 
     def whole(self, source: RemoteUrl, limit: int, waits: Sequence[float] = ()) -> bytes:
-        """A whole file of at most `limit` bytes. waits: as in Attempts."""
-        attempts = Attempts(source, waits)
+        """A whole file of at most `limit` bytes. waits: as in `attempts`."""
+        attempts = self.attempts(source, waits)
         while True:
             try:
                 return self._whole(source, limit)
@@ -215,7 +225,10 @@ class HubClient:
 
     def _chunks(self, response: Any) -> Iterator[bytes]:
         try:
-            yield from response.iter_raw()
+            for chunk in response.iter_raw():
+                if self.stopped.is_set():
+                    raise DownloadError(INTERRUPTED)
+                yield chunk
         except (self._http.TransportError, self._http.StreamError) as error:
             raise BrokenConnectionError(f"the connection broke ({error})") from error
 

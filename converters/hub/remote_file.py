@@ -11,8 +11,7 @@ import os
 import tempfile
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.bundle.files import disk_errors
-from ondevice.converters.checkpoints.base import SourceFile, StoredTensor
-from ondevice.converters.hub.client import Attempts, BrokenConnectionError, HubClient, PartStream, RemoteUrl
-from ondevice.converters.quantize import Weights
+from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.hub.client import BrokenConnectionError, HubClient, PartStream, RemoteUrl
 from ondevice.errors import CheckpointError
 
 HEAD_BYTES = 256 << 10
@@ -50,16 +48,16 @@ class RemoteFile(SourceFile):
         self._client = client
         self._source = source
         self._head = b""
-        self._ends: list[int] = []
+        self._tensors: list[tuple[int, int, str]] = []
         self._streams: dict[int, PartStream] = {}
         self._lock = threading.RLock()
 
     def open(self) -> None:
         """Nothing needs to be opened before it is read."""
 
-    def expect(self, ends: Iterable[int]) -> None:
-        """Tell where tensors end: a read goes on to there, for the reads that follow."""
-        self._ends = sorted(ends)
+    def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
+        """A read goes on to the end of its tensor, for the reads that follow."""
+        self._tensors = sorted((start, stop, name) for name, (start, stop) in tensors.items() if stop > start)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """`nbytes` bytes from byte `offset`, and no more. The beginning of the file is read once."""
@@ -74,6 +72,21 @@ class RemoteFile(SourceFile):
         """Fill the contiguous array `out` from byte `offset`. Raises CheckpointError if bytes are missing."""
         with self._lock:
             self._fill(offset, memoryview(out.data).cast("B"), read_on=True)
+
+    def read_columns(self, offset: int, stride: int, out: NDArray[Any]) -> None:
+        """As in SourceFile; the whole tensor is read first, as nobody can ask for every so many bytes."""
+        with self._lock:
+            start, stop, name = self._tensor_at(offset)
+            # The parts of a quantised matrix differ in the last word of their names.
+            local = self.spool.matrix(self, name.rpartition(".")[0], start, stop)
+            local.read_columns(offset - start, stride, out)
+
+    def sample(self, offset: int, nbytes: int) -> bytes:
+        """What the hub knows the file's content by, and the place in it: no byte is read for it."""
+        return f"{self.identity} {offset}".encode()[:nbytes]
+
+    def interrupt(self) -> None:
+        self._client.stopped.set()
 
     def close(self) -> None:
         with self._lock:
@@ -93,7 +106,7 @@ class RemoteFile(SourceFile):
             raise CheckpointError(
                 f"{self.path.name} has {self.nbytes} bytes, and byte {stop - 1} is needed; it isn't complete"
             )
-        attempts, done, safe = Attempts(self._source), offset, offset
+        attempts, done, safe = self._client.attempts(self._source), offset, offset
         while done < stop:
             try:
                 stream = self._stream(done, stop, read_on)
@@ -114,12 +127,15 @@ class RemoteFile(SourceFile):
     def _stream(self, start: int, stop: int, read_on: bool) -> PartStream:
         stream = self._streams.pop(start, None) if read_on else None
         if stream is None:
-            stream = self._client.part(self._source, start, self._end(start, stop, read_on), self.nbytes)
+            end = max(stop, self._tensor_at(start)[1]) if read_on else stop
+            stream = self._client.part(self._source, start, end, self.nbytes)
         return stream
 
-    def _end(self, start: int, stop: int, read_on: bool) -> int:
-        after = bisect_right(self._ends, start)
-        return max(stop, self._ends[after]) if read_on and after < len(self._ends) else stop
+    def _tensor_at(self, offset: int) -> tuple[int, int, str]:
+        """(start, stop, name) of the tensor that holds byte `offset`; of nothing if none is known to."""
+        at = bisect_right(self._tensors, offset, key=lambda tensor: tensor[0]) - 1
+        found = self._tensors[at] if at >= 0 else (0, 0, "")
+        return found if offset < found[1] else (offset, offset, "")
 
     def _keep(self, position: int, stream: PartStream, read_on: bool) -> None:
         if not read_on or stream.is_done or position in self._streams:
@@ -131,54 +147,41 @@ class RemoteFile(SourceFile):
             self._streams.pop(oldest).close()
 
 
-@dataclass(frozen=True)
-class RemoteTensor(StoredTensor):
-    """A tensor of a RemoteFile. Columns are read from a whole matrix: rows of it are no parts to ask for."""
-
-    file: RemoteFile
-
-    def columns(self, start: int, stop: int) -> Weights:
-        rows, cols = self.shape
-        if (start, stop) == (0, cols):
-            return self._contiguous(0, rows)
-        local = self.file.spool.matrix(self.file, self.offset, self.nbytes)
-        return StoredTensor(self.name, self.dtype, self.shape, local, 0).columns(start, stop)
-
-    def sample(self, start: int, nbytes: int) -> bytes:
-        """What the hub knows the file's content by, and the place in it: no byte is read for it."""
-        return f"{self.file.identity} {self.offset + start}".encode()[:nbytes]
-
-
 class Spool:
-    """The matrix whose columns are being read, where it is too large for memory: a file without a name.
+    """The matrix whose columns are being read, in files without a name, where it is too large for memory.
 
-    The system deletes it with the process, however that ends.
+    The system deletes them with the process, however that ends.
     """
 
     def __init__(self, folder: Path) -> None:
         """folder: a folder on the disk that the bundle is written to."""
         self._folder = folder
-        self._holds: tuple[RemoteFile, int] | None = None
-        self._file: _UnnamedFile | None = None
+        self._matrix = ""
+        self._files: dict[tuple[RemoteFile, int], _UnnamedFile] = {}
 
-    def matrix(self, file: RemoteFile, offset: int, nbytes: int) -> SourceFile:
-        """A file with the `nbytes` bytes of `file` from byte `offset`. The one before it is gone."""
-        if self._file is None or self._holds != (file, offset):
+    def matrix(self, file: RemoteFile, matrix: str, start: int, stop: int) -> SourceFile:
+        """A file with bytes [start, stop) of `file`, which are the matrix or a part of it.
+
+        What there is of other matrices is deleted.
+        """
+        if matrix != self._matrix:
             self.close()
-            # Kept before it is whole, so that `close` finds it; the place it holds is noted when it is.
-            self._file = _UnnamedFile(self._folder)
-            block = np.empty(min(nbytes, SPOOL_BLOCK_BYTES), np.uint8)
-            for start in range(0, nbytes, SPOOL_BLOCK_BYTES):
-                part = block[: min(SPOOL_BLOCK_BYTES, nbytes - start)]
-                file.read_into(offset + start, part)
-                self._file.append(part)
-            self._holds = file, offset
-        return self._file
+            self._matrix = matrix
+        key = file, start
+        if key in self._files and self._files[key].nbytes != stop - start:
+            self._files.pop(key).close()
+        if key not in self._files:
+            self._files[key] = local = _UnnamedFile(self._folder)
+            block = np.empty(min(stop - start, SPOOL_BLOCK_BYTES), np.uint8)
+            for offset in range(start, stop, SPOOL_BLOCK_BYTES):
+                part = block[: min(SPOOL_BLOCK_BYTES, stop - offset)]
+                file.read_into(offset, part)
+                local.append(part)
+        return self._files[key]
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = self._holds = None
+        while self._files:
+            self._files.popitem()[1].close()
 
 
 class _UnnamedFile(SourceFile):

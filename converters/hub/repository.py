@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, StoredTensor
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.source_folder import MAX_JSON_BYTES, SourceFolder
 from ondevice.converters.hub.client import HubClient
-from ondevice.converters.hub.remote_file import RemoteFile, RemoteTensor, Spool
+from ondevice.converters.hub.remote_file import RemoteFile, Spool
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 FILES = (
@@ -154,17 +154,7 @@ def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> Chec
     CheckpointError for one that is damaged.
     """
     _check_kinds(listing)
-    checkpoint = open_huggingface(RemoteFolder(client, listing, Spool(spool_folder)))
-    tensors: dict[str, Any] = {}
-    for name, tensor in checkpoint.tensors.items():
-        assert isinstance(tensor, StoredTensor)
-        tensors[name] = RemoteTensor(**vars(tensor))
-    found = replace(checkpoint, tensors=tensors)
-    for file in found.source_files:
-        held = [tensor for tensor in tensors.values() if tensor.file is file]
-        assert isinstance(file, RemoteFile)
-        file.expect(tensor.offset + tensor.nbytes for tensor in held)
-    return found
+    return open_huggingface(RemoteFolder(client, listing, Spool(spool_folder)))
 
 
 def _check_kinds(listing: Listing) -> None:

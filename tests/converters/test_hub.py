@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,28 @@ def test_a_kept_source_is_whole_and_serves_without_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert weights(api.convert("some/model", tmp_path / "switched", "q8")) == expected
     assert hub.rules.asked == []
+
+
+class StopError(Exception):
+    """Raised from a progress callback, as Ctrl-C is from anywhere."""
+
+
+def test_an_interrupt_does_not_wait_for_the_network(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor of a layer would take seconds; the reading thread is in the middle of one."""
+    monkeypatch.setattr("ondevice.converters.progress.REPORT_SECONDS", 0.0)
+    stopped: list[float] = []
+
+    def on_progress(_: object) -> None:
+        hub.rules.piece_seconds = 1.0
+        time.sleep(0.1)
+        stopped.append(time.monotonic())
+        raise StopError
+
+    with prepare("some/model", tmp_path / "bundle") as prepared, pytest.raises(StopError):
+        prepared.run(on_progress)
+    assert time.monotonic() - stopped[0] < 3.0
 
 
 def test_a_changed_repository_is_not_mixed_in(hub: HubServer, repository: Path, tmp_path: Path) -> None:
