@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from importlib import util
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -289,11 +290,10 @@ def _opened(source: Any, target: Path, quant: QuantConfig, offline: bool, keep_s
     check_names(target)
     if not isinstance(found, Repository):
         return Prepared(open_checkpoint(found), target, quant, process_bytes=before)
-    from ondevice.converters.hub.opening import cached_offline, hub_is_offline, open_repository
-
-    if hub_is_offline() and (kept := cached_offline(found.name)):
+    hub = _hub(found.name)
+    if hub.hub_is_offline() and (kept := hub.cached_offline(found.name)):
         return Prepared(open_checkpoint(kept), target, quant, process_bytes=before)
-    opened = open_repository(found.name, target.parent)
+    opened = hub.open_repository(found.name, target.parent)
     return Prepared(
         opened.checkpoint,
         target,
@@ -307,16 +307,25 @@ def _opened(source: Any, target: Path, quant: QuantConfig, offline: bool, keep_s
 
 def _cached_offline(source: Any) -> Path | None:
     """The folder of a repository in the hub's cache, for when nothing may be asked; None without one."""
-    from importlib import util
-
     if util.find_spec("huggingface_hub") is None:
         return None
     found = find_source(source)
     if not isinstance(found, Repository):
         return None
-    from ondevice.converters.hub.opening import cached_offline
+    kept: Path | None = _hub(found.name).cached_offline(found.name)
+    return kept
 
-    return cached_offline(found.name)
+
+def _hub(repository: str) -> Any:
+    """The module that opens repositories. Raises ModelNotFoundError if huggingface_hub is too old for it."""
+    try:
+        from ondevice.converters.hub import opening
+    except ImportError as error:
+        raise ModelNotFoundError(
+            f"{repository} can't be downloaded with this huggingface_hub ({error}): "
+            "pip install -U 'ondevice[hub]'"
+        ) from error
+    return opening
 
 
 def _file_sizes(folder: Path) -> Iterable[int]:

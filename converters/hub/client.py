@@ -40,6 +40,7 @@ RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 FIRST_RETRY_SECONDS = (0.5, 1.0)
 """The waits at the first contact, after which a machine without a network is told so."""
 INTERRUPTED = "the download was interrupted; run the same command again to go on with it"
+HTTP_LIBRARIES = ("httpx", "httpx2")
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
@@ -101,8 +102,7 @@ class HubClient:
         """Set to make all reads end soon, with DownloadError."""
         self.endpoint = constants.ENDPOINT.rstrip("/")
         self._session = get_session()
-        # The library's HTTP client has changed its name before; its errors are found where the client is.
-        self._http: Any = import_module(type(self._session).__module__.partition(".")[0])
+        self._http = _http_library(self._session)
 
     def attempts(self, source: RemoteUrl, waits: Sequence[float] = ()) -> Attempts:
         """waits: the waits between them in seconds, if not RETRY_SECONDS."""
@@ -282,6 +282,18 @@ class PartStream:
             with suppress(BrokenConnectionError):
                 next(self._chunks, None)
         self._response.close()
+
+
+def _http_library(session: object) -> Any:
+    """The HTTP library that a session of huggingface_hub is made of, which has changed its name before.
+
+    Raises DownloadError for one that isn't known.
+    """
+    for kind in type(session).__mro__:
+        name = kind.__module__.partition(".")[0]
+        if name in HTTP_LIBRARIES:
+            return import_module(name)
+    raise DownloadError("this version of huggingface_hub isn't known: pip install -U 'ondevice[hub]'")
 
 
 def _refusal(source: RemoteUrl, status: int, code: str, endpoint: str) -> OndeviceError:

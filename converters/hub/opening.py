@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import hf_hub_download, is_offline_mode, try_to_load_from_cache
+from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -62,7 +62,7 @@ def cached(listing: Listing) -> Path | None:
 
 def hub_is_offline() -> bool:
     """True if HF_HUB_OFFLINE forbids to ask the hub."""
-    return bool(is_offline_mode())
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def cached_offline(repository: str) -> Path | None:

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# All that a conversion imports, once for all children.
+import ondevice.converters.convert
+import ondevice.converters.hub.opening  # noqa: F401
 from ondevice import api
 from ondevice.converters.hub.client import PartStream
 from tests.support.kill_and_resume import count_down, die, die_after, digest, killed
