@@ -57,12 +57,15 @@ class Foreseen:
     """Bytes that lie on the disk while the conversion runs, beside the bundle."""
     kept_bytes: int
     """Bytes of the source that are kept in the hub's cache."""
+    is_one_disk: bool
+    """True if the hub's cache is on the disk that the bundle goes to."""
     free_bytes: int
     """Free bytes of the disk that the bundle goes to."""
 
     def require_space(self) -> None:
         """Raises OndeviceError if the disk has no room."""
-        needed = max(0, self.bundle_bytes - self.present_bytes) + self.passing_bytes + self.kept_bytes
+        needed = max(0, self.bundle_bytes - self.present_bytes) + self.passing_bytes
+        needed += self.kept_bytes if self.is_one_disk else 0
         if needed > self.free_bytes:
             raise OndeviceError(
                 f"{self.name} would take {format_bytes(needed)} ({needed} bytes) of the disk, and "
@@ -132,7 +135,8 @@ class Prepared:
             present_bytes=sum(_file_sizes(self.output.with_name(f"{self.output.name}.partial"))),
             passing_bytes=passing,
             kept_bytes=kept,
-            free_bytes=_free_bytes(self.output),
+            is_one_disk=kept > 0 and _device(_hub(checkpoint.name).cache_folder()) == _device(self.output),
+            free_bytes=shutil.disk_usage(_existing(self.output)).free,
         )
 
     def least_plan(self, runtime: RuntimeConfig) -> Plan:
@@ -334,8 +338,13 @@ def _file_sizes(folder: Path) -> Iterable[int]:
     return [path.stat().st_size for path in folder.iterdir() if path.is_file()]
 
 
-def _free_bytes(path: Path) -> int:
-    """Free bytes of the disk that a path is or would be on."""
+def _device(path: Path) -> int:
+    """The system's number of the disk that a path is or would be on."""
+    return _existing(path).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
     while not path.exists():
         path = path.parent
-    return shutil.disk_usage(path).free
+    return path

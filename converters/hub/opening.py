@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpenedRepository:
-    """A repository whose headers have been read. is_kept: its files are all in the hub's cache."""
+    """A repository whose headers have been read.
+
+    listing: the files that a conversion needs. is_kept: they are all in the hub's cache.
+    """
 
     listing: Listing
     checkpoint: Checkpoint
@@ -41,16 +44,16 @@ def open_repository(repository: str, spool_folder: Path) -> OpenedRepository:
     """
     client = HubClient()
     listing = parse_listing(repository, client.description(repository))
-    kept = cached(listing)
-    if kept is not None:
-        return OpenedRepository(listing, open_checkpoint(kept), True)
-    return OpenedRepository(listing, open_listed(client, listing, spool_folder), False)
+    checkpoint, needed = open_listed(client, listing, spool_folder)
+    kept = cached(needed)
+    if kept is None:
+        return OpenedRepository(needed, checkpoint, False)
+    checkpoint.close()
+    return OpenedRepository(needed, open_checkpoint(kept), True)
 
 
 def cached(listing: Listing) -> Path | None:
     """The folder of a repository's files in the hub's cache, if it has all of them."""
-    if "config.json" not in listing.files:
-        return None
     found = {
         name: try_to_load_from_cache(listing.repository, name, revision=listing.commit)
         for name in listing.files
@@ -58,6 +61,11 @@ def cached(listing: Listing) -> Path | None:
     if not all(isinstance(path, str) for path in found.values()):
         return None
     return Path(str(found["config.json"])).parent
+
+
+def cache_folder() -> Path:
+    """The hub's cache, which `download` fills."""
+    return Path(constants.HF_HUB_CACHE)
 
 
 def hub_is_offline() -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,8 @@ class RemoteFolder(SourceFolder):
         self._client = client
         self._listing = listing
         self._spool = spool
+        self.read_names: set[str] = set()
+        """Names of the files that have been read or opened."""
 
     @property
     def name(self) -> str:
@@ -142,19 +144,24 @@ class RemoteFolder(SourceFolder):
             raise CheckpointError(
                 f"{self.path} has no {name[:80]!a} that can be read; the repository isn't complete"
             )
+        self.read_names.add(name)
         return self._listing.files[name]
 
 
-def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> Checkpoint:
-    """The checkpoint of a repository. Its small files and headers are read, its weights aren't.
+def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> tuple[Checkpoint, Listing]:
+    """The checkpoint of a repository, and the listing of those of its files that it needs.
 
-    spool_folder: where the columns of very large matrices are kept while they are read.
+    Small files and headers are read, weights aren't. spool_folder: where the columns of very large matrices
+    are kept while they are read.
 
     Raises UnsupportedModelError for a repository without safetensors or of an unknown architecture, and
     CheckpointError for one that is damaged.
     """
     _check_kinds(listing)
-    return open_huggingface(RemoteFolder(client, listing, Spool(spool_folder)))
+    folder = RemoteFolder(client, listing, Spool(spool_folder))
+    checkpoint = open_huggingface(folder)
+    needed = {name: listing.files[name] for name in sorted(folder.read_names)}
+    return checkpoint, replace(listing, files=needed)
 
 
 def _check_kinds(listing: Listing) -> None:

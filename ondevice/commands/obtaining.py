@@ -32,12 +32,12 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
     except ModelNotFoundError as missing:
         if not _may_be_checkpoint(model):
             raise
-        target = default_output(model)
-        if not (yes or can_ask()):
-            missing.add_note("at a terminal, or with --yes, this command makes it")
+        is_here, is_done = Path(model).expanduser().exists(), default_output(model).exists()
+        if is_done and not is_here:
+            # A repository's bundle would have been found by its name: this is another's.
             raise
-        if target.exists() and not Path(model).expanduser().exists():
-            # It belongs to another repository of the same name.
+        if not (yes or can_ask() or is_done):
+            missing.add_note("at a terminal, or with --yes, this command makes it")
             raise
         return _converted(model, runtime, yes)
 
@@ -48,6 +48,7 @@ def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
     with conversion.prepare(model) as prepared:
         if prepared.is_converted:
             return prepared.output
+        prepared.check_output(resume=not prepared.output.exists(), force=False)
         plan = prepared.least_plan(runtime)
         foreseen = prepared.foreseen()
         say(f"{foreseen.name} isn't converted yet.")

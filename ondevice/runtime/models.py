@@ -293,6 +293,8 @@ def _missing(name: str, folder_name: str, source: str | None) -> str:
     line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
     aliases = ", ".join(convertible_aliases())
     known = "" if source else f"; names known without a checkpoint of your own: {aliases}"
+    if source and util.find_spec("huggingface_hub") is None:
+        known = "; that takes huggingface_hub: pip install 'ondevice[hub]'"
     here = ", ".join(known_models())
     return (
         f"no model called {name} in {model_home()} or {shipped_folder()}, where there are: {here or 'none'}. "

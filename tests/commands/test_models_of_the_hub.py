@@ -157,7 +157,7 @@ def test_a_folder_is_converted_once(ondevice: Run, tmp_path: Path, monkeypatch: 
     assert first.code == 0, first.err
     assert "converted: " in first.err
     assert "download" not in first.err
-    again = ondevice(*CHAT, source, "--yes", stdin="Hello\n")
+    again = ondevice(*CHAT, source, stdin="Hello\n")
     assert (again.code, again.out) == (0, first.out)
     assert "converted" not in again.err
 

@@ -161,18 +161,22 @@ def test_a_kept_source_is_whole_and_serves_without_the_hub(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = weights(api.convert(repository, tmp_path / "expected", "q8"))
+    # The same weights in a form that isn't needed, as some repositories have them.
+    (repository / "consolidated.safetensors").write_bytes(b"no safetensors at all")
     with prepare("some/model", tmp_path / "bundle", keep_source=True) as prepared:
         foreseen = prepared.foreseen()
         assert foreseen.kept_bytes == foreseen.download_bytes
         prepared.run()
     kept = {path.name: path for path in (tmp_path / "cache").rglob("snapshots/*/*")}
-    assert all(content_hash(kept[path.name]) == content_hash(path) for path in repository.iterdir())
+    assert set(kept) == {path.name for path in repository.iterdir()} - {"consolidated.safetensors"}
+    assert all(content_hash(kept[name]) == content_hash(repository / name) for name in kept)
     hub.rules.sent_bytes = 0
     with prepare("some/model", tmp_path / "again", "q8") as prepared:
         assert prepared.foreseen().download_bytes == 0
+        headers = hub.rules.sent_bytes
         prepared.run()
+        assert hub.rules.sent_bytes == headers
     assert weights(tmp_path / "again") == expected
-    assert hub.rules.sent_bytes == 0
     hub.rules.asked.clear()
     assert weights(api.convert("some/model", tmp_path / "offline", "q8", offline=True)) == expected
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_comes(
             prepared.require_fit(small)
         enough = prepared.least_plan(RuntimeConfig(dram_budget=refused.value.required_bytes + (8 << 20)))
         prepared.require_fit(enough)
-        monkeypatch.setattr("ondevice.conversion._free_bytes", lambda path: 1000)
+        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(OndeviceError, match=r"would take .*1000 bytes.* free"):
             prepared.run()
     assert hub.rules.sent_bytes == 0
