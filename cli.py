@@ -18,18 +18,19 @@ from ondevice.commands.doctor import doctor
 from ondevice.commands.evaluate import evaluate
 from ondevice.commands.generate import generate
 from ondevice.commands.inspect import inspect
+from ondevice.commands.models import list_models, remove
 from ondevice.commands.options import CommandGroup, broken_pipe, option
 from ondevice.commands.profile import profile
 from ondevice.commands.terminal import say
 from ondevice.commands.train import train
 from ondevice.commands.verify import verify
-from ondevice.errors import INTERRUPTED, OndeviceError
+from ondevice.errors import INTERRUPTED, START_AGAIN, OndeviceError, StartAgainError
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code, or START_AGAIN."""
     if isinstance(sys.stdout, TextIOWrapper):
         # A file name need not be UTF-8; this writes its bytes unchanged.
         sys.stdout.reconfigure(errors="surrogateescape")
@@ -42,6 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except StartAgainError:
+        return START_AGAIN
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -74,5 +77,18 @@ def cli(verbose: bool) -> None:
     """
 
 
-for command in (convert, generate, chat, inspect, bench, evaluate, train, profile, doctor, verify):
+for command in (
+    convert,
+    generate,
+    chat,
+    list_models,
+    remove,
+    inspect,
+    bench,
+    evaluate,
+    train,
+    profile,
+    doctor,
+    verify,
+):
     cli.add_command(command)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -93,7 +93,7 @@ BeginTraining = Callable[[Checkpoint], Training | None]
 
 
 def convert(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     output: str | Path,
     quant: str | QuantConfig = AUTO_QUANT,
     on_progress: OnProgress | None = None,
@@ -104,7 +104,7 @@ def convert(
     """Convert the checkpoint `source` to a bundle in the new folder `output`, and return that folder.
 
     Args:
-        source: the checkpoint, see `open_checkpoint`.
+        source: the checkpoint, see `open_checkpoint`, or one that is open, which is closed at the end.
         output: the new folder.
         quant: q4, q8, f16, or a QuantConfig; auto is what `chosen_quant` takes.
         on_progress: called from this thread, several times a second. An exception from it stops the
@@ -122,11 +122,11 @@ def convert(
     if not isinstance(quant, QuantConfig) and quant != AUTO_QUANT:
         given = QuantConfig.parse(quant)
     folder = OutputFolder(Path(output))
-    checkpoint = open_checkpoint(Path(source))
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(Path(source))
     with closing(checkpoint), closing(folder):
         quant_config = chosen_quant(checkpoint) if given is None else given
         training = begin_training(checkpoint)
-        origin = f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
+        origin = _origin(checkpoint)
         trained = origin if training is None else f"{origin} {training.identity}"
         if resume and _is_converted(folder.output, checkpoint, quant_config, trained):
             folder.discard_leftover()
@@ -140,7 +140,7 @@ def convert(
         _check_manifest(checkpoint, quant_config, trained)
         folder.check(resume, force)
         folder.claim(resume)
-        folder.check_space(_bundle_bytes(checkpoint, quant_config, twice=training is not None))
+        folder.check_space(bundle_bytes(checkpoint, quant_config, twice=training is not None))
         _Conversion(checkpoint, quant_config, folder, origin).run(on_progress)
         _try_out(folder)
         if training is not None:
@@ -160,6 +160,20 @@ def chosen_quant(checkpoint: Checkpoint) -> QuantConfig:
         if tensor.code_bits:
             weights[tensor.code_bits > 4] += prod(tensor.shape)
     return QuantConfig(8 if weights[True] > weights[False] else 4)
+
+
+def is_bundle_of(folder: Path, checkpoint: Checkpoint) -> bool:
+    """True if `folder` is a whole bundle of this checkpoint, at any number of bits, trained or not."""
+    try:
+        bundle = Bundle.open(folder)
+    except (BundleError, ModelNotFoundError, UnsupportedModelError):
+        return False
+    return _is_converted(folder, checkpoint, bundle.quant, _origin(checkpoint))
+
+
+def _origin(checkpoint: Checkpoint) -> str:
+    """What tells a conversion's bytes from another's, its options aside."""
+    return f"{CONVERTER_VERSION} {checkpoint.name[:_NAMED_CHARS]} {fingerprint(checkpoint)}"
 
 
 class _Conversion:
@@ -231,7 +245,8 @@ class _Conversion:
         runner = _native.Runner(usable_cores())
         blocks = ahead(read_blocks(self._checkpoint, wanted, self._quant.bits), BLOCKS_AHEAD)
         chunks = ahead(pack(blocks, self._checkpoint.config, self._quant, runner), BLOCKS_AHEAD)
-        with closing(chunks):
+        # Closing the stages waits for the reads that are under way.
+        with closing(chunks), _interrupting(self._checkpoint):
             counted = _counted(chunks, meter)
             for file, group in groupby(counted, key=lambda chunk: chunk.file):
                 if file == RESIDENT:
@@ -255,7 +270,7 @@ class _Conversion:
             self._errors.save(name, fidelity)
 
     def _meter(self, wanted: Callable[[str, str], bool], on_progress: OnProgress | None) -> ProgressMeter:
-        sizes = _source_bytes(self._checkpoint)
+        sizes = source_bytes(self._checkpoint)
         meter = ProgressMeter(sum(sizes.values()), on_progress)
         meter.skip(sum(nbytes for place, nbytes in sizes.items() if not wanted(*place)))
         return meter
@@ -281,6 +296,15 @@ class _Conversion:
             return ("quantised weights are stored as float16 values",)
         kinds = self._errors.kinds().items()
         return tuple(f"{kind}: {fidelity.note(self._quant.bits)}" for kind, fidelity in kinds)
+
+
+@contextmanager
+def _interrupting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Interrupt the checkpoint's reads if the work in the block fails or is stopped."""
+    with ExitStack() as failed:
+        failed.callback(checkpoint.interrupt)
+        yield
+        failed.pop_all()
 
 
 def _try_out(folder: OutputFolder) -> None:
@@ -327,7 +351,7 @@ def _check_manifest(checkpoint: Checkpoint, quant: QuantConfig, origin: str) -> 
         raise CheckpointError(f"{checkpoint.name} can't be described in a bundle: {error}") from error
 
 
-def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
+def bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> int:
     """Bytes that the bundle takes on disk, except that its manifest is estimated.
 
     twice: count the neurons twice, as they are written again in another order.
@@ -341,7 +365,7 @@ def _bundle_bytes(checkpoint: Checkpoint, quant: QuantConfig, twice: bool) -> in
     return total
 
 
-def _source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
+def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Container
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ondevice.bundle.about import DOCUMENTS
@@ -54,8 +54,7 @@ class OutputFolder:
         self._force = False
         self._may_discard = False
         self._descriptor = -1
-        for path in (self.output, self.partial, self._replaced):
-            _check_name(path)
+        check_names(self.output)
 
     def check(self, resume: bool, force: bool) -> None:
         """Raises UsageError if writing would touch files that `resume` and `force` don't allow to touch."""
@@ -235,7 +234,48 @@ class OutputFolder:
             )
 
     def _sibling(self, suffix: str) -> Path:
-        return self.output.with_name(self.output.name + suffix) if self.output.name else self.output
+        return _sibling(self.output, suffix)
+
+
+def remove_bundle(folder: Path) -> int:
+    """Delete a bundle or an unfinished one, `<name>.partial`, and return the bytes that it took.
+
+    Raises UsageError, and deletes nothing, if the folder holds anything that is no part of a bundle;
+    OndeviceError if a conversion is at work in it, or if the disk refuses.
+    """
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a link; delete it yourself, and what it leads to if you mean that")
+    why, documents = "remove deletes nothing but bundles", [folder / name for name in DOCUMENTS]
+    if folder.name.endswith(".partial"):
+        output = OutputFolder(folder.with_name(folder.name.removesuffix(".partial")))
+        with closing(output):
+            nbytes = _bytes_of(folder)
+            output._check_partial()
+            output.claim(resume=True)
+            output.discard()
+        return nbytes
+    _check_contents(folder, why, besides=documents)
+    nbytes = _bytes_of(folder)
+    with disk_errors(folder, "delete it yourself"):
+        # The manifest last: until then, it is known as a bundle.
+        _delete_files(folder, keep={MANIFEST}, also=DOCUMENTS)
+        (folder / MANIFEST).unlink(missing_ok=True)
+        folder.rmdir()
+    return nbytes
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_names(output: Path) -> None:
+    """Raises UsageError if the system doesn't allow an output's name, or the longer ones made from it."""
+    for suffix in ("", ".partial", ".replaced"):
+        _check_name(_sibling(output, suffix))
+
+
+def _sibling(output: Path, suffix: str) -> Path:
+    return output.with_name(output.name + suffix) if output.name else output
 
 
 def _check_name(path: Path) -> None:

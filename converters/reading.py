@@ -106,6 +106,13 @@ def _norm(
         yield f"layers.{layer}.{which}.bias", [tensors[name.norm_bias(which)]]
 
 
+def held_matrix_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the largest down projection that is read in several blocks of columns; 0 if none is."""
+    layers = range(checkpoint.config.num_layers)
+    downs = [checkpoint.tensors[names.LayerNames(layer).down] for layer in layers]
+    return max(down.nbytes if down.values_nbytes > DOWN_BLOCK_BYTES else 0 for down in downs)
+
+
 def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
     name = names.LayerNames(layer)
     gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))

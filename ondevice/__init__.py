@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ondevice.errors import BundleError as BundleError
     from ondevice.errors import CheckpointError as CheckpointError
     from ondevice.errors import ContextOverflowError as ContextOverflowError
+    from ondevice.errors import DownloadError as DownloadError
     from ondevice.errors import FlashReadError as FlashReadError
     from ondevice.errors import ModelNotFoundError as ModelNotFoundError
     from ondevice.errors import OndeviceError as OndeviceError
@@ -52,6 +53,7 @@ _MODULES = {
         "BundleError",
         "CheckpointError",
         "ContextOverflowError",
+        "DownloadError",
         "FlashReadError",
         "ModelNotFoundError",
         "OndeviceError",

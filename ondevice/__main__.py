@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from ondevice.errors import INTERRUPTED
+from ondevice.errors import INTERRUPTED, START_AGAIN
 
 
 def main() -> NoReturn:
@@ -18,6 +18,8 @@ def main() -> NoReturn:
     from ondevice import cli
 
     code = cli.run(sys.argv[1:])
+    if code == START_AGAIN:
+        os.execv(sys.executable, sys.orig_argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the interpreter's clean-up is left.
     sys.exit(code)
 

@@ -33,13 +33,14 @@ from ondevice.config import (
     SamplingOptions,
     WhenFull,
 )
+from ondevice.conversion import prepare
 from ondevice.errors import system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.host import Host, text_tokenizer
 from ondevice.kernels import _native
 from ondevice.response import Response, gather
 from ondevice.runtime.budget_watch import MemoryPressure
-from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, find_model
+from ondevice.runtime.models import ConversionProgress, find_model
 from ondevice.runtime.resolving import ResolvedModel, budget_bytes, resolve, warn_of_budget
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows
 from ondevice.session import Session
@@ -75,6 +76,7 @@ def convert(
     resume: bool = False,
     force: bool = False,
     offline: bool = False,
+    keep_source: bool = False,
 ) -> Path:
     """Turn a checkpoint into a bundle.
 
@@ -87,16 +89,14 @@ def convert(
         resume: continue a conversion that was interrupted.
         force: replace an existing output.
         offline: forbid downloads.
+        keep_source: keep a repository's files in the hub's cache. Otherwise its weights are converted as they
+            arrive, and none of them is stored.
 
     Returns the bundle's path. Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, UsageError
-    and OSError.
+    and OSError, and DownloadError if a repository can't be read to its end.
     """
-    from ondevice.converters.convert import convert as run
-
-    target = bundle_target(source, output)
-    return run(
-        find_checkpoint(source, offline), target, quant, resume=resume, force=force, on_progress=on_progress
-    )
+    with prepare(source, output, quant, offline=offline, keep_source=keep_source) as prepared:
+        return prepared.run(on_progress, resume=resume, force=force)
 
 
 def verify(model: Name | None = None, *, on_progress: OnBytes | None = None) -> Report:

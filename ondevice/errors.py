@@ -10,9 +10,11 @@ from contextlib import contextmanager
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+START_AGAIN = 256
+"""Code, beyond all exit codes, of a command line that is to be run again in a process of its own."""
 
 
-_COMMAND_LINE = r"ondevice (?:convert|generate|inspect|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
+_COMMAND_LINE = r"ondevice (?:convert|generate|inspect|remove|train|verify) [^`\n]*?(?=[`\n;]|\. |$)"
 _CHOICES = (
     "auto|off|all|dense|exact|predicted|threshold|experts|cpu|mlx|reference|direct|buffered|streams|resident|"
     "recycling|lookup|model|lossless|shared"
@@ -21,7 +23,7 @@ _FLAG = re.compile(
     rf"(?P<command>{_COMMAND_LINE})|(?<![\w-])--(?P<name>[a-z]+(?:-[a-z]+)*)(?![\w-])"
     rf"(?: (?:(?P<number>\d[\d.]*\b)|(?P<choice>(?:{_CHOICES})\b)))?"
 )
-_SWITCHES = ("force", "resume", "offline", "replace")
+_SWITCHES = ("force", "resume", "offline", "replace", "keep_source", "yes")
 
 
 class OndeviceError(Exception):
@@ -54,6 +56,10 @@ def _parameter(match: re.Match[str]) -> str:
     return f'{name}="{match["choice"]}"' if match["choice"] else name
 
 
+class StartAgainError(Exception):
+    """A command has converted its model. It is to start again, as what a conversion needs stays in memory."""
+
+
 class UsageError(OndeviceError, ValueError):
     """An argument that is wrong for every model, such as a malformed size or a negative temperature."""
 
@@ -64,6 +70,10 @@ class ModelNotFoundError(OndeviceError):
     """No bundle has that name or path. The message has the `ondevice convert` line to run."""
 
     exit_code = 3
+
+
+class DownloadError(OndeviceError):
+    """The hub can't be read: it isn't reached, the connection keeps breaking, or its answers are unusable."""
 
 
 class UnsupportedModelError(OndeviceError):

@@ -123,6 +123,8 @@ OTHER_SETTINGS: dict[str, type] = {
     "resume": bool,
     "force": bool,
     "offline": bool,
+    "keep_source": bool,
+    "yes": bool,
     "as_json": bool,
     "listing": bool,
     "verbose": bool,

@@ -22,9 +22,10 @@ from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
+from ondevice.conversion import Prepared, prepare
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.host import text_tokenizer
-from ondevice.runtime.models import ConversionProgress, bundle_target, find_checkpoint, output_path
+from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import Tally, windows
 from ondevice.settings import require_fields
@@ -261,14 +262,29 @@ def convert_and_train(
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
     run gives the same bytes as one without interruption. A model whose gates are hardly ever zero gets no
     predictors. Its neurons are ordered by what they add, as drafts use the first ones. on_training is called
-    with the share of the training that is done, and its current step.
+    with the share of the training that is done, and its current step. The files of a repository are kept.
 
     Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
     model without a tokenizer and for too little text.
     """
+    with prepare(source, output, quant, offline=offline, keep_source=True) as prepared:
+        return train_converted(
+            prepared, text, on_progress=on_progress, on_training=on_training, resume=resume, force=force
+        )
+
+
+def train_converted(
+    prepared: Prepared,
+    text: Text,
+    *,
+    on_progress: Callable[[ConversionProgress], None] | None = None,
+    on_training: OnProgress = ignore_progress,
+    resume: bool = False,
+    force: bool = False,
+) -> Path:
+    """`convert_and_train` for a checkpoint that is open already."""
     from ondevice.converters.checkpoints.base import Checkpoint
     from ondevice.converters.convert import Training
-    from ondevice.converters.convert import convert as run
     from ondevice.converters.training.neuron_order import MOST_TOKENS, order_by_contributions
     from ondevice.converters.training.predictors import train as training
     from ondevice.converters.training.sidecars import held_out
@@ -295,8 +311,7 @@ def convert_and_train(
 
         return Training(hashlib.sha256(repr(pieces).encode()).hexdigest()[:32], train)
 
-    target = bundle_target(source, output)
-    return run(find_checkpoint(source, offline), target, quant, on_progress, resume, force, begin)
+    return prepared.run(on_progress, resume=resume, force=force, begin_training=begin)
 
 
 def text_pieces(resolved: ResolvedModel, text: Text, tokens: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ import pytest
 from ondevice import cli
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
+from ondevice.errors import START_AGAIN
 from ondevice.flash.reader import FlashReader
 from ondevice.runtime import resolving
 from ondevice.units import process_memory
@@ -23,6 +24,7 @@ from tests.support.bundles import convert_bundle, write_chat_checkpoint
 from tests.support.command_line import Result, Run
 from tests.support.faults import build_shim
 from tests.support.flash_files import RecordFile, write_records
+from tests.support.hub_server import HubServer, serving
 from tests.support.mlx_models import ON_GPU
 from tests.support.models import VARIANTS, write_checkpoint
 from tests.support.paths import SHARED_DATA
@@ -186,6 +188,28 @@ def small_sentencepiece() -> bytes:
 
 
 @pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub of the folders OWNER/NAME in `hub/` for huggingface_hub, whose cache is empty, for no user."""
+    library = pytest.importorskip("huggingface_hub")
+    client = pytest.importorskip("ondevice.converters.hub.client")
+    monkeypatch.setattr(client, "RETRY_SECONDS", (0.0, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(client, "FIRST_RETRY_SECONDS", (0.0, 0.01))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with serving(tmp_path / "hub") as server:
+        template = server.address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": server.address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_TOKEN_PATH": str(tmp_path / "token"),
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(library.constants, name, value)
+        yield server
+
+
+@pytest.fixture
 def steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made for the process as it is now: what other tests left may come or go meanwhile."""
     held = process_memory()
@@ -206,6 +230,8 @@ def ondevice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         capsys.readouterr()
         code = cli.run([str(argument) for argument in arguments])
+        if code == START_AGAIN:
+            code = cli.run([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
 

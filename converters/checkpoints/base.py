@@ -75,6 +75,24 @@ class SourceFile:
         self.read_into(offset, out)
         return out.tobytes()
 
+    def read_columns(self, offset: int, stride: int, out: NDArray[Any]) -> None:
+        """Fill the rows of `out` (R, n) from byte `offset`, `offset + stride` and so on."""
+        for row in range(len(out)):
+            self.read_into(offset + row * stride, out[row])
+
+    def sample(self, offset: int, nbytes: int) -> bytes:
+        """Some bytes that tell the content at byte `offset` from others: `nbytes` of it, or a hash's."""
+        return self.read(offset, nbytes)
+
+    def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
+        """Tell which bytes [start, stop) are which tensor's. A file that isn't on a disk plans reads by it.
+
+        This one needs no plan.
+        """
+
+    def interrupt(self) -> None:
+        """Make reads on other threads end soon, with an error. They end soon by themselves from a disk."""
+
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -186,8 +204,7 @@ class StoredTensor:
         if (start, stop) == (0, cols):
             return self._contiguous(0, rows)
         out = np.empty((rows, stop - start), dtype=NUMPY_TYPES[self.dtype])
-        for row in range(rows):
-            self.file.read_into(self.offset + self._itemsize * (row * cols + start), out[row])
+        self.file.read_columns(self.offset + self._itemsize * start, self._itemsize * cols, out)
         return out
 
     def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
@@ -202,7 +219,7 @@ class StoredTensor:
         return in_halves(values, self.interleaved_head_dim) if self.interleaved_head_dim else values
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        return self.file.read(self.offset + start, min(nbytes, self.nbytes - start))
+        return self.file.sample(self.offset + start, min(nbytes, self.nbytes - start))
 
     @property
     def _itemsize(self) -> int:
@@ -255,6 +272,11 @@ class Checkpoint:
         """Files that hold tensors, each once, sorted by path."""
         files = {file.path: file for tensor in self.tensors.values() for file in tensor.files}
         return [files[path] for path in sorted(files)]
+
+    def interrupt(self) -> None:
+        """Make reads on other threads end soon, with an error. The checkpoint can only be closed then."""
+        for file in self.source_files:
+            file.interrupt()
 
     def close(self) -> None:
         for file in self.source_files:

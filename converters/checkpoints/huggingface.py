@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, printable
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
     KEY,
@@ -92,20 +91,16 @@ def generation_defaults(values: dict[str, Any]) -> dict[str, float]:
 def _all_tensors(folder: SourceFolder, opened: ExitStack) -> dict[str, RawTensor]:
     """All tensors of the folder, by name. opened: closes the files that are opened here."""
     if folder.has(SINGLE):
-        return read_tensors(_opened(folder.file(SINGLE), opened))
+        return read_tensors(opened.enter_context(closing(folder.open(SINGLE))))
     if folder.has(INDEX):
         return _sharded_tensors(folder, folder.json(INDEX).get("weight_map"), opened)
-    pickles = sorted(p.name for p in folder.path.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickles = [name for name in folder.names() if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         raise UnsupportedModelError(
             f"{folder.path} has its weights in {pickles[0]}, a pickle, which can run code when it is opened, "
             "so it never is; use the repository's safetensors files, or save the model again with safetensors"
         )
     raise CheckpointError(f"{folder.path} has neither {SINGLE} nor {INDEX}; is the download complete?")
-
-
-def _opened(path: Path, opened: ExitStack) -> SourceFile:
-    return opened.enter_context(closing(SourceFile(path)))
 
 
 def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -> dict[str, RawTensor]:
@@ -117,7 +112,7 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
             raise CheckpointError(
                 f"{INDEX} lists {name!a}, which isn't a safetensors file; download it again"
             )
-        shards[name] = read_tensors(_opened(folder.file(name), opened))
+        shards[name] = read_tensors(opened.enter_context(closing(folder.open(name))))
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
             raise CheckpointError(f"{shard_name} has no {name}, which {INDEX} says it has; download it again")

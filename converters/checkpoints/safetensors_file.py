@@ -80,6 +80,8 @@ def read_tensors(file: SourceFile) -> dict[str, RawTensor]:
         end = stop
     if file.nbytes != 8 + length + end:
         raise _unsound(file, f"it has {file.nbytes} bytes, and its header asks for {8 + length + end}")
+    first = 8 + length
+    file.expect({name: (first + start, first + stop) for name, (start, stop) in spans.items()})
     return {
         name: RawTensor(name, entry["dtype"], tuple(entry["shape"]), file, 8 + length + spans[name][0])
         for name, entry in header.items()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.strict_json import unique_keys
+from ondevice.converters.checkpoints.base import SourceFile
 from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
 
 MAX_JSON_BYTES = 16 << 20
@@ -38,6 +39,10 @@ class SourceFolder:
             return f"{repository.removeprefix('models--').replace('--', '/')}@{self._real.name[:8]}"
         return self._real.name
 
+    def names(self) -> list[str]:
+        """Names of all entries, sorted."""
+        return sorted(path.name for path in self.path.iterdir())
+
     def has(self, name: str) -> bool:
         """True if there is an entry of that name, of any kind."""
         return (self.path / name).is_symlink() or (self.path / name).exists()
@@ -64,6 +69,10 @@ class SourceFolder:
         if not real.is_file():
             raise CheckpointError(f"{self.path / name} is not a regular file")
         return real
+
+    def open(self, name: str) -> SourceFile:
+        """A file of the folder, to be read by position. Raises what `file` raises."""
+        return SourceFile(self.file(name))
 
     def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         """The content of a file of at most `limit` bytes."""

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from ondevice.commands.opening import loaded_model, resolved_model, say_stats
-from ondevice.commands.options import Command, Text, add_options, model_option, option
+from ondevice.commands.options import Command, Text, add_options, model_option, option, yes_option
 from ondevice.commands.terminal import say, write_events
 from ondevice.config import SamplingConfig, WhenFull
 from ondevice.errors import ContextOverflowError, OndeviceError
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     help="Where the context is full: drop the oldest turns and go on, or stop the chat.",
 )
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@yes_option
 @click.pass_context
 def chat(
     context: click.Context,
@@ -45,9 +46,13 @@ def chat(
     model: str | None,
     system_prompt: str | None,
     when_full: WhenFull,
+    yes: bool,
     **values: Any,
 ) -> None:
     """Talk to a model; /help lists what else can be asked. From a pipe, every line is a turn.
+
+    A checkpoint, a repository id of the Hugging Face hub (owner/name) or a short name of one is converted
+    first, once, after saying what that takes.
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """
@@ -59,7 +64,7 @@ def chat(
     chosen = {
         name for name in SAMPLING_OPTIONS if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    resolved = resolved_model(model, values)
+    resolved = resolved_model(model, values, yes)
     tokenizer = text_tokenizer(resolved)
     with loaded_model(resolved) as loaded:
         sampling = _sampling(loaded, sampling_config(values), chosen)

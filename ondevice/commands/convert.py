@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from ondevice.commands.obtaining import offer_text, run_conversion, shown
 from ondevice.commands.options import Command, TextParts, complete_path, option
-from ondevice.commands.terminal import progress, say, take_interrupts
-from ondevice.config import AUTO_QUANT
+from ondevice.commands.terminal import confirm, progress, say, take_interrupts
+from ondevice.config import AUTO_QUANT, RuntimeConfig
 
 if TYPE_CHECKING:
-    from ondevice.runtime.models import ConversionProgress
+    from ondevice.conversion import Prepared
 
 
 @click.command(cls=Command)
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 @option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @option("--force", is_flag=True, help="Replace an existing output.")
 @option("--offline", is_flag=True, help="Download nothing.")
+@option(
+    "--keep-source", is_flag=True, help="Keep a repository's files in the hub's cache; --text implies it."
+)
+@option("--yes", "-y", is_flag=True, help="Download without asking.")
 @click.pass_context
 def convert(
     context: click.Context,
@@ -51,39 +56,38 @@ def convert(
     resume: bool,
     force: bool,
     offline: bool,
+    keep_source: bool,
+    yes: bool,
 ) -> None:
     """Turn a checkpoint into a bundle.
 
     SOURCE is a Hugging Face or MLX folder, a GGUF file (any part of one in parts), a llama2.c .bin file, a
-    folder with one of these, a repository id or an alias.
+    folder with one of these, a repository id or an alias. A repository is downloaded after saying what that
+    takes, and asking.
     """
-    from ondevice import api, training
+    from ondevice import conversion, training
     from ondevice.bundle.reader import Bundle
-    from ondevice.commands.reports import duration
     from ondevice.commands.training_reports import predictor_table
 
     # A text that is set elsewhere than on the command line is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE
     content = None if text is None or no_calibrate or not given else TextParts(text)
     take_interrupts()
-    options: dict[str, Any] = {"resume": resume, "force": force, "offline": offline}
-    with progress() as show, progress() as show_training:
-
-        def on_progress(done: ConversionProgress) -> None:
-            show(done.fraction, f"{done.step}, {duration(done.remaining_seconds)} left")
-
+    kept = keep_source or content is not None
+    with conversion.prepare(source, output, quant, offline=offline, keep_source=kept) as prepared:
+        _agree(prepared, trains=content is not None, told=keep_source, resume=resume, force=force, yes=yes)
         if content is None:
-            path = api.convert(source, output, quant, on_progress=on_progress, **options)
+            path = run_conversion(prepared, resume=resume, force=force)
         else:
-            path = training.convert_and_train(
-                source,
-                output,
-                content,
-                quant,
-                on_progress=on_progress,
-                on_training=show_training,
-                **options,
-            )
+            with progress() as show, progress() as show_training:
+                path = training.train_converted(
+                    prepared,
+                    content,
+                    on_progress=lambda done: show(*shown(done)),
+                    on_training=show_training,
+                    resume=resume,
+                    force=force,
+                )
     bundle = Bundle.open(path)
     for note in bundle.manifest.provenance.notes:
         say(note)
@@ -97,3 +101,20 @@ def convert(
                 "finds out which count for little"
             )
     click.echo(str(path))
+
+
+def _agree(prepared: Prepared, *, trains: bool, told: bool, resume: bool, force: bool, yes: bool) -> None:
+    """Say what a download takes and ask, if there is one. Raises what can be known to fail before it begins.
+
+    told: the user asked to keep the source.
+    """
+    foreseen = prepared.foreseen(trains)
+    if not foreseen.download_bytes or (resume and prepared.is_converted):
+        return
+    prepared.check_output(resume, force)
+    if trains and not told:
+        say("--text reads the checkpoint more than once, so its files are kept in the hub's cache")
+    say(f"{foreseen.name}:")
+    say(offer_text(foreseen, prepared.least_plan(RuntimeConfig()).minimum_budget_bytes))
+    foreseen.require_space()
+    confirm("download and convert it?", yes, "nothing was downloaded or written")

@@ -7,7 +7,16 @@ from typing import Any
 import click
 
 from ondevice.commands.opening import loaded_model, resolved_model, say_stats
-from ondevice.commands.options import Command, Text, TextParts, add_options, json_option, model_option, option
+from ondevice.commands.options import (
+    Command,
+    Text,
+    TextParts,
+    add_options,
+    json_option,
+    model_option,
+    option,
+    yes_option,
+)
 from ondevice.commands.terminal import print_json, say, write_events
 from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
 
@@ -23,15 +32,16 @@ from ondevice.settings import RUNTIME_OPTIONS, SAMPLING_OPTIONS, sampling_config
     help="The text to continue; - reads stdin.",
 )
 @add_options(SAMPLING_OPTIONS, RUNTIME_OPTIONS)
+@yes_option
 @json_option
-def generate(model: str | None, prompt: str, as_json: bool, **values: Any) -> None:
+def generate(model: str | None, prompt: str, yes: bool, as_json: bool, **values: Any) -> None:
     """Continue a text as it stands. Greedy unless --temp says otherwise."""
     from ondevice.host import text_tokenizer
     from ondevice.runtime.resolving import check_tokens
 
     sampling = sampling_config(values)
     text = TextParts(prompt) if prompt == "-" else [prompt]
-    resolved = resolved_model(model, values)
+    resolved = resolved_model(model, values, yes)
     # Encoding stops where the context is full, because a prompt from stdin may have no end.
     tokens = text_tokenizer(resolved).encode_within(text, most=resolved.plan.max_context)
     check_tokens(resolved, tokens)

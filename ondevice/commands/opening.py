@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ondevice.commands.obtaining import obtained
 from ondevice.commands.terminal import say, take_interrupts
 from ondevice.settings import runtime_config
 
@@ -14,11 +15,16 @@ if TYPE_CHECKING:
     from ondevice.runtime.resolving import ResolvedModel
 
 
-def resolved_model(model: str | None, values: dict[str, Any]) -> ResolvedModel:
-    """The resolved model for `loaded_model`. Commands check their other arguments between the two calls."""
+def resolved_model(model: str | None, values: dict[str, Any], yes: bool | None = None) -> ResolvedModel:
+    """The resolved model for `loaded_model`. Commands check their other arguments between the two calls.
+
+    yes: for commands that convert what isn't a bundle yet, True if they needn't ask first.
+    """
     from ondevice import api
 
-    resolved = api.open_model(model, runtime_config(values))
+    runtime = runtime_config(values)
+    name = model if yes is None else obtained(model, runtime, yes)
+    resolved = api.open_model(name, runtime)
     take_interrupts()
     return resolved
 

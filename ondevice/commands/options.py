@@ -258,6 +258,10 @@ def model_option(command: Decorated) -> Decorated:
     return argument(_model_flag(command))
 
 
+yes_option = option(
+    "--yes", "-y", is_flag=True, help="Convert a model that isn't a bundle yet without asking."
+)
+
 json_option = option("--json", "as_json", is_flag=True, help="Print one JSON object on one line.")
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ondevice.errors import UsageError
+
 if TYPE_CHECKING:
     from ondevice.generate import Event
 
@@ -25,6 +27,24 @@ def take_interrupts() -> None:
     """Turn interrupts into KeyboardInterrupt from here on, because there is now something to clean up."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def can_ask() -> bool:
+    """True if somebody at a terminal can answer a question."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def confirm(question: str, yes: bool, otherwise: str) -> None:
+    """Ask on stderr, unless `yes` is given. Raises UsageError with `otherwise` if the answer isn't yes.
+
+    It is also raised where nobody can be asked.
+    """
+    if yes:
+        return
+    if not can_ask():
+        raise UsageError(f"{otherwise}: this asks first, and there is no terminal to ask at; --yes answers")
+    if not click.confirm(question, err=True):
+        raise UsageError(f"{otherwise}, as the answer was no")
 
 
 def _writer() -> Callable[[str], None]:

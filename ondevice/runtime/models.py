@@ -1,7 +1,7 @@
 """Finds the folder of a model by its name, and tells which modes the model can have.
 
-A name is a path, a folder under the model folders, or an alias. Running a model downloads nothing: an error
-for an unknown name has the `convert` line that makes the model. Only `convert` may fetch a repository.
+A name is a path, a folder under the model folders, or an alias. Looking it up downloads nothing: an error
+for an unknown name has the `convert` line that makes the model.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module, util
+from importlib import util
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from ondevice.bundle.files import read_whole
+from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import listed_targets
 from ondevice.bundle.streams import MultiStreams
+from ondevice.bundle.strict_json import MAX_JSON_BYTES
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.config import RuntimeConfig, Sparsity
 from ondevice.errors import (
@@ -55,24 +58,19 @@ UNCONVERTIBLE = {
 }
 """Repositories with an alias that `convert` refuses as yet, and why."""
 
-REPOSITORY_FILES = [
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-]
-"""Files that a conversion reads: no code and no pickles."""
-
 SHOWN_CHARS = 80
 """Most characters of an impossible name that an error shows."""
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_CONVERTED = re.compile(rf"({_REPOSITORY.pattern})@[0-9a-f]{{8}}", re.ASCII)
+"""The source of a bundle that was made from a repository, as its manifest names it."""
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, as the source of a conversion."""
+
+    name: str
 
 
 class ConversionProgress(Protocol):
@@ -184,6 +182,8 @@ def _find_model(text: str, is_path: bool) -> Path:
     folder_name = text.rsplit("/", 1)[-1]
     for folder in (model_home(), shipped_folder()):
         if (folder / folder_name / MANIFEST).is_file():
+            if is_repository:
+                _check_repository(folder / folder_name, text)
             return folder / folder_name
     if path.exists():
         return _checked_path(path)
@@ -193,6 +193,21 @@ def _find_model(text: str, is_path: bool) -> Path:
             f"{text} means {source}, which can't be converted: {UNCONVERTIBLE[source]}"
         )
     raise ModelNotFoundError(_missing(text, folder_name, source))
+
+
+def _check_repository(folder: Path, repository: str) -> None:
+    """Raises ModelNotFoundError if a bundle was made from another repository of the same name."""
+    try:
+        source = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).provenance.source
+    except (BundleError, UnsupportedModelError):
+        return
+    found = _CONVERTED.fullmatch(source)
+    if found and found[1].casefold() != repository.casefold():
+        other = folder.with_name(repository.replace("/", "--"))
+        raise ModelNotFoundError(
+            f"{folder} was made from {found[1]}, not from {repository}. To have both: "
+            f"{_convert_line(repository, other)}; then the model's name is {other.name}"
+        )
 
 
 def known_models() -> dict[str, Path]:
@@ -208,12 +223,12 @@ def convertible_aliases() -> dict[str, str]:
     return {name: source for name, source in ALIASES.items() if source not in UNCONVERTIBLE}
 
 
-def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Path:
-    """The checkpoint to convert: a path, or an alias or repository id, downloaded into the hub's cache.
+def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path | Repository:
+    """The checkpoint to convert: a path, or the repository that an id or an alias means. Downloads nothing.
 
-    Raises ModelNotFoundError if there is no such path, or the repository can't be had (`offline`, no
-    `huggingface_hub`, no network, no permission); UnsupportedModelError for a repository that is known to be
-    unconvertible; UsageError for no name.
+    Raises ModelNotFoundError if there is no such path, or a repository can't be read (`offline`, no
+    `huggingface_hub`); UnsupportedModelError for a repository that is known to be unconvertible, and for one
+    of its files; UsageError for no name.
     """
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     if not text:
@@ -226,6 +241,12 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
     if repository in UNCONVERTIBLE:
         # Better now than after a download of many gigabytes.
         raise UnsupportedModelError(f"{repository} can't be converted: {UNCONVERTIBLE[repository]}")
+    owner, _, file = repository.partition(":")
+    if file and _REPOSITORY.fullmatch(owner):
+        raise UnsupportedModelError(
+            f"{repository} is a file of a repository, and single files are opened from disk: fetch it with "
+            f"`hf download {owner} {shlex.quote(file)}`, then give its path"
+        )
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(
             f"no checkpoint at {text}: give a Hugging Face folder, a GGUF or llama2.c file, a repository id "
@@ -241,15 +262,7 @@ def find_checkpoint(source: str | os.PathLike[str], offline: bool = False) -> Pa
             f"{repository} isn't a folder here; to download it, install the extra: "
             "pip install 'ondevice[hub]'"
         )
-    return _download(repository)
-
-
-def _download(repository: str) -> Path:
-    hub = import_module("huggingface_hub")
-    try:
-        return Path(hub.snapshot_download(repository, allow_patterns=REPOSITORY_FILES))
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"{repository} couldn't be downloaded: {error}") from error
+    return Repository(repository)
 
 
 def _shipped_model() -> Path:
@@ -288,6 +301,8 @@ def _missing(name: str, folder_name: str, source: str | None) -> str:
     line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
     aliases = ", ".join(convertible_aliases())
     known = "" if source else f"; names known without a checkpoint of your own: {aliases}"
+    if source and util.find_spec("huggingface_hub") is None:
+        known = "; that takes huggingface_hub: pip install 'ondevice[hub]'"
     here = ", ".join(known_models())
     return (
         f"no model called {name} in {model_home()} or {shipped_folder()}, where there are: {here or 'none'}. "

@@ -234,6 +234,8 @@ def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
         "chat",
         "generate",
         "inspect",
+        "list",
+        "remove",
         "bench",
         "eval",
         "verify",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,7 +82,7 @@ def test_a_missing_model_gets_the_line_that_makes_it(home: Path, name: str, line
 
 @pytest.mark.parametrize("name", ["prosparse-llama-2-7b", "SparseLLM/prosparse-llama-2-7b"])
 def test_an_alias_that_cannot_be_converted_says_so_before_a_download(home: Path, name: str) -> None:
-    for find in (models.find_model, models.find_checkpoint):
+    for find in (models.find_model, models.find_source):
         with pytest.raises(UnsupportedModelError, match="can't be converted: its class and its activation"):
             find(name)
     with pytest.raises(ModelNotFoundError) as caught:
@@ -143,57 +141,33 @@ def test_every_alias_names_a_repository() -> None:
     assert not any("/" in alias for alias in models.ALIASES)
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """A stand-in for huggingface_hub that records what was asked of it."""
-    asked: list[tuple[str, list[str]]] = []
-
-    def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-        asked.append((repository, allow_patterns))
-        if repository.startswith("gone/"):
-            raise OSError("404: no such repository")
-        return str(tmp_path / "downloaded")
-
-    module: Any = SimpleNamespace(snapshot_download=snapshot_download, __spec__=object())
-    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-    return asked
-
-
-def test_a_checkpoint_path_needs_no_hub(tmp_path: Path, hub: list[tuple[str, list[str]]]) -> None:
-    assert models.find_checkpoint(str(tmp_path)) == tmp_path
-    assert hub == []
-
-
-def test_aliases_and_repositories_are_downloaded_without_code_or_pickles(
-    tmp_path: Path, hub: list[tuple[str, list[str]]]
-) -> None:
-    assert models.find_checkpoint("llama-7b") == tmp_path / "downloaded"
-    ((repository, patterns),) = hub
-    assert repository == "huggyllama/llama-7b"
-    assert not [pattern for pattern in patterns if pattern.endswith((".py", ".bin", ".pt", "*"))]
-    with pytest.raises(ModelNotFoundError, match="404"):
-        models.find_checkpoint("gone/model")
+def test_a_source_is_a_path_or_a_repository(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    assert models.find_source(str(tmp_path)) == tmp_path
+    assert models.find_source("llama-7b") == models.Repository("huggyllama/llama-7b")
+    assert models.find_source("some/model") == models.Repository("some/model")
+    with pytest.raises(ModelNotFoundError, match="no checkpoint at"):
+        models.find_source("./not/here.bin")
+    with pytest.raises(UnsupportedModelError, match=r"hf download some/model tiny\.gguf"):
+        models.find_source("some/model:tiny.gguf")
 
 
 def test_nothing_is_downloaded_that_no_conversion_reads() -> None:
+    repository = pytest.importorskip("ondevice.converters.hub.repository")
+    assert not [name for name in repository.FILES if name.endswith((".py", ".bin", ".pt", "*"))]
     sources = Path(converters.__file__).parent.rglob("*.py")
     layout = Path(ondevice.bundle.layout.__file__)
-    read = "".join(path.read_text() for path in (layout, *sources))
-    named = [name for name in models.REPOSITORY_FILES if "*" not in name]
+    read = "".join(path.read_text() for path in (layout, *sources) if path.parent.name != "hub")
+    named = [name for name in repository.FILES if "*" not in name]
     assert [name for name in named if f'"{name}"' not in read] == []
 
 
-def test_offline_and_a_missing_extra_forbid_downloads(
-    monkeypatch: pytest.MonkeyPatch, hub: list[tuple[str, list[str]]]
-) -> None:
+def test_offline_and_a_missing_extra_forbid_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFoundError, match="offline=True"):
-        models.find_checkpoint("llama-7b", offline=True)
+        models.find_source("llama-7b", offline=True)
     monkeypatch.setattr(models.util, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFoundError, match=r"pip install 'ondevice\[hub\]'"):
-        models.find_checkpoint("llama-7b")
-    with pytest.raises(ModelNotFoundError, match="no checkpoint at"):
-        models.find_checkpoint("./not/here.bin")
-    assert hub == []
+        models.find_source("llama-7b")
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Checkpoints of the Hugging Face hub, read over the network as if they were folders."""

@@ -1,0 +1,319 @@
+"""Bounded reads from the hub, in huggingface_hub's session: its endpoint, token, proxies, offline switch.
+
+The hub isn't trusted. Answers are limited in bytes and time, and a part of a file is taken only if it is the
+part that was asked for, of a file of the size that was listed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from threading import Event
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants, get_session, hf_hub_url
+from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.utils import build_hf_headers
+
+from ondevice.bundle.strict_json import unique_keys
+from ondevice.errors import CheckpointError, DownloadError, ModelNotFoundError, OndeviceError
+
+MAX_LISTING_BYTES = 16 << 20
+"""Most bytes of a repository's description, which lists its files: some 50,000 of them."""
+ANSWER_SECONDS = 30.0
+"""Longest wait for a connection, and for its next bytes."""
+WHOLE_SECONDS = 300.0
+"""Longest time for a file that is read whole."""
+STALL_SECONDS, STALL_BYTES = 60.0, 1 << 16
+"""A connection that brings fewer bytes than this in this time is given up like a broken one."""
+MAX_WAIT_SECONDS = 60.0
+"""Longest wait that a server's Retry-After gets."""
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Waits before a request is repeated. After as many failures in a row, without progress, it is given up."""
+FIRST_RETRY_SECONDS = (0.5, 1.0)
+"""The waits at the first contact, after which a machine without a network is told so."""
+INTERRUPTED = "the download was interrupted; run the same command again to go on with it"
+HTTP_LIBRARIES = ("httpx", "httpx2")
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
+_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
+
+logger = logging.getLogger(__name__)
+
+
+class BrokenConnectionError(Exception):
+    """A request failed in a way that may pass. seconds: how long the server asks to wait, or 0."""
+
+    def __init__(self, reason: str, seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+@dataclass(frozen=True)
+class RemoteUrl:
+    """A URL of a repository's file or description, with what messages need."""
+
+    url: str
+    repository: str
+    what: str
+    """The file's name, or what else is there."""
+
+
+class Attempts:
+    """Counts the failures of one read in a row, and waits after each."""
+
+    def __init__(self, source: RemoteUrl, waits: Sequence[float], stopped: Event) -> None:
+        """waits: in seconds. stopped: ends a wait, and the attempts with it."""
+        self._source = source
+        self._waits = waits
+        self._stopped = stopped
+        self._failures = 0
+
+    def progressed(self) -> None:
+        self._failures = 0
+
+    def failed(self, error: BrokenConnectionError) -> None:
+        """Wait before the next try. Raises DownloadError if there have been too many."""
+        if self._failures == len(self._waits):
+            raise DownloadError(
+                f"{self._source.what} of {self._source.repository} can't be read: {error}, "
+                f"{self._failures + 1} times in a row; check the network, then run the same command again"
+            ) from error
+        wait = min(MAX_WAIT_SECONDS, max(self._waits[self._failures], error.seconds))
+        self._failures += 1
+        logger.info("%s of %s: %s; again in %.1f s", self._source.what, self._source.repository, error, wait)
+        if self._stopped.wait(wait):
+            raise DownloadError(INTERRUPTED) from error
+
+
+class HubClient:
+    """Requests to one hub. Methods raise ModelNotFoundError for what may not be had, DownloadError for a
+    connection that keeps breaking, and CheckpointError for answers that aren't what was listed.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = Event()
+        """Set to make all reads end soon, with DownloadError."""
+        self.endpoint = constants.ENDPOINT.rstrip("/")
+        self._session = get_session()
+        self._http = _http_library(self._session)
+
+    def attempts(self, source: RemoteUrl, waits: Sequence[float] = ()) -> Attempts:
+        """waits: the waits between them in seconds, if not RETRY_SECONDS."""
+        return Attempts(source, waits or RETRY_SECONDS, self.stopped)
+
+    def file(self, repository: str, name: str, commit: str) -> RemoteUrl:
+        url = hf_hub_url(repository, name, revision=commit, endpoint=self.endpoint)
+        return RemoteUrl(url, repository, name)
+
+    def description(self, repository: str) -> Any:
+        """The hub's JSON description of a repository, with its files and their sizes."""
+        url = f"{self.endpoint}/api/models/{repository}?blobs=true"
+        source = RemoteUrl(url, repository, "the list of files")
+        data = self.whole(source, MAX_LISTING_BYTES, FIRST_RETRY_SECONDS)
+        try:
+            return json.loads(data, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"the hub's list of files of {repository} isn't sound JSON; try again later"
+            ) from error
+
+    def whole(self, source: RemoteUrl, limit: int, waits: Sequence[float] = ()) -> bytes:
+        """A whole file of at most `limit` bytes. waits: as in `attempts`."""
+        attempts = self.attempts(source, waits)
+        while True:
+            try:
+                return self._whole(source, limit)
+            except BrokenConnectionError as error:
+                attempts.failed(error)
+
+    def _whole(self, source: RemoteUrl, limit: int) -> bytes:
+        deadline = time.monotonic() + WHOLE_SECONDS
+        response = self._answer(source, {})
+        data = bytearray()
+        try:
+            for chunk in self._chunks(response):
+                data += chunk
+                if len(data) > limit:
+                    raise CheckpointError(
+                        f"{source.what} of {source.repository} is larger than {limit} bytes; is it a model's?"
+                    )
+                if time.monotonic() > deadline:
+                    raise BrokenConnectionError(f"it took more than {WHOLE_SECONDS:.0f} s")
+        finally:
+            response.close()
+        return bytes(data)
+
+    def part(self, source: RemoteUrl, start: int, stop: int, total: int) -> PartStream:
+        """Bytes [start, stop) of a file of `total` bytes, as a stream. Raises BrokenConnectionError too."""
+        response = self._answer(source, {"Range": f"bytes={start}-{stop - 1}"})
+        try:
+            self._check_part(source, response, start, stop, total)
+        except OndeviceError:
+            response.close()
+            raise
+        return PartStream(response, self._chunks(response), stop - start)
+
+    def _check_part(self, source: RemoteUrl, response: Any, start: int, stop: int, total: int) -> None:
+        where = f"{source.what} of {source.repository}"
+        if (
+            response.status_code == 200
+            and start == 0
+            and response.headers.get("content-length") == str(total)
+        ):
+            return
+        found = _RANGE.fullmatch(response.headers.get("content-range", ""))
+        if response.status_code != 206 or found is None:
+            raise DownloadError(
+                f"{where} can't be read in parts: the server ignores which bytes are asked for; download the "
+                "repository with --keep-source"
+            )
+        first, last, size = map(int, found.groups())
+        if size != total:
+            raise CheckpointError(
+                f"{where} has {size} bytes, and {total} are listed; the hub contradicts itself, try later"
+            )
+        if (first, last) != (start, stop - 1):
+            raise CheckpointError(f"{where}: bytes {first} to {last} came for {start} to {stop - 1}")
+
+    def _answer(self, source: RemoteUrl, headers: dict[str, str]) -> Any:
+        """The response to a GET request, its body not yet read; the caller closes it."""
+        headers = build_hf_headers(library_name="ondevice") | {"Accept-Encoding": "identity"} | headers
+        try:
+            request = self._session.build_request("GET", source.url, headers=headers, timeout=ANSWER_SECONDS)
+            response = self._session.send(request, stream=True, follow_redirects=True)
+        except OfflineModeIsEnabled as error:
+            raise ModelNotFoundError(
+                f"{source.repository} isn't here, and HF_HUB_OFFLINE forbids to ask the hub for it; "
+                "unset it, or give the path of a downloaded copy"
+            ) from error
+        except (self._http.TooManyRedirects, self._http.InvalidURL, self._http.UnsupportedProtocol) as error:
+            raise DownloadError(
+                f"{source.what} of {source.repository}: the server's redirects lead nowhere ({error})"
+            ) from error
+        except self._http.TransportError as error:
+            raise BrokenConnectionError(f"{urlsplit(source.url).netloc} isn't reached ({error})") from error
+        try:
+            self._check_answer(source, response)
+        except (OndeviceError, BrokenConnectionError):
+            response.close()
+            raise
+        return response
+
+    def _check_answer(self, source: RemoteUrl, response: Any) -> None:
+        status, code = response.status_code, response.headers.get("x-error-code", "")
+        if status in _RETRIED:
+            after = response.headers.get("retry-after", "")
+            wait = int(after) if after.isascii() and after.isdigit() and len(after) < 9 else 0
+            raise BrokenConnectionError(f"the server answers {status}", wait)
+        if status not in (200, 206):
+            raise _refusal(source, status, code, self.endpoint)
+        if self.endpoint.startswith("https:") and response.url.scheme != "https":
+            raise DownloadError(
+                f"{source.what} of {source.repository}: redirected to where nothing is encrypted"
+            )
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise DownloadError(
+                f"{source.what} of {source.repository} comes compressed, though not asked for"
+            )
+
+    def _chunks(self, response: Any) -> Iterator[bytes]:
+        try:
+            for chunk in response.iter_raw():
+                if self.stopped.is_set():
+                    raise DownloadError(INTERRUPTED)
+                yield chunk
+        except (self._http.TransportError, self._http.StreamError) as error:
+            raise BrokenConnectionError(f"the connection broke ({error})") from error
+
+
+class PartStream:
+    """The bytes of a part, in order, as they arrive."""
+
+    def __init__(self, response: Any, chunks: Iterator[bytes], nbytes: int) -> None:
+        self._response = response
+        self._chunks = chunks
+        self._rest = memoryview(b"")
+        self._left = nbytes
+        self._waited = 0.0
+        self._arrived = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if nothing is left to read."""
+        return not self._left and not self._rest
+
+    def read_some(self, view: memoryview) -> int:
+        """Fill the beginning of `view` with the next bytes and return their number, 1 or more.
+
+        Raises BrokenConnectionError if there are none.
+        """
+        while not self._rest:
+            asked = time.monotonic()
+            chunk = next(self._chunks, None)
+            if chunk is None or self._left == 0:
+                raise BrokenConnectionError("the answer ended too early")
+            self._rest = memoryview(chunk)[: self._left]
+            self._left -= len(self._rest)
+            self._require_pace(time.monotonic() - asked, len(chunk))
+        count = min(len(view), len(self._rest))
+        view[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+    def _require_pace(self, waited: float, nbytes: int) -> None:
+        """Count a wait of some seconds that brought bytes. Time in which nobody asked doesn't count."""
+        self._waited += waited
+        self._arrived += nbytes
+        if self._waited > STALL_SECONDS:
+            if self._arrived < STALL_BYTES:
+                raise BrokenConnectionError(f"{self._arrived} bytes came in {self._waited:.0f} s")
+            self._waited, self._arrived = 0.0, 0
+
+    def close(self) -> None:
+        """End the answer. Its connection can be used again only if all of it has come."""
+        if self.is_done:
+            with suppress(BrokenConnectionError):
+                next(self._chunks, None)
+        self._response.close()
+
+
+def _http_library(session: object) -> Any:
+    """The HTTP library that a session of huggingface_hub is made of, which has changed its name before.
+
+    Raises DownloadError for one that isn't known.
+    """
+    for kind in type(session).__mro__:
+        name = kind.__module__.partition(".")[0]
+        if name in HTTP_LIBRARIES:
+            return import_module(name)
+    raise DownloadError("this version of huggingface_hub isn't known: pip install -U 'ondevice[hub]'")
+
+
+def _refusal(source: RemoteUrl, status: int, code: str, endpoint: str) -> OndeviceError:
+    """The error for an answer that won't change by asking again."""
+    repository, page = source.repository, f"{endpoint}/{source.repository}"
+    login = "`hf auth login`, or a token in HF_TOKEN"
+    if code == "GatedRepo" or status == 403:
+        return ModelNotFoundError(
+            f"{repository} is gated: the hub gives it only to those who have been granted access ({status}). "
+            f"Ask for access at {page}, then say who you are: {login}"
+        )
+    if code == "RepoNotFound" or (status == 401 and code != "EntryNotFound"):
+        return ModelNotFoundError(
+            f"the hub has no repository {repository}, or it is private ({status}): check the name at {page}; "
+            f"for a private one, say who you are: {login}"
+        )
+    if status == 404 and source.what == "the list of files":
+        return ModelNotFoundError(f"the hub has no repository {repository}: check the name at {page}")
+    if status == 404:
+        return CheckpointError(f"{repository} has no {source.what}, though the hub lists it; try again later")
+    if status == 416:
+        return CheckpointError(f"{source.what} of {repository} is shorter than the hub says; try again later")
+    return DownloadError(f"{source.what} of {repository}: the server answers {status} {code[:80]}".rstrip())

@@ -1,0 +1,117 @@
+"""Models that aren't bundles yet: what a conversion would take is said and asked before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ondevice.commands.terminal import can_ask, confirm, progress, say, take_interrupts
+from ondevice.config import RuntimeConfig
+from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError
+
+if TYPE_CHECKING:
+    from ondevice.conversion import Foreseen, Prepared
+    from ondevice.runtime.models import ConversionProgress
+
+
+def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path | None:
+    """`model` if it is a bundle, else the bundle that it was converted to before.
+
+    If it has yet to be converted, that is done now, and StartAgainError raised: in a new process, the model
+    gets all of its budget. Raises what the conversion raises, before anything is downloaded if it can't work;
+    UsageError if the answer is no; ModelNotFoundError for what can't be converted, and where nobody can be
+    asked.
+    """
+    from ondevice.runtime.models import default_output, find_model
+
+    if model is None:
+        return None
+    try:
+        find_model(model)
+        return model
+    except ModelNotFoundError as missing:
+        if not _may_be_checkpoint(model):
+            raise
+        is_here, is_done = Path(model).expanduser().exists(), default_output(model).exists()
+        if is_done and not is_here:
+            # A repository's bundle would have been found by its name: this is another's.
+            raise
+        if not (yes or can_ask() or is_done):
+            missing.add_note("at a terminal, or with --yes, this command makes it")
+            raise
+        return _converted(model, runtime, yes)
+
+
+def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
+    from ondevice import conversion
+
+    with conversion.prepare(model) as prepared:
+        if prepared.is_converted:
+            return prepared.output
+        prepared.check_output(resume=not prepared.output.exists(), force=False)
+        plan = prepared.least_plan(runtime)
+        foreseen = prepared.foreseen()
+        say(f"{foreseen.name} isn't converted yet.")
+        say(offer_text(foreseen, plan.minimum_budget_bytes))
+        prepared.require_fit(plan)
+        foreseen.require_space()
+        confirm("convert it?", yes, "nothing was downloaded or written")
+        take_interrupts()
+        try:
+            path = run_conversion(prepared, resume=True)
+        except OndeviceError as error:
+            error.add_note("what is done is kept: the same command goes on with it")
+            raise
+        say(f"converted: {path}")
+        raise StartAgainError
+
+
+def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> Path:
+    """Run a conversion, and show its progress."""
+    with progress() as show:
+        return prepared.run(lambda done: show(*shown(done)), resume=resume, force=force)
+
+
+def shown(done: ConversionProgress) -> tuple[float, str]:
+    """The share of a conversion that is done, and what is being made, for `progress`."""
+    from ondevice.commands.reports import duration
+
+    left = "" if done.remaining_seconds is None else f", {duration(done.remaining_seconds)} left"
+    return done.fraction, f"{done.step}{left}"
+
+
+def offer_text(foreseen: Foreseen, minimum_budget_bytes: int) -> str:
+    """What a conversion downloads and writes, and what its bundle will need, in lines."""
+    from ondevice.commands.reports import size
+
+    lines = [
+        f"model     {foreseen.architecture}, {foreseen.parameters:,} parameters, as {foreseen.quantisation}"
+    ]
+    if foreseen.download_bytes:
+        kept = "kept in the hub's cache" if foreseen.kept_bytes else "none of it stored as it is"
+        lines.append(f"download  {size(foreseen.download_bytes)}, {kept}")
+    lines.append(f"write     {size(foreseen.bundle_bytes)} to {foreseen.output}, where {_room(foreseen)}")
+    lines.append(f"memory    {size(minimum_budget_bytes)}, about, is the smallest budget that it will run in")
+    if foreseen.present_bytes:
+        lines.append(f"begun     {size(foreseen.present_bytes)} are written already, and aren't made again")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _room(foreseen: Foreseen) -> str:
+    from ondevice.units import format_bytes
+
+    passing = f", and {format_bytes(foreseen.passing_bytes)} meanwhile" if foreseen.passing_bytes else ""
+    return f"{format_bytes(foreseen.free_bytes)} are free{passing}"
+
+
+def _may_be_checkpoint(model: str) -> bool:
+    """True for a repository id, an alias, and a path to what looks like a checkpoint."""
+    from ondevice.runtime.models import MANIFEST, Repository, find_source
+
+    try:
+        source = find_source(model)
+    except ModelNotFoundError:
+        return False
+    if isinstance(source, Repository):
+        return True
+    return (source / "config.json").is_file() or (source.is_file() and source.name != MANIFEST)

@@ -1,0 +1,358 @@
+"""Conversions, foreseen before anything large is downloaded or written, and then run.
+
+`prepare` reads a checkpoint's headers only. `Foreseen` says what a run would download, write and need.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from importlib import util
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ondevice.budget.claims import others
+from ondevice.budget.limits import allowance, auto_budget, group_limit, require_fit
+from ondevice.budget.plan import Plan, plan_memory
+from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
+from ondevice.errors import ModelNotFoundError, OndeviceError
+from ondevice.model_config import ModelConfig
+from ondevice.runtime.backend_choice import memory_model, settled_backend
+from ondevice.runtime.models import (
+    ConversionProgress,
+    Repository,
+    automatic_modes,
+    bundle_target,
+    check_runtime,
+    find_source,
+)
+from ondevice.runtime.resolving import LEAST_CONTEXT, is_auto
+from ondevice.tokenizer import import_library, load_tokenizer
+from ondevice.units import format_bytes, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
+
+# The converters' own types: they are imported only inside the functions that need them.
+Checkpoint = Any
+Listing = Any
+BeginTraining = Callable[[Checkpoint], Any]
+OnConversion = Callable[[ConversionProgress], None]
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What a conversion would download and write, by the checkpoint's headers. All sizes are bytes."""
+
+    name: str
+    architecture: str
+    parameters: int
+    quantisation: str
+    output: Path
+    download_bytes: int
+    """Bytes that come over the network; 0 for a checkpoint on this disk."""
+    bundle_bytes: int
+    present_bytes: int
+    """Bytes of the bundle that an interrupted conversion has left."""
+    passing_bytes: int
+    """Bytes that lie on the disk while the conversion runs, beside the bundle."""
+    kept_bytes: int
+    """Bytes of the source that are kept in the hub's cache."""
+    is_one_disk: bool
+    """True if the hub's cache is on the disk that the bundle goes to."""
+    free_bytes: int
+    """Free bytes of the disk that the bundle goes to."""
+
+    def require_space(self) -> None:
+        """Raises OndeviceError if the disk has no room."""
+        needed = max(0, self.bundle_bytes - self.present_bytes) + self.passing_bytes
+        needed += self.kept_bytes if self.is_one_disk else 0
+        if needed > self.free_bytes:
+            raise OndeviceError(
+                f"{self.name} would take {format_bytes(needed)} ({needed} bytes) of the disk, and "
+                f"{self.output.parent} has {format_bytes(self.free_bytes)} ({self.free_bytes} bytes) free; "
+                "make room, or choose an --output on another disk. Nothing has been downloaded"
+            )
+
+
+class Prepared:
+    """A checkpoint whose headers have been read, made by `prepare`. `run` converts it, once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        output: Path,
+        quant: QuantConfig,
+        listing: Listing | None = None,
+        *,
+        process_bytes: int,
+        is_kept: bool = True,
+        keep_source: bool = False,
+    ) -> None:
+        """listing: the repository that it comes from. is_kept: the source is on this disk already.
+
+        process_bytes: memory of the process before it was opened, as one that runs the model doesn't open it.
+        """
+        self.output = output
+        self._checkpoint = checkpoint
+        self._quant = quant
+        self._listing = listing
+        self._is_remote = listing is not None and not is_kept
+        self._keep_source = keep_source
+        self._process_bytes = process_bytes
+
+    @property
+    def config(self) -> ModelConfig:
+        config: ModelConfig = self._checkpoint.config
+        return config
+
+    @property
+    def is_converted(self) -> bool:
+        """True if the output is a bundle of this checkpoint already, at any number of bits."""
+        from ondevice.converters.convert import is_bundle_of
+
+        return is_bundle_of(self.output, self._checkpoint)
+
+    def foreseen(self, trains: bool = False) -> Foreseen:
+        """What `run` will do. trains: it will order and train too, which writes the neurons twice."""
+        from ondevice.converters.convert import bundle_bytes, source_bytes
+        from ondevice.converters.reading import held_matrix_bytes
+
+        checkpoint, download, passing, kept = self._checkpoint, 0, 0, 0
+        if self._is_remote and self._listing is not None:
+            if self._keep_source:
+                download = kept = sum(file.nbytes for file in self._listing.files.values())
+            else:
+                download = sum(source_bytes(checkpoint).values())
+                passing = held_matrix_bytes(checkpoint)
+        return Foreseen(
+            name=checkpoint.name,
+            architecture=checkpoint.config.architecture,
+            parameters=sum(prod(tensor.shape) for tensor in checkpoint.tensors.values()),
+            quantisation=self._quant.name,
+            output=self.output,
+            download_bytes=download,
+            bundle_bytes=bundle_bytes(checkpoint, self._quant, twice=trains),
+            present_bytes=sum(_file_sizes(self.output.with_name(f"{self.output.name}.partial"))),
+            passing_bytes=passing,
+            kept_bytes=kept,
+            is_one_disk=kept > 0 and _device(_hub(checkpoint.name).cache_folder()) == _device(self.output),
+            free_bytes=shutil.disk_usage(_existing(self.output)).free,
+        )
+
+    def least_plan(self, runtime: RuntimeConfig) -> Plan:
+        """The plan with the smallest budget that the options allow, under the budget that they name.
+
+        Raises UnsupportedModelError and BackendUnavailableError for options that the new bundle can't have.
+        """
+        config = self.config
+        check_runtime(config, runtime, None, None)
+        settled = replace(
+            runtime,
+            backend=settled_backend(runtime.backend),
+            threads=runtime.threads or usable_cores(),
+            speculation="off" if runtime.speculation in ("auto", "model") else runtime.speculation,
+            max_context=runtime.max_context or min(LEAST_CONTEXT, config.max_context),
+        )
+        modes = automatic_modes(config, settled) if settled.sparsity == "auto" else [settled.sparsity]
+        process, claimed = self._process_bytes + self._tokenizer_bytes(), others()
+        plans = []
+        for mode in modes:
+            memory = memory_model(config, self._quant, replace(settled, sparsity=mode))
+            held = max(0, process - claimed.held_bytes)
+            plan = plan_memory(memory, budget_bytes=0, process_bytes=held)
+            plans.append(replace(plan, others_bytes=claimed.claimed_bytes, limit=group_limit()))
+        least = min(plans, key=lambda plan: plan.minimum_budget_bytes)
+        if is_auto(runtime.dram_budget):
+            return least.with_budget(auto_budget(least, allowance(process, memory_rooms())))
+        return least.with_budget(parse_budget(runtime.dram_budget))
+
+    def require_fit(self, plan: Plan) -> None:
+        """Raises BudgetError if `least_plan` doesn't fit its budget."""
+        require_fit(plan, self._checkpoint.name)
+
+    def check_output(self, resume: bool, force: bool) -> None:
+        """Raises UsageError if writing would touch files that `resume` and `force` don't allow to touch."""
+        from ondevice.converters.output_folder import OutputFolder
+
+        if not (resume and self.output.exists()):
+            OutputFolder(self.output).check(resume, force)
+
+    def run(
+        self,
+        on_progress: OnConversion | None = None,
+        *,
+        resume: bool = False,
+        force: bool = False,
+        begin_training: BeginTraining = lambda checkpoint: None,
+    ) -> Path:
+        """Convert, and return the bundle's folder. The arguments are those of the converter's `convert`."""
+        from ondevice.converters.convert import convert
+
+        checkpoint = self._checkpoint
+        if self._is_remote and not self.output.exists():
+            self.foreseen().require_space()
+        if self._is_remote and self._keep_source:
+            self.check_output(resume, force)
+            checkpoint = self._downloaded(on_progress)
+        return convert(
+            checkpoint,
+            self.output,
+            self._quant,
+            on_progress,
+            resume=resume,
+            force=force,
+            begin_training=begin_training,
+        )
+
+    def _downloaded(self, on_progress: OnConversion | None) -> Checkpoint:
+        from ondevice.converters.checkpoints.opening import open_checkpoint
+        from ondevice.converters.hub.opening import download
+        from ondevice.converters.progress import Progress
+
+        def on_file(name: str, done: int, total: int) -> None:
+            if on_progress is not None:
+                on_progress(Progress(f"downloading {name}", done, total, 0.0, None))
+
+        assert self._listing is not None, "only a repository is downloaded"
+        self._checkpoint.close()
+        self._checkpoint = open_checkpoint(download(self._listing, on_file))
+        return self._checkpoint
+
+    def _tokenizer_bytes(self) -> int:
+        """Memory that the tokenizer takes, by loading it as the model will."""
+        files = self._checkpoint.tokenizer
+        info = files.info
+        if info.kind is None or info.file is None:
+            return 0
+        data, vocabulary = files.blobs[info.file], self.config.vocab_size
+        trim_heap()
+        before = process_memory().current_bytes
+        tokenizer = load_tokenizer(
+            info.kind, data, info.bos_id, info.eos_ids, info.add_bos, vocab_size=vocabulary
+        )
+        trim_heap()
+        taken = process_memory().current_bytes - before
+        del tokenizer
+        return max(0, taken)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+@contextmanager
+def prepare(
+    source: Any,
+    output: Any = None,
+    quant: str = AUTO_QUANT,
+    *,
+    offline: bool = False,
+    keep_source: bool = False,
+) -> Iterator[Prepared]:
+    """Open a checkpoint to convert: a path, a repository id or an alias. Only headers are read.
+
+    Args:
+        source: the checkpoint.
+        output: the bundle's folder. The default has the source's name, where models are found by name.
+        quant: `q4`, `q8` or `f16`; `auto` is what the converter's `chosen_quant` takes.
+        offline: ask the hub for nothing, and take only what its cache holds.
+        keep_source: download a repository's files into the hub's cache, and keep them there. Otherwise,
+            weights are read over the network as they are converted, and none of them is stored.
+
+    Raises CheckpointError, UnsupportedModelError, ModelNotFoundError, DownloadError and UsageError.
+    """
+    target = bundle_target(source, output)
+    chosen = None if quant == AUTO_QUANT else QuantConfig.parse(quant)
+    with closing(_opened(source, target.absolute(), chosen, offline, keep_source)) as prepared:
+        yield prepared
+
+
+def remove(folder: Path) -> int:
+    """Delete a bundle or an unfinished one, and return the bytes that it took.
+
+    Raises UsageError if it holds anything else, OndeviceError if a conversion is at work in it.
+    """
+    from ondevice.converters.output_folder import remove_bundle
+
+    return remove_bundle(folder)
+
+
+def _opened(
+    source: Any, target: Path, quant: QuantConfig | None, offline: bool, keep_source: bool
+) -> Prepared:
+    """quant: None for the one that suits the checkpoint."""
+    from ondevice.converters.checkpoints.opening import open_checkpoint
+    from ondevice.converters.convert import chosen_quant
+    from ondevice.converters.output_folder import check_names
+
+    # A model's process has one of these libraries, and none of what opening a checkpoint imports.
+    for kind in ("tokenizers", "sentencepiece"):
+        import_library(kind)
+    trim_heap()
+    before = process_memory().current_bytes
+    try:
+        found = find_source(source, offline)
+    except ModelNotFoundError:
+        kept = _cached_offline(source) if offline else None
+        if kept is None:
+            raise
+        found = kept
+    check_names(target)
+    if not isinstance(found, Repository):
+        checkpoint = open_checkpoint(found)
+        return Prepared(checkpoint, target, quant or chosen_quant(checkpoint), process_bytes=before)
+    hub = _hub(found.name)
+    if hub.hub_is_offline() and (kept := hub.cached_offline(found.name)):
+        checkpoint = open_checkpoint(kept)
+        return Prepared(checkpoint, target, quant or chosen_quant(checkpoint), process_bytes=before)
+    opened = hub.open_repository(found.name, target.parent)
+    return Prepared(
+        opened.checkpoint,
+        target,
+        quant or chosen_quant(opened.checkpoint),
+        opened.listing,
+        process_bytes=before,
+        is_kept=opened.is_kept,
+        keep_source=keep_source,
+    )
+
+
+def _cached_offline(source: Any) -> Path | None:
+    """The folder of a repository in the hub's cache, for when nothing may be asked; None without one."""
+    if util.find_spec("huggingface_hub") is None:
+        return None
+    found = find_source(source)
+    if not isinstance(found, Repository):
+        return None
+    kept: Path | None = _hub(found.name).cached_offline(found.name)
+    return kept
+
+
+def _hub(repository: str) -> Any:
+    """The module that opens repositories. Raises ModelNotFoundError if huggingface_hub is too old for it."""
+    try:
+        from ondevice.converters.hub import opening
+    except ImportError as error:
+        raise ModelNotFoundError(
+            f"{repository} can't be downloaded with this huggingface_hub ({error}): "
+            "pip install -U 'ondevice[hub]'"
+        ) from error
+    return opening
+
+
+def _file_sizes(folder: Path) -> Iterable[int]:
+    if not folder.is_dir():
+        return []
+    return [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+
+
+def _device(path: Path) -> int:
+    """The system's number of the disk that a path is or would be on."""
+    return _existing(path).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    while not path.exists():
+        path = path.parent
+    return path

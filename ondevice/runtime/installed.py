@@ -1,0 +1,113 @@
+"""The bundles in the model folders, whole and unfinished, with what they take of the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from ondevice.bundle.reader import Bundle
+from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
+from ondevice.runtime.models import MANIFEST, RESIDENT, known_models, model_home, shipped_folder
+
+State = Literal["whole", "unfinished", "damaged", "unusable"]
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A bundle of the model folders, or the beginning of one."""
+
+    name: str
+    path: Path
+    nbytes: int
+    """Bytes of all its files."""
+    changed: datetime
+    """When it was finished, or last written to."""
+    state: State
+    """unusable: of a format or kind that this version doesn't read."""
+    source: str = ""
+    """What it was converted from, as its manifest has it."""
+    architecture: str = ""
+    quantisation: str = ""
+    ships: bool = False
+    """True if it belongs to the package, so that it can't be removed."""
+    problem: str = ""
+    """Why it is damaged or unusable."""
+
+
+def installed_models() -> list[InstalledModel]:
+    """What the model folders hold, by name; an unfinished conversion comes after the model of its name."""
+    found = [_inspected(name, path) for name, path in known_models().items()]
+    found += [_unfinished(path) for path in _folders_of(model_home()) if path.name.endswith(PARTIAL)]
+    found += [
+        _measured(path.name, path, "damaged", problem=f"{MANIFEST} is missing")
+        for path in _folders_of(model_home())
+        if (path / RESIDENT).is_file() and not (path / MANIFEST).is_file() and not path.name.endswith(PARTIAL)
+    ]
+    return sorted(found, key=lambda model: (model.name, model.state == "unfinished"))
+
+
+def removable(name: str) -> list[InstalledModel]:
+    """What `remove` would delete of a name: the bundle, its unfinished conversion, or both.
+
+    Raises ModelNotFoundError if the folder of converted models has neither, UsageError for a path and for a
+    model that ships.
+    """
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise UsageError(
+            f"{name[:80]!a} isn't the name of a model in {model_home()}; `ondevice list` has the names, and "
+            "folders elsewhere are yours to delete"
+        )
+    found = [model for model in installed_models() if model.name == name]
+    own = [model for model in found if not model.ships]
+    if found and not own:
+        raise UsageError(f"{name} ships with the package, so it goes only with the package")
+    if not own:
+        names = ", ".join(sorted({model.name for model in installed_models() if not model.ships})) or "none"
+        raise ModelNotFoundError(f"no model called {name} in {model_home()}, where there are: {names}")
+    return own
+
+
+def _folders_of(home: Path) -> Iterator[Path]:
+    if home.is_dir():
+        yield from (path for path in sorted(home.iterdir()) if path.is_dir())
+
+
+def _inspected(name: str, path: Path) -> InstalledModel:
+    ships = path.parent == shipped_folder()
+    try:
+        bundle = Bundle.open(path)
+    except UnsupportedModelError as error:
+        return _measured(name, path, "unusable", ships=ships, problem=error.for_command_line)
+    except (BundleError, ModelNotFoundError) as error:
+        return _measured(name, path, "damaged", ships=ships, problem=error.for_command_line)
+    return _measured(
+        name,
+        path,
+        "whole",
+        source=bundle.manifest.provenance.source,
+        architecture=bundle.config.architecture,
+        quantisation=bundle.quant.name,
+        ships=ships,
+    )
+
+
+def _unfinished(path: Path) -> InstalledModel:
+    return _measured(path.name.removesuffix(PARTIAL), path, "unfinished")
+
+
+def _measured(name: str, path: Path, state: State, ships: bool = False, **facts: str) -> InstalledModel:
+    """A model with its size and date. Raises OndeviceError if the system refuses."""
+    try:
+        files = [file.lstat() for file in path.rglob("*") if file.is_file() and not file.is_symlink()]
+        manifest = path / MANIFEST
+        stamps = [manifest.stat().st_mtime] if manifest.is_file() else [file.st_mtime for file in files]
+        newest = max(stamps, default=path.stat().st_mtime)
+    except OSError as error:
+        raise OndeviceError(f"{path} can't be looked at: {error.strerror}") from error
+    nbytes = sum(file.st_size for file in files)
+    changed = datetime.fromtimestamp(newest, UTC)
+    return InstalledModel(name, path, nbytes, changed, state, ships=ships, **facts)

@@ -1,0 +1,217 @@
+"""A chat with a model of the hub in one command, and the models that are here: listed, and removed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ondevice.bundle.reader import Bundle
+from ondevice.commands import obtaining, terminal
+from tests.support.bundles import write_chat_checkpoint
+from tests.support.command_line import Run
+from tests.support.hub_server import HubServer
+
+CHAT = ("chat", "--max-tokens", 3, "--temp", 0)
+
+
+@pytest.fixture
+def repository(hub: HubServer) -> Path:
+    return write_chat_checkpoint(hub.root / "some" / "model", shards=3)
+
+
+@pytest.fixture
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody can answer: stdin is what a test gives."""
+    for module in (terminal, obtaining):
+        monkeypatch.setattr(module, "can_ask", lambda: True)
+
+
+@pytest.fixture
+def converted(ondevice: Run, tmp_path: Path) -> Callable[[str], Path]:
+    """Makes a bundle of a name in the model folder."""
+
+    def make(name: str) -> Path:
+        source = write_chat_checkpoint(tmp_path / "sources" / name)
+        assert ondevice("convert", source).code == 0
+        return tmp_path / "home" / name
+
+    return make
+
+
+def test_one_command_from_the_hub_to_a_chat(
+    ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    first = ondevice(*CHAT, "--model", "some/model", "--yes", stdin="Hello\n")
+    assert first.code == 0, first.err
+    weights = sum(path.stat().st_size for path in repository.glob("*.safetensors"))
+    assert f"download  {weights / 1e6:.2f} MB" in first.err
+    assert "none of it stored as it is" in first.err
+    assert f"to {tmp_path / 'home' / 'model'}" in first.err
+    assert "the smallest budget that it will run in" in first.err
+    assert first.out.endswith("\n")
+    hub.rules.asked.clear()
+    again = ondevice(*CHAT, "--model", "some/model", stdin="Hello\n")
+    assert (again.code, again.out) == (0, first.out)
+    assert hub.rules.asked == []
+
+
+def test_the_smallest_budget_that_is_said_is_enough(ondevice: Run, hub: HubServer, repository: Path) -> None:
+    assert ondevice("generate", "some/model", "--yes", "--prompt", "a", "--max-tokens", 1).code == 0
+    least = ondevice("inspect", "some/model", "--json").json["minimum_budget_bytes"]
+    said = ondevice("convert", "some/model", "--output", "elsewhere", "--quant", "q4").err
+    line = next(line for line in said.splitlines() if line.startswith("  memory"))
+    assert abs(int(line.split("(")[1].split(" ")[0]) - least) < 0.1 * least
+
+
+def test_nobody_to_ask_and_no_yes(ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    for command in (CHAT, ("generate", "--prompt", "a")):
+        refused = ondevice(*command, "--model", "some/model", stdin="Hello\n")
+        assert refused.code == 3
+        assert f"ondevice convert some/model --output {tmp_path / 'home' / 'model'}" in refused.err
+        assert "at a terminal, or with --yes, this command makes it" in refused.err
+    assert hub.rules.asked == []
+    refused = ondevice("convert", "some/model")
+    assert refused.code == 2
+    assert "nothing was downloaded or written: this asks first" in refused.err
+    assert "download  " in refused.err
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.usefixtures("at_a_terminal")
+@pytest.mark.parametrize("answer", ["n\n", "\n"])
+def test_an_answer_that_is_not_yes(
+    ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path, answer: str
+) -> None:
+    for command in ((*CHAT, "some/model"), ("convert", "some/model")):
+        refused = ondevice(*command, stdin=answer)
+        assert (refused.code, refused.out) == (2, "")
+        assert "nothing was downloaded or written, as the answer was no" in refused.err
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.usefixtures("at_a_terminal")
+def test_yes_at_a_terminal(ondevice: Run, hub: HubServer, repository: Path) -> None:
+    assert ondevice("generate", "some/model", "--prompt", "a", "--max-tokens", 1, stdin="y\n").code == 0
+
+
+def test_a_budget_that_cannot_be_met_is_refused_before_a_weight_comes(
+    ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    refused = ondevice(*CHAT, "some/model", "--yes", "--dram-budget", "2MB", stdin="Hello\n")
+    assert refused.code == 5
+    assert "the smallest that works is" in refused.err
+    refused = ondevice(*CHAT, "some/model", "--yes", "--sparsity", "exact", stdin="Hello\n")
+    assert refused.code == 3
+    assert "--sparsity exact isn't possible" in refused.err
+    assert not (tmp_path / "home").exists()
+
+
+def test_what_broke_goes_on_with_the_same_command(
+    ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    # Three headers and the first layer, then nothing.
+    hub.rules.break_after = [1 << 30] * 9 + [0] * 6
+    broken = ondevice(*CHAT, "some/model", "--yes", stdin="Hello\n")
+    assert broken.code == 1
+    assert "what is done is kept: the same command goes on with it" in broken.err
+    listed = ondevice("list", "--json").json["models"]
+    found = next(model for model in listed if model["name"] == "model")
+    assert (found["state"], found["path"]) == ("unfinished", str(tmp_path / "home" / "model.partial"))
+    again = ondevice(*CHAT, "some/model", "--yes", stdin="Hello\n")
+    assert again.code == 0
+    assert "begun     " in again.err
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["model"]
+
+
+def test_text_keeps_the_source_and_says_so(
+    ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("There is a house on a hill, and a dog in front of it. " * 60)
+    trained = ondevice("convert", "some/model", "--text", text, "--yes")
+    assert trained.code == 0, trained.err
+    assert "so its files are kept in the hub's cache" in trained.err
+    assert list((tmp_path / "cache").rglob("snapshots/*/model-00003-of-00003.safetensors"))
+
+
+def test_repositories_of_one_name(ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    assert ondevice("convert", "some/model", "--yes").code == 0
+    write_chat_checkpoint(hub.root / "another" / "model", seed=1)
+    refused = ondevice(*CHAT, "another/model", "--yes", stdin="Hello\n")
+    assert refused.code == 3
+    assert "was made from some/model, not from another/model" in refused.err
+    line = refused.err.split("To have both: ondevice ")[1].split(";")[0].split(" ")
+    assert ondevice(*line, "--yes").code == 0
+    assert ondevice(*CHAT, "another--model", stdin="Hello\n").code == 0
+
+
+def test_a_folder_is_converted_once(ondevice: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_chat_checkpoint(tmp_path / "sources" / "tale")
+    refused = ondevice(*CHAT, source, stdin="Hello\n")
+    assert refused.code == 3
+    assert "is a checkpoint, not a bundle. Convert it first" in refused.err
+    first = ondevice(*CHAT, source, "--yes", stdin="Hello\n")
+    assert first.code == 0, first.err
+    assert "converted: " in first.err
+    assert "download" not in first.err
+    again = ondevice(*CHAT, source, stdin="Hello\n")
+    assert (again.code, again.out) == (0, first.out)
+    assert "converted" not in again.err
+
+
+def test_list_and_remove(ondevice: Run, converted: Callable[[str], Path], tmp_path: Path) -> None:
+    kept, gone = converted("kept"), converted("gone")
+    (tmp_path / "home" / "damaged").mkdir()
+    (tmp_path / "home" / "damaged" / "bundle.json").write_text("{}")
+    listed = {model["name"]: model for model in ondevice("list", "--json").json["models"]}
+    assert listed["gone"]["bytes"] == sum(path.stat().st_size for path in gone.iterdir())
+    assert (listed["gone"]["state"], listed["gone"]["quantisation"]) == ("whole", "q4")
+    assert listed["gone"]["source"] == Bundle.open(gone).manifest.provenance.source
+    assert listed["damaged"]["state"] == "damaged"
+    assert listed["small-relu"]["ships"] is True
+    text = ondevice("list").out
+    assert all(name in text for name in listed)
+
+    refused = ondevice("remove", "gone")
+    assert refused.code == 2
+    assert "nothing was deleted: this asks first" in refused.err
+    assert gone.is_dir()
+    assert ondevice("remove", "gone", "--yes").code == 0
+    assert ondevice("remove", "damaged", "--yes").code == 0
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["kept"]
+    assert ondevice("remove", "gone", "--yes").code == 3
+    assert kept.is_dir()
+
+
+@pytest.mark.parametrize("name", ["small-relu", "..", "../kept", "/etc", "", "a/b"])
+def test_what_is_not_a_converted_model_is_not_removed(
+    ondevice: Run, converted: Callable[[str], Path], name: str
+) -> None:
+    kept = converted("kept")
+    assert ondevice("remove", name, "--yes").code == 2
+    assert (kept / "bundle.json").is_file()
+
+
+def test_files_of_the_users_own_are_not_removed(ondevice: Run, converted: Callable[[str], Path]) -> None:
+    folder = converted("kept")
+    (folder / "thesis.txt").write_text("years of work")
+    refused = ondevice("remove", "kept", "--yes")
+    assert refused.code == 2
+    assert "thesis.txt isn't part of a bundle" in refused.err
+    assert json.loads((folder / "bundle.json").read_text())
+    (folder / "thesis.txt").unlink()
+    (folder / "about.txt").write_text("a tale")
+    assert ondevice("remove", "kept", "--yes").code == 0
+    assert not folder.exists()
+
+
+def test_a_link_among_the_models_is_not_followed(
+    ondevice: Run, converted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = converted("kept").rename(tmp_path / "elsewhere")
+    (tmp_path / "home" / "link").symlink_to(folder)
+    assert ondevice("remove", "link", "--yes").code == 2
+    assert (folder / "bundle.json").is_file()
