@@ -311,8 +311,10 @@ def test_a_file_where_the_unfinished_bundle_should_be(source: Path) -> None:
 
 
 def test_what_no_bundle_can_say_is_refused_at_once(source: Path) -> None:
-    edit_config(source, rope_scaling={"rope_type": "linear", "factor": 1e9})
-    assert_refused(source, CheckpointError, "can't be described in a bundle: .*factor")
+    edit_config(source, max_position_embeddings=(1 << 24) - 1)
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "do_sample": True}))
+    edit_config(source, model_type="granite", architectures=["GraniteForCausalLM"], embedding_multiplier=1e7)
+    assert_refused(source, CheckpointError, "embedding_multiplier is 10000000.0; it must be")
     assert not (source.parent / "output.partial").exists()
 
 

@@ -88,7 +88,7 @@ def sign_files(folder: Path, config: ModelConfig, quant: QuantConfig) -> Any:
 
 def weights_digest(manifest: Any) -> str:
     """What sidecars name their weights by, spelt out a second time."""
-    layers = range(manifest["model"]["num_layers"])
+    layers = range(len(manifest["model"]["layers"]))
     names = [RESIDENT, *map(neuron_file_name, layers)]
     names += [gate_file_name(layer) for layer in layers if gate_file_name(layer) in manifest["files"]]
     return sha256(canonical([manifest["files"][name]["sha256"] for name in names]))

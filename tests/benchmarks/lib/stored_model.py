@@ -31,7 +31,8 @@ from ondevice.bundle.manifest import Manifest, Provenance
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.writer import BundleWriter
 from ondevice.config import GROUP_SIZE, QuantConfig
-from ondevice.converters.architectures.rotary import base_of
+from ondevice.converters.architectures.common import score_scale
+from ondevice.converters.architectures.rotary import base_of, rope_spec
 from ondevice.converters.bundling import pack_records
 from ondevice.converters.quantize import QuantizedRows, dequantize, quantize
 from ondevice.kernels import _native
@@ -125,7 +126,10 @@ def small_in_q4(source: Path, head_dim: int, folder: Path) -> StoredModel:
     """
     small = read_model(source)
     config, bits, runner = small.config, small.bundle.quant.bits, _native.Runner(usable_cores())
-    wide = replace(config, head_dim=head_dim)
+    scale = score_scale(head_dim)
+    layers = (replace(layer, attention=replace(layer.attention, scale=scale)) for layer in config.layers)
+    ropes = (rope_spec(base_of(config.ropes[0]), head_dim),)
+    wide = replace(config, head_dim=head_dim, ropes=ropes, layers=tuple(layers))
 
     def rounded(rows: QuantizedRows) -> QuantizedRows:
         return quantize(runner, dequantize(rows, bits, config.hidden_size), Q4.bits, "weights")

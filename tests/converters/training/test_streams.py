@@ -23,7 +23,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.streams import MultiStreams
 from ondevice.errors import BackendUnavailableError, OndeviceError, UsageError
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import FeedForwardSpec, ModelConfig
 from ondevice.training import train_streams
 from tests.support.bundles import convert_bundle, copy_files, write_chat_checkpoint
 from tests.support.command_line import Run
@@ -156,7 +156,8 @@ def test_half_of_the_runs_are_masked_as_the_model_needs_it(
 ) -> None:
     top, window = random_top()
     streams = facts(CONFIG, "lossless")
-    config = replace(CONFIG, hidden_act=activation)
+    spec = FeedForwardSpec("relu" if activation == "relu" else "silu")
+    config = replace(CONFIG, layers=tuple(replace(layer, feed_forward=spec) for layer in CONFIG.layers))
     options = MultiStreamOptions(gamma=streams.streams, batch_tokens=80, run_tokens=4)
     run = training.Training(streams, top, config, options, tmp_path / "state")
     drawn = []
