@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from ondevice.bundle.reader import Bundle
 from ondevice.commands import obtaining, terminal
 from tests.support.bundles import write_chat_checkpoint
-from tests.support.command_line import Run
+from tests.support.command_line import Run, command
 from tests.support.hub_server import HubServer
 
 CHAT = ("chat", "--max-tokens", 3, "--temp", 0)
@@ -66,9 +68,36 @@ def test_the_smallest_budget_that_is_said_is_enough(ondevice: Run, hub: HubServe
     assert abs(int(line.split("(")[1].split(" ")[0]) - least) < 0.1 * least
 
 
+def test_a_process_that_has_converted_still_keeps_the_budget_that_it_named(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    """In one process, what converts would stay in memory, and the model be refused its budget."""
+    settings = {
+        "HF_ENDPOINT": hub.address,
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "ONDEVICE_HOME": str(tmp_path / "home"),
+    }
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | settings
+        return subprocess.run(
+            command(*arguments), env=environment, capture_output=True, text=True, check=False
+        )
+
+    said = run("convert", "some/model").stderr
+    line = next(line for line in said.splitlines() if line.startswith("  memory"))
+    budget = int(line.split("(")[1].split(" ")[0]) + (4 << 20)
+    told = ("--prompt", "a", "--max-tokens", 2, "--dram-budget", budget)
+    done = run("generate", "some/model", "--yes", *told)
+    assert done.returncode == 0, done.stderr
+    assert "converted: " in done.stderr
+    assert done.stdout == run("generate", "some/model", *told).stdout
+
+
 def test_nobody_to_ask_and_no_yes(ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path) -> None:
-    for command in (CHAT, ("generate", "--prompt", "a")):
-        refused = ondevice(*command, "--model", "some/model", stdin="Hello\n")
+    for words in (CHAT, ("generate", "--prompt", "a")):
+        refused = ondevice(*words, "--model", "some/model", stdin="Hello\n")
         assert refused.code == 3
         assert f"ondevice convert some/model --output {tmp_path / 'home' / 'model'}" in refused.err
         assert "at a terminal, or with --yes, this command makes it" in refused.err
@@ -85,8 +114,8 @@ def test_nobody_to_ask_and_no_yes(ondevice: Run, hub: HubServer, repository: Pat
 def test_an_answer_that_is_not_yes(
     ondevice: Run, hub: HubServer, repository: Path, tmp_path: Path, answer: str
 ) -> None:
-    for command in ((*CHAT, "some/model"), ("convert", "some/model")):
-        refused = ondevice(*command, stdin=answer)
+    for words in ((*CHAT, "some/model"), ("convert", "some/model")):
+        refused = ondevice(*words, stdin=answer)
         assert (refused.code, refused.out) == (2, "")
         assert "nothing was downloaded or written, as the answer was no" in refused.err
     assert not (tmp_path / "home").exists()

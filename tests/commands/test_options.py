@@ -233,6 +233,8 @@ def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
         "convert",
         "chat",
         "generate",
+        "list",
+        "remove",
         "inspect",
         "list",
         "remove",
