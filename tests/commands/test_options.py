@@ -236,8 +236,6 @@ def test_every_command_has_help_that_starts_nothing(ondevice: Run) -> None:
         "list",
         "remove",
         "inspect",
-        "list",
-        "remove",
         "bench",
         "eval",
         "verify",
