@@ -1,0 +1,60 @@
+"""One text for every setting of memory and speed, over models whose blocks aren't a Llama's.
+
+Random models with ReLU gates, so that all exact modes have them: norms on both sides and capped scores,
+norms over whole projections, parallel blocks under LayerNorms, a local window, heads that turn in part.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice.api import Model, load
+from ondevice.converters.convert import convert
+from tests.converters.test_families import write_model
+from tests.support.chat import squeeze
+
+pytest.importorskip("transformers")
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {"hidden_activation": "relu", "sliding_window": 9, "num_hidden_layers": 4}),
+    "olmo2": ("Olmo2", {"hidden_act": "relu", "head_dim": None}),
+    "stablelm": (
+        "StableLm",
+        {"hidden_act": "relu", "head_dim": None, "num_attention_heads": 2, "use_parallel_residual": True},
+    ),
+}
+PROMPT = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 61, 5, 9]
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"sparsity": "exact"},
+    {"sparsity": "exact", "prefill_chunk": 3, "threads": 2, "speculation": "lookup"},
+    {"sparsity": "exact", "speculation": "resident", "threads": 1},
+    {"sparsity": "dense", "speculation": "recycling", "io": "buffered"},
+    {"sparsity": "dense", "speculation": "auto", "kernel_target": "scalar"},
+)
+
+
+def texts(model: Model) -> list[tuple[int, ...]]:
+    options: dict[str, Any] = {"max_tokens": 40, "logit_bias": {2: -math.inf}}
+    sampled = model.generate(tokens=PROMPT, temperature=0.9, seed=3, **options)
+    return [model.generate(tokens=PROMPT, temperature=0.0, **options).tokens, sampled.tokens]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_text(tmp_path: Path, name: str) -> None:
+    family, options = MODELS[name]
+    write_model(tmp_path / "source", family, {**options, "intermediate_size": 700})
+    bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
+    with load(bundle, sparsity="dense", speculation="off") as model:
+        expected, logits = texts(model), model.logits(PROMPT)
+    assert len(set(expected[1])) > 5, "the text says nothing"
+    for settings in SETTINGS:
+        with load(bundle, **settings) as model:
+            assert texts(model) == expected, settings
+            assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
+            squeeze(model)
+            assert texts(model) == expected, settings
+            assert model.logits(PROMPT).tobytes() == logits.tobytes(), settings
