@@ -33,8 +33,8 @@ WHOLE_SECONDS = 300.0
 """Longest time for a file that is read whole."""
 STALL_SECONDS, STALL_BYTES = 60.0, 1 << 16
 """A connection that brings fewer bytes than this in this time is given up like a broken one."""
-MAX_WAIT_SECONDS = 60.0
-"""Longest wait that a server's Retry-After gets."""
+MAX_WAIT_SECONDS = 300.0
+"""Longest wait that a server gets which asks for one: the hub counts requests in five minutes."""
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Waits before a request is repeated. After as many failures in a row, without progress, it is given up."""
 FIRST_RETRY_SECONDS = (0.5, 1.0)
@@ -42,6 +42,8 @@ FIRST_RETRY_SECONDS = (0.5, 1.0)
 INTERRUPTED = "the download was interrupted; run the same command again to go on with it"
 HTTP_LIBRARIES = ("httpx", "httpx2")
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
+_SECONDS = re.compile(r"(\d{1,6})", re.ASCII)
+_RESET = re.compile(r"\br=0;\s*t=(\d{1,6})\b", re.ASCII)
 _RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 logger = logging.getLogger(__name__)
@@ -209,9 +211,7 @@ class HubClient:
     def _check_answer(self, source: RemoteUrl, response: Any) -> None:
         status, code = response.status_code, response.headers.get("x-error-code", "")
         if status in _RETRIED:
-            after = response.headers.get("retry-after", "")
-            wait = int(after) if after.isascii() and after.isdigit() and len(after) < 9 else 0
-            raise BrokenConnectionError(f"the server answers {status}", wait)
+            raise BrokenConnectionError(f"the server answers {status}", _asked_wait(response.headers))
         if status not in (200, 206):
             raise _refusal(source, status, code, self.endpoint)
         if self.endpoint.startswith("https:") and response.url.scheme != "https":
@@ -282,6 +282,12 @@ class PartStream:
             with suppress(BrokenConnectionError):
                 next(self._chunks, None)
         self._response.close()
+
+
+def _asked_wait(headers: Any) -> float:
+    """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
+    found = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
+    return float(found[1]) if found else 0.0
 
 
 def _http_library(session: object) -> Any:

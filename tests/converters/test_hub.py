@@ -84,6 +84,16 @@ def test_connections_that_break_go_on_where_they_broke(
     assert hub.rules.sent_bytes == foreseen.download_bytes
 
 
+@pytest.mark.parametrize("header", [("Retry-After", "1"), ("RateLimit", '"resolvers";r=0;t=1')])
+def test_a_server_that_asks_to_wait_is_given_its_time(
+    hub: HubServer, repository: Path, tmp_path: Path, header: tuple[str, str]
+) -> None:
+    hub.rules.refuse, hub.rules.refusal_headers = [429], dict([header])
+    begun = time.monotonic()
+    with prepare("some/model", tmp_path / "bundle"):
+        assert time.monotonic() - begun >= 1.0
+
+
 def test_a_connection_that_keeps_breaking_is_given_up_and_goes_on_later(
     hub: HubServer, repository: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ class HubRules:
     """Bytes after which the next answers with weights break off, one entry an answer."""
     refuse: list[int] = field(default_factory=list)
     """Statuses that the next requests get instead of an answer."""
+    refusal_headers: dict[str, str] = field(default_factory=dict)
     ignore_ranges: bool = False
     describe: Callable[[dict[str, Any]], Any] = lambda answer: answer
     """Changes the description of a repository before it is sent."""
@@ -92,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
             rules.asked.append(f"{self.command} {path} {self.headers.get('Range', '')}".rstrip())
             refusal = rules.refuse.pop(0) if rules.refuse else 0
         if refusal:
-            self._error(refusal, "")
+            self._begin(refusal, rules.refusal_headers, 0)
         elif path.startswith("/api/models/"):
             self._describe(path.removeprefix("/api/models/").split("/revision/")[0])
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([0-9a-z]+)/(.+)", path):
