@@ -118,7 +118,7 @@ class QuantizedTensor:
         return in_halves(values[0], self.interleaved_head_dim) if self.interleaved_head_dim else values[0]
 
     def sample(self, start: int, nbytes: int) -> bytes:
-        return self.file.read(self.offset + start, min(nbytes, self.nbytes - start))
+        return self.file.sample(self.offset + start, min(nbytes, self.nbytes - start))
 
     @property
     def _row_bytes(self) -> int:

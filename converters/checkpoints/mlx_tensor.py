@@ -101,7 +101,7 @@ class MlxTensor:
         sample = b""
         for part in parts:
             at = start * part.nbytes // self.nbytes
-            sample += part.file.read(part.offset + at, min(nbytes // len(parts), part.nbytes - at))
+            sample += part.file.sample(part.offset + at, min(nbytes // len(parts), part.nbytes - at))
         return sample
 
     @property

@@ -55,8 +55,7 @@ class RawTensor:
         if last - first == self.row_nbytes:
             self.file.read_into(self.offset + start * self.row_nbytes, out)
             return out
-        for row in range(start, stop):
-            self.file.read_into(self.offset + row * self.row_nbytes + first, out[row - start])
+        self.file.read_columns(self.offset + start * self.row_nbytes + first, self.row_nbytes, out)
         return out
 
 
