@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ondevice.converters.quantize import dequantize, quantize
+from ondevice.kernels import _native
+from ondevice.units import usable_cores
 from recipe.config import Shape
 from recipe.precision import product_type
 
@@ -24,8 +28,6 @@ LOSS_CHUNK = 1024
 QUERY_BLOCK = 128
 """Queries that attend together; keys after the block aren't multiplied."""
 HIDDEN = -1e30
-GROUP = 64
-"""Number of weights that share a scale and a bias in a bundle."""
 INITIAL_STD = 0.03
 
 
@@ -33,23 +35,18 @@ def stored(weight: Tensor, bits: int, dim: int = 1) -> Tensor:
     """The weights as a bundle of `bits` bits gives them back, in groups along `dim`. 0 bits: unchanged.
 
     The gradient passes straight through (Bengio and others, arXiv 1308.3432), so that the trained weights
-    survive rounding. The arithmetic is the converter's.
+    survive rounding. The arithmetic is the converter's own.
     """
     if not bits:
         return weight
-    groups = (weight if dim == 1 else weight.t()).unflatten(1, (-1, GROUP))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    from_low = low.abs() > high.abs()
-    bias = torch.where(from_low, low, high)
-    scale = torch.where(from_low, high - low, low - high) / (2**bits - 1)
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    zero = (bias / scale).round()
-    scale = torch.where(zero == 0, scale, bias / torch.where(zero == 0, torch.ones_like(zero), zero))
-    scale, bias = scale.half().float(), bias.half().float()
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    codes = ((groups - bias) / scale).round().clamp(0, 2**bits - 1)
-    rounded = (codes * scale + bias).flatten(1)
+    rows = (weight if dim == 1 else weight.t()).detach().contiguous().numpy()
+    rounded = torch.from_numpy(dequantize(quantize(_runner(), rows, bits, "weights"), bits, rows.shape[1]))
     return weight + ((rounded if dim == 1 else rounded.t()) - weight).detach()
+
+
+@cache
+def _runner() -> _native.Runner:
+    return _native.Runner(usable_cores())
 
 
 class RMSNorm(nn.Module):
