@@ -36,6 +36,9 @@ def _read(reader: ConfigReader) -> Description:
         if named
         else [bool((i + 1) % interval) for i in range(count)]
     )
+    # Keys of the files that the architecture doesn't use.
+    reader.integer("max_window_layers", 28)
+    reader.integer("pretraining_tp", 1)
     window = 0
     enabled = reader.boolean("use_sliding_window", False)
     if reader.has("sliding_window") and not reader.is_null("sliding_window"):

@@ -11,7 +11,6 @@ from ondevice.commands.reports import parts, percent, residency, size
 from ondevice.commands.training_reports import stream_facts
 from ondevice.runtime.models import (
     ALIASES,
-    UNCONVERTIBLE,
     SparsityMode,
     known_models,
     model_home,
@@ -42,14 +41,9 @@ def model_list_text() -> str:
             f"models, by name ({found['folder']} and what ships):",
             *([f"  {name:<24}{path}" for name, path in models] or ["  none"]),
             "short names, which `ondevice convert NAME` downloads and converts:",
-            *(_alias_line(name, source) for name, source in found["aliases"].items()),
+            *(f"  {name:<24}{source}" for name, source in found["aliases"].items()),
         ]
     )
-
-
-def _alias_line(name: str, source: str) -> str:
-    refused = f" (not convertible: {UNCONVERTIBLE[source]})" if source in UNCONVERTIBLE else ""
-    return f"  {name:<24}{source}{refused}"
 
 
 def inspection(resolved: ResolvedModel) -> dict[str, Any]:

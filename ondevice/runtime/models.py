@@ -49,14 +49,18 @@ ALIASES = {
     "qwen3-0.6b": "Qwen/Qwen3-0.6B",
     "qwen3-8b": "Qwen/Qwen3-8B",
     "tinyllama-1.1b-chat": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "gemma-2-2b-it": "google/gemma-2-2b-it",
+    "gemma-3-1b-it": "google/gemma-3-1b-it",
+    "gemma-3-4b-it": "google/gemma-3-4b-it",
+    "phi-3.5-mini-instruct": "microsoft/Phi-3.5-mini-instruct",
+    "phi-4-mini-instruct": "microsoft/Phi-4-mini-instruct",
+    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+    "granite-3.3-8b-instruct": "ibm-granite/granite-3.3-8b-instruct",
+    "olmo-2-7b-instruct": "allenai/OLMo-2-1124-7B-Instruct",
+    "glm-4-9b": "zai-org/GLM-4-9B-0414",
     "relu-llama-7b": "SparseLLM/ReluLLaMA-7B",
-    "prosparse-llama-2-7b": "SparseLLM/prosparse-llama-2-7b",
 }
-"""Short names of public checkpoints; the last two have ReLU-sparse feed-forward layers."""
-UNCONVERTIBLE = {
-    "SparseLLM/prosparse-llama-2-7b": "its class and its activation function aren't implemented yet",
-}
-"""Repositories with an alias that `convert` refuses as yet, and why."""
+"""Short names of public checkpoints; the last has ReLU-sparse feed-forward layers."""
 
 SHOWN_CHARS = 80
 """Most characters of an impossible name that an error shows."""
@@ -188,10 +192,6 @@ def _find_model(text: str, is_path: bool) -> Path:
     if path.exists():
         return _checked_path(path)
     source = ALIASES.get(text, text if is_repository else None)
-    if source in UNCONVERTIBLE:
-        raise UnsupportedModelError(
-            f"{text} means {source}, which can't be converted: {UNCONVERTIBLE[source]}"
-        )
     raise ModelNotFoundError(_missing(text, folder_name, source))
 
 
@@ -218,17 +218,11 @@ def known_models() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def convertible_aliases() -> dict[str, str]:
-    """The short names whose checkpoints can be converted."""
-    return {name: source for name, source in ALIASES.items() if source not in UNCONVERTIBLE}
-
-
 def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path | Repository:
     """The checkpoint to convert: a path, or the repository that an id or an alias means. Downloads nothing.
 
     Raises ModelNotFoundError if there is no such path, or a repository can't be read (`offline`, no
-    `huggingface_hub`); UnsupportedModelError for a repository that is known to be unconvertible, and for one
-    of its files; UsageError for no name.
+    `huggingface_hub`); UnsupportedModelError for one file of a repository; UsageError for no name.
     """
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     if not text:
@@ -238,9 +232,6 @@ def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path |
         if path.exists():
             return path
     repository = ALIASES.get(text, text)
-    if repository in UNCONVERTIBLE:
-        # Better now than after a download of many gigabytes.
-        raise UnsupportedModelError(f"{repository} can't be converted: {UNCONVERTIBLE[repository]}")
     owner, _, file = repository.partition(":")
     if file and _REPOSITORY.fullmatch(owner):
         raise UnsupportedModelError(
@@ -250,7 +241,7 @@ def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path |
     if not _REPOSITORY.fullmatch(repository):
         raise ModelNotFoundError(
             f"no checkpoint at {text}: give a Hugging Face folder, a GGUF or llama2.c file, a repository id "
-            f"such as huggyllama/llama-7b, or one of {', '.join(convertible_aliases())}"
+            f"such as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
         )
     if offline:
         raise ModelNotFoundError(
@@ -299,7 +290,7 @@ def _checked_path(path: Path) -> Path:
 
 def _missing(name: str, folder_name: str, source: str | None) -> str:
     line = _convert_line(source or "CHECKPOINT", model_home() / folder_name)
-    aliases = ", ".join(convertible_aliases())
+    aliases = ", ".join(ALIASES)
     known = "" if source else f"; names known without a checkpoint of your own: {aliases}"
     if source and util.find_spec("huggingface_hub") is None:
         known = "; that takes huggingface_hub: pip install 'ondevice[hub]'"

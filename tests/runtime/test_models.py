@@ -80,17 +80,6 @@ def test_a_missing_model_gets_the_line_that_makes_it(home: Path, name: str, line
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize("name", ["prosparse-llama-2-7b", "SparseLLM/prosparse-llama-2-7b"])
-def test_an_alias_that_cannot_be_converted_says_so_before_a_download(home: Path, name: str) -> None:
-    for find in (models.find_model, models.find_source):
-        with pytest.raises(UnsupportedModelError, match="can't be converted: its class and its activation"):
-            find(name)
-    with pytest.raises(ModelNotFoundError) as caught:
-        models.find_model("unheard-of")
-    assert "relu-llama-7b" in str(caught.value)
-    assert "prosparse" not in str(caught.value)
-
-
 @pytest.mark.parametrize("name", [".", "..", "../..", "/"])
 def test_names_that_are_no_names_find_nothing(home: Path, name: str) -> None:
     with pytest.raises(ModelNotFoundError):

@@ -1,0 +1,209 @@
+"""Every alias names a model that converts: a tiny checkpoint with the keys of its own `config.json`.
+
+The keys are the published ones, those of sizes replaced; `transformers` says which tensors there are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice.bundle.reader import Bundle
+from ondevice.converters.architectures.registry import read_config
+from ondevice.converters.convert import convert
+from ondevice.runtime.models import ALIASES
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0",
+    "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu",
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "transformers_version": "4.34.0.dev0", "vocab_size": 32000,
+}  # fmt: skip
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584,
+    "initializer_range": 0.02, "intermediate_size": 18944, "max_position_embeddings": 32768,
+    "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 131072, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
+    "transformers_version": "4.43.1",
+}  # fmt: skip
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
+    "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936, "transformers_version": "4.51.0",
+}  # fmt: skip
+PHI3: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False,
+    "attention_dropout": 0.0, "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+    "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "pad_token_id": 32000,
+    "resid_pdrop": 0.0, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 262144,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.05] * 48, "type": "longrope"},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.3",
+    "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
+GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attention_bias": False,
+    "attention_dropout": 0.0, "attn_logit_softcapping": None, "bos_token_id": 2,
+    "cache_implementation": "hybrid", "eos_token_id": [1, 106], "final_logit_softcapping": None,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "pad_token_id": 0,
+    "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True,
+    "vocab_size": 262144,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-7b": {**LLAMA, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "max_sequence_length": 2048},
+    "llama-2-7b": {**LLAMA, "attention_bias": False, "attention_dropout": 0.0, "rope_theta": 10000.0},
+    "llama-2-7b-chat": LLAMA,
+    "mistral-7b": MISTRAL,
+    "mistral-7b-instruct": {**MISTRAL, "rope_theta": 1000000.0, "sliding_window": None},
+    "qwen2.5-0.5b-instruct": {**QWEN2, "tie_word_embeddings": True, "vocab_size": 151936},
+    "qwen2.5-7b-instruct": QWEN2,
+    "qwen3-0.6b": QWEN3,
+    "qwen3-8b": {**QWEN3, "tie_word_embeddings": False, "num_attention_heads": 32, "max_window_layers": 36},
+    "tinyllama-1.1b-chat": {**LLAMA, "attention_bias": False, "num_key_value_heads": 4, "rope_theta": 1e4},
+    "gemma-2-2b-it": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attention_bias": False,
+        "attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "bos_token_id": 2,
+        "cache_implementation": "hybrid", "eos_token_id": [1, 107], "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "initializer_range": 0.02, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+        "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "bfloat16", "use_cache": True,
+        "transformers_version": "4.42.4", "vocab_size": 256000,
+    },
+    "gemma-3-1b-it": GEMMA3,
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "boi_token_index": 255999, "eoi_token_index": 256000, "eos_token_id": [1, 106],
+        "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+            "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "patch_size": 14},
+    },
+    "phi-3.5-mini-instruct": PHI3,
+    "phi-4-mini-instruct": {
+        **PHI3, "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False,
+        "auto_map": {**PHI3["auto_map"], "AutoTokenizer": "Xenova/gpt-4o"}, "num_key_value_heads": 8,
+        "num_attention_heads": 24, "partial_rotary_factor": 0.75, "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
+    "smollm3-3b": {
+        "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False,
+        "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": 128012, "hidden_act": "silu",
+        "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28,
+        "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+        "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 5000000.0, "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": False,
+        "transformers_version": "4.54.0.dev0", "use_sliding_window": False, "vocab_size": 128256,
+    },
+    "granite-3.3-8b-instruct": {
+        "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_bias": False,
+        "attention_dropout": 0.0, "attention_multiplier": 0.0078125, "bos_token_id": 0,
+        "embedding_multiplier": 12.0, "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12800, "logits_scaling": 16.0,
+        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0, "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers_version": "4.49.0", "use_cache": True, "vocab_size": 49159,
+    },
+    "olmo-2-7b-instruct": {
+        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False,
+        "attention_dropout": 0.0, "eos_token_id": 100257, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 4096,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pad_token_id": 100277, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 500000,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.47.0.dev0",
+        "use_cache": False, "vocab_size": 100352,
+    },
+    "glm-4-9b": {
+        "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "attention_bias": True,
+        "attention_dropout": 0.0, "eos_token_id": [151329, 151336, 151338], "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 13696,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 2, "pad_token_id": 151329, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.52.0.dev0", "use_cache": True,
+        "vocab_size": 151552,
+    },
+    "relu-llama-7b": {**LLAMA, "hidden_act": "relu"},
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    """The same keys with small sizes."""
+    small = {**values, **{key: value for key, value in SMALL.items() if key in values}}
+    if "head_dim" in values:
+        small["head_dim"] = 16
+    for key in ("layer_types", "no_rope_layers"):
+        if key in values:
+            small[key] = values[key][:2]
+    if "rope_scaling" in values and (values["rope_scaling"] or {}).get("type") == "longrope":
+        pairs = int(8 * values.get("partial_rotary_factor", 1.0))
+        factors = {key: value[:pairs] for key, value in values["rope_scaling"].items() if key != "type"}
+        small["rope_scaling"] = {"type": "longrope", **factors}
+    return small
+
+
+def test_every_alias_has_its_config() -> None:
+    assert set(CONFIGS) == set(ALIASES)
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_the_published_config_is_read(alias: str) -> None:
+    config = read_config(CONFIGS[alias])
+    text = CONFIGS[alias].get("text_config", CONFIGS[alias])
+    assert (config.hidden_size, config.num_layers) == (text["hidden_size"], text["num_hidden_layers"])
+
+
+@pytest.mark.parametrize("alias", [alias for alias in ALIASES if "text_config" not in CONFIGS[alias]])
+def test_a_tiny_checkpoint_of_every_alias_converts(tmp_path: Path, alias: str) -> None:
+    values = shrunk(CONFIGS[alias])
+    own = {key: value for key, value in values.items() if key not in ("auto_map", "cache_implementation")}
+    config = transformers.AutoConfig.for_model(own.pop("model_type"), **json.loads(json.dumps(own)))
+    torch.manual_seed(1)
+    model = getattr(transformers, values["architectures"][0])(config)
+    model.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "config.json").write_text(json.dumps(values))
+    bundle = Bundle.open(convert(tmp_path / "source", tmp_path / "bundle", "q4"))
+    assert bundle.config == read_config(values)
