@@ -39,9 +39,7 @@ def _read(reader: ConfigReader) -> Description:
         sizes = replace(sizes, max_context=original)
     reader.number("embd_pdrop", 0.0)
     code = reader.section("auto_map") or {}
-    if any(code.get(key, own) != own for key, own in OWN_CODE.items()) or set(code) - set(OWN_CODE) - {
-        TOKENIZER
-    }:
+    if any(OWN_CODE.get(key) != name for key, name in code.items() if key != TOKENIZER):
         raise UnsupportedModelError(f"config.json: auto_map is {shown(code)}, which isn't Phi-3's own code")
     for key in ("interpolate_factor", "full_attn_mod"):
         reader.only(key, 1)
