@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -326,8 +325,3 @@ def check_window(window: int) -> None:
 def float32(value: float) -> float:
     """`value` rounded to float32."""
     return float(np.float32(value))
-
-
-def root(value: int) -> float:
-    """The square root in float32."""
-    return float32(math.sqrt(value))

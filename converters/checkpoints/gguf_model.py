@@ -78,12 +78,9 @@ def _gemma2_keys(reader: ConfigReader, prefix: str, values: Mapping[str, Any]) -
         "query_pre_attn_scalar": width if largest else values["head_dim"],
         "sliding_window": window or None,
     }
-    for ours, theirs in (
-        ("attn_logit_softcapping", "attn_logit_softcapping"),
-        ("final_logit_softcapping", "final_logit_softcapping"),
-    ):
-        if reader.has(prefix + theirs):
-            found[ours] = reader.number(prefix + theirs)
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if reader.has(prefix + cap):
+            found[cap] = reader.number(prefix + cap)
     return found
 
 
@@ -297,11 +294,9 @@ def _config_values(header: GgufHeader, family: Family, stored: Mapping[str, _Sto
         )
     values |= family.keys(reader, prefix, values)
     window = integer("attention.sliding_window", 0)
-    if "sliding_window" in values:
-        pass
-    elif window and family.model_type == "llama":
+    if window and family.model_type == "llama":
         values |= {"model_type": "mistral", "sliding_window": window}
-    elif window:
+    elif window and "sliding_window" not in values:
         reader.only(prefix + "attention.sliding_window", 0)
     if family.model_type != "qwen2" and values["model_type"] != "mistral":
         values["attention_bias"] = "blk.0.attn_q.bias" in stored
