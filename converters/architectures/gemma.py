@@ -50,12 +50,12 @@ OUTPUT_NORMS = {
 def _read_gemma(reader: ConfigReader) -> Description:
     sizes = read_sizes(reader, max_context=8192, kv_heads=16, head_dim=256)
     rope = read_rope(reader, sizes.head_dim, sizes.max_context)
-    # `gelu` in older files means the tanh form, as the authors' own code had it.
-    key = "hidden_act" if reader.is_null("hidden_activation") or not reader.has("hidden_activation") else None
-    activation = read_activation(reader, key or "hidden_activation", "gelu_pytorch_tanh")
-    if key:
+    if reader.has("hidden_activation") and not reader.is_null("hidden_activation"):
+        activation = _activation(reader)
+    else:
+        # `gelu` in older files means the tanh form, as the authors' own code had it.
+        activation = read_activation(reader, default="gelu_pytorch_tanh")
         activation = "gelu_tanh" if activation == "gelu" else activation
-    reader.text("hidden_act", "")
     config = _decoder("gemma", reader, sizes, [rope], [0] * sizes.num_layers, "before", activation)
     return Description(config, norms_plus_one)
 
