@@ -33,13 +33,13 @@ from ondevice.config import (
     SamplingOptions,
     WhenFull,
 )
-from ondevice.conversion import prepare
 from ondevice.errors import system_refusals
 from ondevice.generate import Event, check_context, require_one, token_ids, token_stream
 from ondevice.host import Host, text_tokenizer
 from ondevice.kernels import _native
 from ondevice.response import Response, gather
 from ondevice.runtime.budget_watch import MemoryPressure
+from ondevice.runtime.conversion import prepare
 from ondevice.runtime.models import ConversionProgress, find_model
 from ondevice.runtime.resolving import ResolvedModel, budget_bytes, resolve, warn_of_budget
 from ondevice.scoring import Score, Tally, benchmark_prompt, scoring_windows

@@ -22,9 +22,9 @@ from ondevice.bundle.streams import MultiStreamMode, MultiStreams
 from ondevice.bundle.thresholds import ThresholdPoint, Thresholds
 from ondevice.callbacks import OnProgress, ignore_progress
 from ondevice.config import AUTO_QUANT, BackendName, RuntimeConfig
-from ondevice.conversion import Prepared, prepare
 from ondevice.errors import BackendUnavailableError, UsageError
 from ondevice.host import text_tokenizer
+from ondevice.runtime.conversion import Prepared, prepare
 from ondevice.runtime.models import ConversionProgress, output_path
 from ondevice.runtime.resolving import ResolvedModel
 from ondevice.scoring import Tally, windows

@@ -13,7 +13,7 @@ from ondevice.commands.terminal import confirm, progress, say, take_interrupts
 from ondevice.config import AUTO_QUANT, RuntimeConfig
 
 if TYPE_CHECKING:
-    from ondevice.conversion import Prepared
+    from ondevice.runtime.conversion import Prepared
 
 
 @click.command(cls=Command)
@@ -65,9 +65,10 @@ def convert(
     folder with one of these, a repository id or an alias. A repository is downloaded after saying what that
     takes, and asking.
     """
-    from ondevice import conversion, training
+    from ondevice import training
     from ondevice.bundle.reader import Bundle
     from ondevice.commands.training_reports import predictor_table
+    from ondevice.runtime import conversion
 
     # A text that is set elsewhere than on the command line is meant for `eval`.
     given = context.get_parameter_source("text") is click.core.ParameterSource.COMMANDLINE

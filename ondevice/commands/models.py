@@ -31,8 +31,8 @@ def list_models(as_json: bool) -> None:
 @option("--yes", "-y", is_flag=True, help="Don't ask.")
 def remove(name: str, yes: bool) -> None:
     """Delete a converted model, or what an interrupted conversion left of one."""
-    from ondevice import conversion
     from ondevice.commands.reports import size
+    from ondevice.runtime import conversion
     from ondevice.runtime.installed import removable
 
     found = removable(name)

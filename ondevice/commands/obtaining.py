@@ -10,7 +10,7 @@ from ondevice.config import RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError
 
 if TYPE_CHECKING:
-    from ondevice.conversion import Foreseen, Prepared
+    from ondevice.runtime.conversion import Foreseen, Prepared
     from ondevice.runtime.models import ConversionProgress
 
 
@@ -43,7 +43,7 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
 
 
 def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
-    from ondevice import conversion
+    from ondevice.runtime import conversion
 
     with conversion.prepare(model) as prepared:
         if prepared.is_converted:

@@ -15,12 +15,12 @@ import pytest
 
 from ondevice import api
 from ondevice.bundle.reader import Bundle
-from ondevice.conversion import prepare
 from ondevice.converters import reading
 from ondevice.errors import (
     DownloadError,
     OndeviceError,
 )
+from ondevice.runtime.conversion import prepare
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.hub_server import HubServer, content_hash
 from tests.support.paths import ROOT

@@ -12,7 +12,6 @@ import pytest
 
 from ondevice import api
 from ondevice.config import RuntimeConfig
-from ondevice.conversion import prepare
 from ondevice.errors import (
     BudgetError,
     CheckpointError,
@@ -21,6 +20,7 @@ from ondevice.errors import (
     OndeviceError,
     UnsupportedModelError,
 )
+from ondevice.runtime.conversion import prepare
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.hub_server import HubServer
 from tests.support.models import write_checkpoint
