@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,10 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import (
     RESIDENT_FILE,
     EmbeddingRecords,
-    MatrixPart,
     NeuronRecords,
     Part,
-    Rows,
     bundle_files,
+    head_part,
     layer_parts,
     layer_weights,
     loaded_norm,
@@ -71,7 +69,7 @@ def trial_logits(bundle: Bundle, tokens: Sequence[int]) -> Float32:
     """(T, V) logits of a text of T tokens, equal to those of the loaded model. Raises BundleError."""
     runner = make_runner(usable_cores())
     with FlashReader(bundle_files(bundle)) as reader:
-        resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+        resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
         x: Float32 | None = None
         for layer in range(bundle.config.num_layers):
             x = _through_layer(bundle, reader, resident, runner, layer, tokens, x)
@@ -128,21 +126,19 @@ def _logits(
     bundle: Bundle, reader: FlashReader, resident: TensorFile, runner: _native.Runner, x: Float32
 ) -> Iterator[Float32]:
     """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
-    config, bits = bundle.config, bundle.quant.bits
-    rows: Rows = partial(resident.rows, "head")
-    if config.tie_embeddings:
-        rows = EmbeddingRecords(bundle, reader).rows
-    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, bits).nbytes)
+    config = bundle.config
+    head = head_part(bundle, resident, EmbeddingRecords(bundle, reader))
+    count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, *head.stored).nbytes)
     for first in range(0, config.vocab_size, count):
 
         def piece(row0: int, number: int, first: int = first) -> RowChunk:
-            return rows(first + row0, number)._replace(row0=row0)
+            return head.rows(first + row0, number)._replace(row0=row0)
 
         backend = CpuBackend(runner, segment_neurons=BLOCK_NEURONS, piece_neurons=BLOCK_NEURONS)
         with closing(backend):
             number = min(count, config.vocab_size - first)
             norm = norm_parts(config, resident, "final_norm")
-            loaded = _loaded(backend, [*norm, MatrixPart("head", number, config.hidden_size, bits, piece)])
+            loaded = _loaded(backend, [*norm, replace(head, num_rows=number, rows=piece)])
             logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)

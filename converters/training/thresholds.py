@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from ondevice.backends.base import Float32
 from ondevice.backends.cpu import contributions, make_runner
 from ondevice.backends.reference import read_rows
-from ondevice.bundle.layout import RowLayout
 from ondevice.bundle.reader import Bundle
 from ondevice.bundle.sidecar import weights_digest
 from ondevice.bundle.thresholds import (
@@ -132,8 +131,8 @@ class LayerGates:
         """Reads the layer's records. Raises FlashReadError if they don't match their checksums."""
         self._runner = make_runner(usable_cores())
         self._activation: Activation = bundle.config.activation
-        neurons, row = source.num_neurons, RowLayout(source.hidden_size, source.bits)
-        self._gate, self._up = (_native.Matrix(neurons, row.cols, row.bits) for _ in range(2))
+        neurons, ((row,), (_, down_row)) = source.num_neurons, source.layout.parts
+        self._gate, self._up = (_native.Matrix(neurons, row.cols, row.stored) for _ in range(2))
         self._down_lengths = np.empty(neurons, dtype=np.float32)
         gate_at, up_at = source.layout.part_offsets
         step = max(1, READ_BYTES // source.layout.stride)
@@ -142,7 +141,7 @@ class LayerGates:
             for matrix, offset in ((self._gate, gate_at), (self._up, up_at)):
                 row0, codes, scales, biases = record_chunk(records, offset, row, first)
                 matrix.load_rows(self._runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
-            down = read_rows(records, up_at + row.nbytes, row)
+            down = read_rows(records, up_at + row.nbytes, down_row)
             self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
 
     def thresholds(

@@ -32,7 +32,6 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS, FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
 from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec
@@ -86,10 +85,10 @@ class CpuFeedForward(FeedForwardLayer):
         selector: Selector | None = None,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
-        row = RowLayout(source.hidden_size, source.bits)
+        row = source.layout.parts[0][0]
         first, second = source.layout.part_offsets
         self.native = _native.FeedForward(
-            source.hidden_size, source.bits, source.layout.stride, first, second, second + row.nbytes
+            source.hidden_size, row.stored, source.layout.stride, first, second, second + row.nbytes
         )
         self._runner = runner
 
@@ -138,7 +137,7 @@ class CpuBackend(OffloadingBackend):
         return np.array(values, dtype=np.float32)
 
     def load_linear(self, source: LinearSource) -> CpuLinear:
-        matrix = _native.Matrix(source.rows, source.cols, source.bits)
+        matrix = _native.Matrix(source.rows, source.cols, source.stored)
         for row0, codes, scales, biases in source.chunks():
             matrix.load_rows(self.runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
         bias = None if source.bias is None else np.array(source.bias, dtype=np.float32)
@@ -177,8 +176,9 @@ class CpuBackend(OffloadingBackend):
         self.runner.trim()
 
     def embedding(self, table: EmbeddingTable, tokens: Int32) -> Float32:
-        out: Float32 = memory.empty((len(tokens), table.padded_cols), np.float32)
-        _native.dequantize_rows(self.runner, table.bits, table.read(tokens), table.hidden_size, out)
+        row = table.layout.parts[0][0]
+        out: Float32 = memory.empty((len(tokens), row.padded_cols), np.float32)
+        _native.dequantize_rows(self.runner, row.stored, table.read(tokens), table.hidden_size, out)
         return np.ascontiguousarray(out[:, : table.hidden_size])
 
     def linear(

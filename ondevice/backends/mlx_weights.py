@@ -19,7 +19,6 @@ from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selec
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
-from ondevice.config import GROUP_SIZE
 from ondevice.kernels import _native
 from ondevice.units import PAGE_BYTES
 
@@ -29,7 +28,8 @@ class MlxMatrix:
     """A matrix (N, K) in a bundle's quantisation and codes; products are float32.
 
     dtype: the type in which it is multiplied: float32, or float16 on a GPU, which then reads half as much.
-    arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K).
+    arrays: codes (N, K bits / 32) uint32, scales (N, G) and biases (N, G); at 16 bits only values (N, K), and
+    no biases where they are implied.
     """
 
     layout: RowLayout
@@ -50,17 +50,29 @@ class MlxMatrix:
 
     def copy(self) -> MlxMatrix:
         """A copy in memory of its own, with values, scales and biases in `dtype`. Not evaluated."""
-        codes, *pairs = self.arrays
+        codes, *pairs = self.arrays if self.layout.bits == 16 else self._affine
         own = mx.contiguous(codes) if pairs else mx.contiguous(codes.astype(self.dtype))
         pairs = [mx.contiguous(pair.astype(self.dtype)) for pair in pairs]
         return MlxMatrix(self.layout, self.dtype, (own, *pairs))
+
+    @property
+    def _affine(self) -> tuple[mx.array, ...]:
+        """Codes, scales and biases. MLX needs biases; implied ones are the scales times a power of two."""
+        if len(self.arrays) == 3:
+            return self.arrays
+        codes, scales = self.arrays
+        return codes, scales, scales * -self.layout.stored.zero
 
     def _product(self, x: mx.array, transpose: bool) -> mx.array:
         if self.layout.bits == 16:
             found = x @ (self.arrays[0].T if transpose else self.arrays[0])
         else:
             found = mx.quantized_matmul(
-                x, *self.arrays, transpose=transpose, group_size=GROUP_SIZE, bits=self.layout.bits
+                x,
+                *self._affine,
+                transpose=transpose,
+                group_size=self.layout.group_size,
+                bits=self.layout.bits,
             )
         return found.astype(mx.float32)
 
@@ -69,17 +81,19 @@ class MlxLinear:
     """A loaded matrix, with a bias (N,) or None."""
 
     def __init__(self, source: LinearSource, dtype: mx.Dtype) -> None:
-        layout, rows = RowLayout(source.cols, source.bits), source.rows
-        if source.bits == 16:
+        layout, rows = RowLayout(source.cols, *source.stored), source.rows
+        if layout.bits == 16:
             pieces = [writable((rows, layout.padded_cols), dtype)]
         else:
             pieces = [writable((rows, layout.codes_bytes // 4), mx.uint32)]
             pieces += [writable((rows, layout.groups), dtype) for _ in range(2)]
         for row0, codes, *pairs in source.chunks():
-            if source.bits == 16:
+            if layout.bits == 16:
                 pieces[0][1][row0 : row0 + len(codes)] = np.ascontiguousarray(codes).view(np.float16)
                 continue
             pieces[0][1][row0 : row0 + len(codes)].view(np.uint8)[:] = codes
+            if layout.implied_bias:
+                pairs[1] = np.float16(-source.stored.zero) * pairs[0]
             for (_, view), values in zip(pieces[1:], pairs, strict=True):
                 view[row0 : row0 + len(codes)] = values
         self.matrix = MlxMatrix(layout, dtype, tuple(array for array, _ in pieces))
@@ -113,7 +127,8 @@ class GatheredNeurons:
         self._views: list[tuple[int, Bytes]] = []
         for offset, layout in rows:
             codes = mx.float16 if layout.bits == 16 else mx.uint32
-            parts = [(codes, layout.codes_bytes), *[(mx.float16, layout.scales_bytes)] * 2]
+            parts = [(codes, layout.codes_bytes), (mx.float16, layout.scales_bytes)]
+            parts.append((mx.float16, layout.biases_bytes))
             pieces = [writable((count, nbytes // it.size), it) for it, nbytes in parts if nbytes]
             self._arrays.append([array for array, _ in pieces])
             for _, view in pieces:
@@ -170,7 +185,9 @@ class RecordMemory:
         if layout.bits == 16:
             return MlxMatrix(layout, dtype, (part(self._halves, start, layout.codes_bytes),))
         codes = part(self._words, start, layout.codes_bytes)
-        pairs = (part(self._halves, first, layout.scales_bytes) for first in (scales, biases))
+        pairs = [part(self._halves, scales, layout.scales_bytes)]
+        if not layout.implied_bias:
+            pairs.append(part(self._halves, biases, layout.biases_bytes))
         return MlxMatrix(layout, dtype, (codes, *pairs))
 
 
@@ -231,15 +248,17 @@ class MlxFeedForward(FeedForwardLayer):
         super().__init__(index, source, segment_neurons, selector)
         self.piece_memory: MlxPieceMemory = pieces
         self._dtype = dtype
-        self._row = RowLayout(source.hidden_size, source.bits)
+        self._rows = tuple(row for part in source.layout.parts for row in part)
         gate, up = source.layout.part_offsets
-        self._offsets = gate, up, up + self._row.nbytes
+        self._offsets = gate, up, up + self._rows[1].nbytes
 
     def room_for(self, count: int) -> GatheredNeurons:
         """Room for `count` selected neurons: all rows, or only up and down rows if the gates select them."""
         predicted, (gate, up, down) = self.selector is not None and self.selector.predicted, self._offsets
         offsets = (gate, up, down) if predicted else (0, down - up)
-        return GatheredNeurons(count, [(offset, self._row) for offset in offsets], self._dtype)
+        return GatheredNeurons(
+            count, list(zip(offsets, self._rows[-len(offsets) :], strict=True)), self._dtype
+        )
 
     def new_segment(self) -> MlxSegment:
         """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
@@ -249,7 +268,8 @@ class MlxFeedForward(FeedForwardLayer):
         """The neurons of a piece, records (n, stride), without a copy."""
         memory = self.piece_memory.records
         assert memory is not None
-        return MlxNeurons(*(memory.matrix(records, at, self._row, self._dtype) for at in self._offsets))
+        places = zip(self._offsets, self._rows, strict=True)
+        return MlxNeurons(*(memory.matrix(records, at, row, self._dtype) for at, row in places))
 
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
         assert len(records) == len(self.segment_range(index)), "a piece is a whole segment"

@@ -79,7 +79,7 @@ void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, cons
   const Activation act = activation_of(activation);
   const Norm norms = norm_of(norm, layer.hidden());
   nb::gil_scoped_release release;
-  const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.bits(), norms);
+  const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.format(), norms);
   new (self) FeedForwardPass(runner, layer, rows, act);
 }
 
@@ -138,15 +138,16 @@ void bind_feed_forward(nb::module_& m) {
 
   nb::class_<FeedForward>(m, "FeedForward")
       .def("__init__",
-           [](FeedForward* self, int64_t hidden, int bits, int64_t stride, int64_t gate, int64_t up,
-              int64_t down) {
-             check_bits(bits);
+           [](FeedForward* self, int64_t hidden, const FormatArg& rows, int64_t stride, int64_t gate,
+              int64_t up, int64_t down) {
+             const RowFormat format = format_of(rows);
              require(hidden > 0, "hidden must be positive");
-             const int64_t groups = groups_of(hidden);
-             const int64_t row = groups * kGroup * bits / 8 + (bits == 16 ? 0 : 4 * groups);
-             for (const int64_t offset : {gate, up, down})
-               require(offset >= 0 && offset + row <= stride, "a row lies outside the record");
-             new (self) FeedForward(hidden, bits, {stride, gate, up, down});
+             const int64_t row = format.row_bytes(groups_of(hidden));
+             const int64_t down_row = RowFormat(format.bits).row_bytes(groups_of(hidden));
+             require(gate >= 0 && gate + row <= stride && up >= 0 && up + row <= stride && down >= 0 &&
+                         down + down_row <= stride,
+                     "a row lies outside the record");
+             new (self) FeedForward(hidden, format, {stride, gate, up, down});
            })
       .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
       .def("pack", &pack, nb::arg("runner"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),

@@ -66,8 +66,8 @@ void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t toke
                           width(), x_.padded, tokens, nullptr, nullptr, products + part * kTile, 2 * kTile, 0,
                           kTile);
   } else {
-    kernels.linear_quantized(layer_.bits(), gate, x_.quantized, tokens, nullptr, nullptr, products, 2 * kTile,
-                             2 * kTile, 0, 2);
+    kernels.linear_quantized(layer_.format(), gate, x_.quantized, tokens, nullptr, nullptr, products,
+                             2 * kTile, 2 * kTile, 0, 2);
   }
   for (int64_t t = 0; t < tokens; ++t, products += 2 * kTile)
     kernels.activate(activation_, products, products + kTile, h + t * h_stride, kTile);

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32
 from ondevice.bundle.layout import neuron_layout
-from ondevice.config import QuantConfig
+from ondevice.config import QuantConfig, RowFormat
 from ondevice.kernels import _native
 from ondevice.model_config import ACTIVATIONS
 from tests.kernels.test_kernels import RUNNERS, normal, on_every_target, packed
@@ -23,15 +23,18 @@ class Layer:
 
     source: ArrayFeedForward
     records: Bytes
-    bits: Bits
+    stored: RowFormat
 
     @staticmethod
-    def of(hidden: int, neurons: int, bits: Bits) -> Layer:
+    def of(hidden: int, neurons: int, bits: Bits, stored: RowFormat | None = None) -> Layer:
+        """stored: the format of gate and up rows, if not that of these bits."""
+        stored = stored or RowFormat(bits)
+        quant = QuantConfig(bits, (("feed_forward", stored),))
         gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
         gate[neurons // 4 : neurons // 2] = -np.abs(gate[neurons // 4 : neurons // 2])
-        layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
-        source = ArrayFeedForward(gate - 0.15, up, down, bits, layout)
-        return Layer(source, source.read(0, neurons), bits)
+        layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), quant)
+        source = ArrayFeedForward(gate - 0.15, up, down, layout)
+        return Layer(source, source.read(0, neurons), stored)
 
     @property
     def native(self) -> _native.FeedForward:
@@ -39,7 +42,7 @@ class Layer:
         first, second = layout.part_offsets
         return _native.FeedForward(
             self.source.hidden_size,
-            self.bits,
+            self.stored,
             layout.stride,
             first,
             second,
@@ -58,14 +61,14 @@ class Layer:
 
     def gates(self, runner: _native.Runner, x: Float32) -> Float32:
         out = np.empty((len(x), self.source.num_neurons), dtype=np.float32)
-        packed(runner, self.source.gate, self.bits)[0].forward(runner, x, None, out)
+        packed(runner, self.source.gate, self.stored)[0].forward(runner, x, None, out)
         return out
 
     def without(self, removed: NDArray[np.bool_]) -> Layer:
         """The same layer, but these neurons (F,) contribute nothing: their up and down rows are zero."""
         records = self.records.copy()
         records[removed, self.source.layout.part_offsets[1] :] = 0
-        return Layer(self.source, records, self.bits)
+        return Layer(self.source, records, self.stored)
 
     def selected(self, runner: _native.Runner, x: Float32, scores: Float32, activation: int) -> Float32:
         """Those with a score (T, F) above zero, each from a copy of its whole record."""
