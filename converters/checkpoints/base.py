@@ -132,6 +132,11 @@ class SourceTensor(Protocol):
         ...
 
     @property
+    def row_unit(self) -> int:
+        """Rows that are stored in another order, such as heads: blocks of whole units are read once."""
+        ...
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         """The files that hold it."""
         ...
@@ -187,6 +192,10 @@ class StoredTensor:
     @property
     def code_bits(self) -> int:
         return 0
+
+    @property
+    def row_unit(self) -> int:
+        return self.interleaved_head_dim or 1
 
     @property
     def files(self) -> tuple[SourceFile, ...]:

@@ -62,8 +62,8 @@ def convert(
     """Turn a checkpoint into a bundle.
 
     SOURCE is a Hugging Face or MLX folder, a GGUF file (any part of one in parts), a llama2.c .bin file, a
-    folder with one of these, a repository id or an alias. A repository is downloaded after saying what that
-    takes, and asking.
+    folder with one of these, a repository id, a GGUF file of one (OWNER/NAME:FILE.gguf) or an alias. A
+    repository is downloaded after saying what that takes, and asking.
     """
     from ondevice import training
     from ondevice.bundle.reader import Bundle

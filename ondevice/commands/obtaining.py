@@ -106,7 +106,8 @@ def _room(foreseen: Foreseen) -> str:
 
 def _may_be_checkpoint(model: str) -> bool:
     """True for a repository id, an alias, and a path to what looks like a checkpoint."""
-    from ondevice.runtime.models import MANIFEST, Repository, find_source
+    from ondevice.runtime.models import MANIFEST, find_source
+    from ondevice.runtime.repository import Repository
 
     try:
         source = find_source(model)
