@@ -106,7 +106,7 @@ def _room(foreseen: Foreseen) -> str:
 
 def _may_be_checkpoint(model: str) -> bool:
     """True for a repository id, an alias, and a path to what looks like a checkpoint."""
-    from ondevice.runtime.models import MANIFEST, find_source
+    from ondevice.runtime.models import MANIFEST, find_source, holds_checkpoint
     from ondevice.runtime.repository import Repository
 
     try:
@@ -115,4 +115,4 @@ def _may_be_checkpoint(model: str) -> bool:
         return False
     if isinstance(source, Repository):
         return True
-    return (source / "config.json").is_file() or (source.is_file() and source.name != MANIFEST)
+    return holds_checkpoint(source) or (source.is_file() and source.name != MANIFEST)

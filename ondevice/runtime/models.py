@@ -241,6 +241,13 @@ def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path |
     return repository
 
 
+def holds_checkpoint(path: Path) -> bool:
+    """True for a folder that looks like a checkpoint or has one in a file, whether it converts or not."""
+    return path.is_dir() and (
+        (path / "config.json").is_file() or any(path.glob("*.bin")) or any(path.glob("*.gguf"))
+    )
+
+
 def _shipped_model() -> Path:
     folder = shipped_folder()
     bundles = sorted(path.parent for path in folder.glob(f"*/{MANIFEST}"))
@@ -262,9 +269,7 @@ def _checked_path(path: Path) -> Path:
         raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
     if path.is_dir() and (path / RESIDENT).is_file():
         raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
-    if path.is_dir() and (
-        (path / "config.json").is_file() or any(path.glob("*.bin")) or any(path.glob("*.gguf"))
-    ):
+    if holds_checkpoint(path):
         line = _convert_line(str(path), model_home() / path.resolve().name)
         raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")
     if path.is_dir():

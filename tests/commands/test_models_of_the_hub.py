@@ -224,6 +224,23 @@ def test_a_folder_is_converted_once(ondevice: Run, tmp_path: Path, monkeypatch: 
     assert "converted" not in again.err
 
 
+def test_a_folder_with_one_file_is_converted(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:
+    """As Hugging Face folders are; the file's own name isn't needed."""
+    file = write_gguf_model(tmp_path / "folder" / "of" / "tiny" / "model.gguf")
+    first = ondevice(*CHAT, file.parent, "--yes", stdin="Hello\n")
+    assert first.code == 0, first.err
+    assert (tmp_path / "home" / "tiny" / "bundle.json").is_file()
+    stories = tmp_path / "stories"
+    stories.mkdir()
+    (stories / "model.bin").write_bytes(b"PK\3\4 and so on")
+    refused = ondevice(*CHAT, stories, "--yes", stdin="Hello\n")
+    assert refused.code == 3
+    assert "is a pickle" in refused.err
+    (stories / "model.bin").unlink()
+    refused = ondevice(*CHAT, stories, "--yes", stdin="Hello\n")
+    assert "holds no bundle.json" in refused.err
+
+
 def test_list_and_remove(ondevice: Run, converted: Callable[[str], Path], tmp_path: Path) -> None:
     kept, gone = converted("kept"), converted("gone")
     (tmp_path / "home" / "damaged").mkdir()
