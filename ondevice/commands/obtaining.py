@@ -10,6 +10,7 @@ from ondevice.config import RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError
 
 if TYPE_CHECKING:
+    from ondevice.bundle.reader import Bundle
     from ondevice.runtime.conversion import Foreseen, Prepared
     from ondevice.runtime.models import ConversionProgress
 
@@ -43,6 +44,7 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
 
 
 def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
+    from ondevice.bundle.reader import Bundle
     from ondevice.runtime import conversion
 
     with conversion.prepare(model) as prepared:
@@ -63,6 +65,7 @@ def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
             error.add_note("what is done is kept: the same command goes on with it")
             raise
         say(f"converted: {path}")
+        say_notes(Bundle.open(path))
         raise StartAgainError
 
 
@@ -70,6 +73,12 @@ def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> 
     """Run a conversion, and show its progress."""
     with progress() as show:
         return prepared.run(lambda done: show(*shown(done)), resume=resume, force=force)
+
+
+def say_notes(bundle: Bundle) -> None:
+    """What its conversion left out, copied or rounded, as the bundle's manifest has it."""
+    for note in bundle.manifest.provenance.notes:
+        say(note)
 
 
 def shown(done: ConversionProgress) -> tuple[float, str]:

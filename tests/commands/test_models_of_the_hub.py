@@ -16,6 +16,7 @@ from tests.converters.test_hub_gguf import write_model as write_gguf_model
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.command_line import Run, command
 from tests.support.hub_server import HubServer
+from tests.support.mlx_folders import Scheme, write_mlx_folder
 
 CHAT = ("chat", "--max-tokens", 3, "--temp", 0)
 
@@ -239,6 +240,17 @@ def test_a_folder_with_one_file_is_converted(ondevice: Run, hub: HubServer, tmp_
     (stories / "model.bin").unlink()
     refused = ondevice(*CHAT, stories, "--yes", stdin="Hello\n")
     assert "holds no bundle.json" in refused.err
+
+
+def test_what_was_rounded_is_said_by_both_commands(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:
+    source = write_mlx_folder(tmp_path / "mlx", Scheme(4, 32), num_hidden_layers=1).path
+    first = ondevice("generate", source, "--yes", "--prompt", "a", "--max-tokens", 1)
+    notes = Bundle.open(tmp_path / "home" / "mlx").manifest.provenance.notes
+    assert notes
+    assert ondevice("remove", "mlx", "--yes").code == 0
+    second = ondevice("convert", source)
+    for said in (first.err, second.err):
+        assert [line for line in said.splitlines() if line in notes] == list(notes)
 
 
 def test_list_and_remove(ondevice: Run, converted: Callable[[str], Path], tmp_path: Path) -> None:
