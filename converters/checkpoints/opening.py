@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ondevice.bundle.layout import MANIFEST
 from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.checkpoints.gguf_model import open_gguf
 from ondevice.converters.checkpoints.gguf_parts import gguf_models
@@ -34,7 +35,7 @@ def open_checkpoint(source: Path) -> Checkpoint:
     has_weights = any((source / name).is_symlink() or (source / name).exists() for name in (SINGLE, INDEX))
     if has_config and (has_weights or not models):
         return open_huggingface(SourceFolder(source))
-    if (source / "bundle.json").exists():
+    if (source / MANIFEST).exists():
         raise UnsupportedModelError(f"{source} is a bundle already; it needs no conversion")
     if models:
         if len(models) > 1:

@@ -115,7 +115,8 @@ def _room(foreseen: Foreseen) -> str:
 
 def _may_be_checkpoint(model: str) -> bool:
     """True for a repository id, an alias, and a path to what looks like a checkpoint."""
-    from ondevice.runtime.models import MANIFEST, find_source, holds_checkpoint
+    from ondevice.bundle.layout import MANIFEST
+    from ondevice.runtime.models import find_source, holds_checkpoint
     from ondevice.runtime.repository import Repository
 
     try:

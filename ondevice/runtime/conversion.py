@@ -17,6 +17,7 @@ from typing import Any
 from ondevice.budget.claims import others
 from ondevice.budget.limits import allowance, auto_budget, group_limit, require_fit
 from ondevice.budget.plan import Plan, plan_memory
+from ondevice.bundle.layout import PARTIAL
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError
 from ondevice.model_config import ModelConfig
@@ -133,7 +134,7 @@ class Prepared:
             output=self.output,
             download_bytes=download,
             bundle_bytes=bundle_bytes(checkpoint, self._quant, twice=trains),
-            present_bytes=sum(_file_sizes(self.output.with_name(f"{self.output.name}.partial"))),
+            present_bytes=sum(_file_sizes(self.output.with_name(self.output.name + PARTIAL))),
             passing_bytes=passing,
             kept_bytes=kept,
             is_one_disk=kept > 0 and _device(_hub(checkpoint.name).cache_folder()) == _device(self.output),

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ondevice.bundle.files import read_whole
+from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import listed_targets
@@ -34,9 +35,6 @@ from ondevice.model_config import ModelConfig
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs
-
-MANIFEST = "bundle.json"
-RESIDENT = "resident.safetensors"
 
 ALIASES = {
     "llama-7b": "huggyllama/llama-7b",
