@@ -252,6 +252,11 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
 
 
+def shown(name: str) -> str:
+    """A name from a checkpoint as a short piece of ASCII for a message."""
+    return ascii(name[:80])[1:-1][:80]
+
+
 @dataclass(frozen=True)
 class TokenizerFiles:
     """The tokenizer's entry of a bundle's manifest, and its files, by their names in the bundle."""

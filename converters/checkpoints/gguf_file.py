@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.checkpoints.base import SourceFile, shown
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 64 << 20
@@ -343,8 +343,3 @@ class _Reader:
         if not all(0 < size <= 8 * self.file.nbytes for size in sizes) or sizes[0] % kind.block:
             raise self.unsound(f"{shown(name)} has the dimensions {sizes} of type {kind.name}")
         return TensorEntry(kind, tuple(reversed(sizes)), offset)
-
-
-def shown(name: str) -> str:
-    """A name from the file as a short piece of ASCII for a message."""
-    return ascii(name)[1:-1][:80]

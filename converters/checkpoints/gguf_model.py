@@ -24,13 +24,12 @@ from ondevice.converters.architectures.tensors import (
     LayerNames,
     tensor_shapes,
 )
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable, shown
 from ondevice.converters.checkpoints.gguf_file import (
     GgufHeader,
     TensorEntry,
     Value,
     read_header,
-    shown,
 )
 from ondevice.converters.checkpoints.gguf_parts import PART, Part, open_parts
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor

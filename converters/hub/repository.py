@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile
 from ondevice.converters.checkpoints.gguf_model import open_gguf_of
 from ondevice.converters.checkpoints.gguf_parts import gguf_models
@@ -108,7 +109,7 @@ def _listed(repository: str, name: str, entry: dict[str, Any]) -> ListedFile:
     nbytes = entry.get("size")
     if type(nbytes) is not int or not 0 <= nbytes <= MAX_FILE_BYTES:
         raise CheckpointError(
-            f"the hub lists {name} of {repository} with the size {str(nbytes)[:40]}, which no file has"
+            f"the hub lists {name} of {repository} with the size {shown(nbytes)}, which no file has"
         )
     stored = entry.get("lfs")
     found = stored.get("sha256") if isinstance(stored, dict) else entry.get("blobId")
