@@ -14,7 +14,7 @@ import numpy as np
 
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import RopeSpec
+from ondevice.model_config import SIZE_LIMITS, RopeSpec
 
 ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -49,6 +49,10 @@ class RopeScaling:
     magnitude: float = 1.0
 
 
+MIN_TURNS, MAX_TURNS = 1e-6, 1e6
+"""Limits of yarn's beta_slow and beta_fast, which are 1 and 32 nearly everywhere."""
+
+
 def rope_spec(
     theta: float, head_dim: int, scaling: RopeScaling | None = None, rotated: int | None = None
 ) -> RopeSpec:
@@ -62,6 +66,10 @@ def rope_spec(
     if not 0 < rotated <= head_dim or rotated % 2:
         raise UnsupportedModelError(
             f"config.json: {rotated} of a head's {head_dim} dimensions would turn; odd numbers can't"
+        )
+    if theta == 1.0 and scaling is not None and scaling.kind == "yarn":
+        raise CheckpointError(
+            "config.json: rope_theta is 1, with which every pair turns alike; yarn needs more"
         )
     found = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
     if scaling is not None:
@@ -157,6 +165,11 @@ def read_section(
     scaling = None
     inner = rope.integer("original_max_position_embeddings", original)
     context = original if outer_wins else inner
+    if kind != "default" and not 1 <= context <= SIZE_LIMITS["max_context"]:
+        raise CheckpointError(
+            f"{where}: the original context is {shown(context)} tokens; 1 to {SIZE_LIMITS['max_context']} "
+            "are possible"
+        )
     if kind in ("linear", "llama3", "yarn"):
         scaling = RopeScaling(kind=cast(ScalingKind, kind), factor=rope.number("factor"))
         if kind == "llama3":
@@ -178,6 +191,10 @@ def read_section(
 
 def _yarn(rope: ConfigReader, original: int, factor: float) -> RopeScaling:
     scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if min(scale, all_dims) < 0.0:
+        raise CheckpointError(
+            f"{rope.where}: mscale is {scale}, and mscale_all_dim {all_dims}; the least is 0"
+        )
     magnitude = _mscale(factor, 1.0)
     if scale and all_dims:
         magnitude = _mscale(factor, scale) / _mscale(factor, all_dims)
@@ -220,9 +237,10 @@ def _check_scaling(scaling: RopeScaling, where: str) -> None:
         raise CheckpointError(
             f"{where}: short_factor has {min(scaling.divisors)}; its values must be 1 or more"
         )
-    if not 0.0 < scaling.beta_slow <= scaling.beta_fast or scaling.original_max_context < 1:
+    if not MIN_TURNS <= scaling.beta_slow <= scaling.beta_fast <= MAX_TURNS:
         raise CheckpointError(
-            f"{where}: beta_fast must be at least beta_slow, and beta_slow and the original context above 0"
+            f"{where}: beta_slow is {scaling.beta_slow}, and beta_fast {scaling.beta_fast}; they must be in "
+            f"this order, from {MIN_TURNS:g} to {MAX_TURNS:g}"
         )
 
 
