@@ -97,7 +97,7 @@ def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) 
                     raise CheckpointError(
                         f"{tensor} has shape {list(source.shape)}; config.json asks for {heads * width} rows"
                     )
-                found[tensor] = RowsOf(tensor, source, head_rows(count, order))
+                found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
     return found
 
 
