@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
@@ -66,10 +66,6 @@ def rope_spec(
     if not 0 < rotated <= head_dim or rotated % 2:
         raise UnsupportedModelError(
             f"config.json: {rotated} of a head's {head_dim} dimensions would turn; odd numbers can't"
-        )
-    if theta == 1.0 and scaling is not None and scaling.kind == "yarn":
-        raise CheckpointError(
-            "config.json: rope_theta is 1, with which every pair turns alike; yarn needs more"
         )
     found = [1.0 / theta ** (i / rotated) for i in range(0, rotated, 2)]
     if scaling is not None:
@@ -162,34 +158,46 @@ def read_section(
         rotated = head_dim
     else:
         rotated = int(head_dim * rope.number("partial_rotary_factor", rotated_share))
-    scaling = None
     inner = rope.integer("original_max_position_embeddings", original)
-    context = original if outer_wins else inner
-    if kind != "default" and not 1 <= context <= SIZE_LIMITS["max_context"]:
-        raise CheckpointError(
-            f"{where}: the original context is {shown(context)} tokens; 1 to {SIZE_LIMITS['max_context']} "
-            "are possible"
-        )
-    if kind in ("linear", "llama3", "yarn"):
-        scaling = RopeScaling(kind=cast(ScalingKind, kind), factor=rope.number("factor"))
-        if kind == "llama3":
-            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            scaling = RopeScaling("llama3", scaling.factor, low, high, context)
-        if kind == "yarn":
-            scaling = _yarn(rope, context, scaling.factor)
-    elif kind in ("longrope", "su"):
-        scaling = _longrope(rope, context, max_context)
-    elif kind != "default":
-        raise UnsupportedModelError(
-            f"{where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
-        )
+    scaling = _read_scaling(rope, kind, original if outer_wins else inner, max_context)
     if scaling is not None:
         _check_scaling(scaling, where)
+        if kind == "yarn" and theta == 1.0:
+            raise CheckpointError(f"{where}: rope_theta is 1; yarn needs a base above 1")
     rope.close(frozenset(["factor"] if kind == "default" else []))
     return rope_spec(theta, head_dim, scaling, rotated)
 
 
-def _yarn(rope: ConfigReader, original: int, factor: float) -> RopeScaling:
+def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int) -> RopeScaling | None:
+    """How frequencies are scaled from a context of `original` tokens to one of `max_context`; None: not."""
+    if original < 1:
+        raise CheckpointError(
+            f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
+        )
+    if original > SIZE_LIMITS["max_context"]:
+        raise CheckpointError(
+            f"{rope.where}: original_max_position_embeddings is {shown(original)}; the most is "
+            f"{SIZE_LIMITS['max_context']}"
+        )
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return RopeScaling("linear", rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            return RopeScaling("llama3", rope.number("factor"), low, high, original)
+        case "yarn":
+            return _yarn(rope, original)
+        case "longrope" | "su":
+            return _longrope(rope, original, max_context)
+    raise UnsupportedModelError(
+        f"{rope.where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
+    )
+
+
+def _yarn(rope: ConfigReader, original: int) -> RopeScaling:
+    factor = rope.number("factor")
     scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if min(scale, all_dims) < 0.0:
         raise CheckpointError(
