@@ -34,6 +34,7 @@ from ondevice.model.loading import (
     Part,
     Rows,
     bundle_files,
+    feed_forward_biases,
     layer_parts,
     layer_weights,
     loaded_norm,
@@ -102,10 +103,10 @@ def _through_layer(
     neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
     backend = CpuBackend(runner, segment_neurons=neurons, piece_neurons=neurons)
     with closing(backend):
-        feed_forward = backend.load_feed_forward(0, source)
+        loaded = _loaded(backend, layer_parts(bundle, resident, layer))
+        feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
         feed_forward.neurons = _Pieces(source, neurons)
-        parts = layer_parts(bundle, resident, layer)
-        weights = layer_weights(config, _loaded(backend, parts), feed_forward)
+        weights = layer_weights(config, loaded, feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
         model = Transformer(config, backend, ModelWeights(embedding, [weights], Norm(None, 1.0), None))
         # The arrays that a backend returns are valid only until its next op.
