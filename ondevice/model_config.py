@@ -133,7 +133,7 @@ class FeedForwardSpec:
 
     @property
     def zeros_gates(self) -> bool:
-        """True if the activation turns gates at or below `threshold` into zeros: their neurons add nothing."""
+        """True if the activation zeroes gates at or below `threshold`, so that their neurons add nothing."""
         return self.activation in ZEROING
 
     @property
@@ -248,7 +248,7 @@ class ModelConfig:
 
     @property
     def zeros_gates(self) -> bool:
-        """True if feed-forward gates at or below a threshold become exact zeros: their neurons add nothing."""
+        """True if gates at or below a threshold become exact zeros, so that their neurons add nothing."""
         return self.feed_forward.zeros_gates
 
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
