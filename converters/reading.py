@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
@@ -181,5 +182,6 @@ def _share(source: SourceTensor, start: int, stop: int, count: int) -> int:
 
 
 def _rows_per_block(source: SourceTensor) -> int:
-    """Rows read at a time: a multiple of 16, the rows that the kernels quantise together."""
-    return max(16, BLOCK_BYTES * source.shape[0] // source.values_nbytes // 16 * 16)
+    """Rows read at a time: whole units, and a multiple of 16, which the kernels quantise together."""
+    unit = lcm(16, source.row_unit)
+    return max(unit, BLOCK_BYTES * source.shape[0] // source.values_nbytes // unit * unit)

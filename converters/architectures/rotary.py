@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
@@ -154,29 +154,41 @@ def read_section(
         rotated = head_dim
     else:
         rotated = int(head_dim * rope.number("partial_rotary_factor", rotated_share))
-    scaling = None
     inner = rope.integer("original_max_position_embeddings", original)
-    context = original if outer_wins else inner
-    if kind in ("linear", "llama3", "yarn"):
-        scaling = RopeScaling(kind=cast(ScalingKind, kind), factor=rope.number("factor"))
-        if kind == "llama3":
-            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            scaling = RopeScaling("llama3", scaling.factor, low, high, context)
-        if kind == "yarn":
-            scaling = _yarn(rope, context, scaling.factor)
-    elif kind in ("longrope", "su"):
-        scaling = _longrope(rope, context, max_context)
-    elif kind != "default":
-        raise UnsupportedModelError(
-            f"{where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
-        )
+    scaling = _read_scaling(rope, kind, original if outer_wins else inner, max_context)
     if scaling is not None:
         _check_scaling(scaling, where)
+        if kind == "yarn" and theta == 1.0:
+            raise CheckpointError(f"{where}: rope_theta is 1; yarn needs a base above 1")
     rope.close(frozenset(["factor"] if kind == "default" else []))
     return rope_spec(theta, head_dim, scaling, rotated)
 
 
-def _yarn(rope: ConfigReader, original: int, factor: float) -> RopeScaling:
+def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int) -> RopeScaling | None:
+    """How frequencies are scaled from a context of `original` tokens to one of `max_context`; None: not."""
+    if original < 1:
+        raise CheckpointError(
+            f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
+        )
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return RopeScaling("linear", rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            return RopeScaling("llama3", rope.number("factor"), low, high, original)
+        case "yarn":
+            return _yarn(rope, original)
+        case "longrope" | "su":
+            return _longrope(rope, original, max_context)
+    raise UnsupportedModelError(
+        f"{rope.where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
+    )
+
+
+def _yarn(rope: ConfigReader, original: int) -> RopeScaling:
+    factor = rope.number("factor")
     scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     magnitude = _mscale(factor, 1.0)
     if scale and all_dims:
@@ -220,10 +232,8 @@ def _check_scaling(scaling: RopeScaling, where: str) -> None:
         raise CheckpointError(
             f"{where}: short_factor has {min(scaling.divisors)}; its values must be 1 or more"
         )
-    if not 0.0 < scaling.beta_slow <= scaling.beta_fast or scaling.original_max_context < 1:
-        raise CheckpointError(
-            f"{where}: beta_fast must be at least beta_slow, and beta_slow and the original context above 0"
-        )
+    if not 0.0 < scaling.beta_slow <= scaling.beta_fast:
+        raise CheckpointError(f"{where}: beta_fast must be at least beta_slow, and that above 0")
 
 
 def _linear(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:

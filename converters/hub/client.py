@@ -65,6 +65,10 @@ class RemoteUrl:
     repository: str
     what: str
     """The file's name, or what else is there."""
+    commit: str = ""
+    """The commit that the URL names, if it names one."""
+    identity: str = ""
+    """The hash that the hub has listed the file with, if any."""
 
 
 class Attempts:
@@ -110,9 +114,10 @@ class HubClient:
         """waits: the waits between them in seconds, if not RETRY_SECONDS."""
         return Attempts(source, waits or RETRY_SECONDS, self.stopped)
 
-    def file(self, repository: str, name: str, commit: str) -> RemoteUrl:
+    def file(self, repository: str, name: str, commit: str, identity: str = "") -> RemoteUrl:
+        """identity: as in RemoteUrl; what the hub says of another is refused."""
         url = hf_hub_url(repository, name, revision=commit, endpoint=self.endpoint)
-        return RemoteUrl(url, repository, name)
+        return RemoteUrl(url, repository, name, commit, identity)
 
     def description(self, repository: str) -> Any:
         """The hub's JSON description of a repository, with its files and their sizes."""
@@ -218,6 +223,8 @@ class HubClient:
             raise DownloadError(
                 f"{source.what} of {source.repository}: redirected to where nothing is encrypted"
             )
+        for answer in (*response.history, response):
+            _check_version(source, answer.headers)
         if response.headers.get("content-encoding", "identity") != "identity":
             raise DownloadError(
                 f"{source.what} of {source.repository} comes compressed, though not asked for"
@@ -282,6 +289,22 @@ class PartStream:
             with suppress(BrokenConnectionError):
                 next(self._chunks, None)
         self._response.close()
+
+
+def _check_version(source: RemoteUrl, headers: Any) -> None:
+    """Raises CheckpointError if an answer of the hub is of another commit, or another file, than was listed.
+
+    Answers of the hosts that files lie on say neither.
+    """
+    commit = headers.get("x-repo-commit", "")
+    tag = headers.get("x-linked-etag") or (headers.get("etag", "") if commit else "")
+    hashed = tag.removeprefix("W/").strip('"')
+    is_other = len(hashed) == len(source.identity) and hashed != source.identity
+    if source.commit and (commit not in ("", source.commit) or is_other):
+        raise CheckpointError(
+            f"{source.what} of {source.repository} isn't the file that the hub listed: it has been replaced, "
+            "or the hub contradicts itself; run the same command again"
+        )
 
 
 def _asked_wait(headers: Any) -> float:

@@ -26,6 +26,8 @@ CRC_BLOCK_BYTES = 1 << 20
 """Bytes that one CRC32C covers in files without records."""
 
 MANIFEST = "bundle.json"
+PARTIAL = ".partial"
+"""What the name of a bundle's folder ends with until it is whole."""
 RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
 CHECKSUMS = "checksums.bin"

@@ -129,6 +129,19 @@ def test_rope() -> None:
     assert without("llama", "rope_theta", "rope_scaling").ropes == spec()
 
 
+@pytest.mark.parametrize(("scaling", "theta", "named"), [
+    ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, 1e4, "is 0"),
+    ({"rope_type": "yarn", "factor": 2.0}, 1e4, "is 0"),
+    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 1.0, "rope_theta is 1"),
+])  # fmt: skip
+def test_contexts_and_bases_that_nothing_can_be_divided_by(
+    scaling: dict[str, Any], theta: float, named: str
+) -> None:
+    scaling = {"original_max_position_embeddings": 0, **scaling}
+    with pytest.raises(CheckpointError, match=named):
+        read(rope_scaling=scaling, rope_theta=theta)
+
+
 def test_missing_and_null_keys_take_the_familys_defaults() -> None:
     config = without("llama", "num_key_value_heads", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
     assert (config.num_kv_heads, config.norm.eps, config.activation) == (4, 1e-6, "silu")

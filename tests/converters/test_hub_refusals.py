@@ -74,7 +74,6 @@ def test_no_network_and_the_offline_switch(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["model-q4.gguf"], "some/model holds GGUF files, such as model-q4.gguf: those are opened from disk"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin, a pickle"),
         (["README.md"], "no config.json"),
         (["config.json"], "no safetensors"),
