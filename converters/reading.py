@@ -31,7 +31,8 @@ DOWN_BLOCK_BYTES = 96 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that belong together: rows of one matrix, or gate, up and down (transposed) of the same neurons.
+    """Rows that belong together: rows of one matrix, or those of the same neurons, gate, up (if there is one)
+    and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head or up, for each
@@ -100,6 +101,10 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield from _norm(checkpoint, layer, "attention_output_norm")
         if spec.norms_input:
             yield from _norm(checkpoint, layer, "feed_forward_norm")
+        if spec.feed_forward.bias:
+            yield f"{prefix}.feed_forward.gate.bias", [tensors[name.gate_bias]]
+        if spec.feed_forward.output_bias:
+            yield f"{prefix}.feed_forward.down.bias", [tensors[name.down_bias]]
         if spec.norms_output:
             yield from _norm(checkpoint, layer, "feed_forward_output_norm")
     yield "final_norm.weight", [tensors[names.FINAL_NORM]]
@@ -126,9 +131,11 @@ def held_matrix_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
-    name = names.LayerNames(layer)
-    gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))
-    sources = (gate.name, up.name, down.name)
+    name, gated = names.LayerNames(layer), checkpoint.config.layers[layer].feed_forward.gated
+    gate, down = checkpoint.tensors[name.gate], checkpoint.tensors[name.down]
+    deciding = [gate, checkpoint.tensors[name.up]] if gated else [gate]
+    sources = (*(source.name for source in deciding), down.name)
+    kinds = ("gate", "up", "down") if gated else ("gate", "down")
     neurons = gate.shape[0]
     step = _rows_per_block(gate)
     held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * step)) * step
@@ -137,13 +144,13 @@ def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
         for start in range(first, first + columns.shape[1], step):
             stop = min(start + step, neurons)
             down_rows = columns[:, start - first : stop - first].T
-            rows = (_rows(gate, start, stop, bits), _rows(up, start, stop, bits), down_rows)
-            nbytes = sum(_share(source, start, stop, neurons) for source in (gate, up, down))
+            rows = (*(_rows(source, start, stop, bits) for source in deciding), down_rows)
+            nbytes = sum(_share(source, start, stop, neurons) for source in (*deciding, down))
             yield Block(
                 neuron_file_name(layer),
                 RECORDS_TENSOR,
                 sources,
-                ("gate", "up", "down"),
+                kinds,
                 rows,
                 nbytes,
                 stop == neurons,

@@ -34,6 +34,7 @@ from ondevice.model.loading import (
     Part,
     Rows,
     bundle_files,
+    feed_forward_biases,
     layer_parts,
     layer_weights,
     loaded_norm,
@@ -104,10 +105,10 @@ def _through_layer(
     neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
     backend = CpuBackend(runner, segment_neurons=neurons, piece_neurons=neurons)
     with closing(backend):
-        feed_forward = backend.load_feed_forward(0, source)
+        loaded = _loaded(backend, layer_parts(bundle, resident, layer))
+        feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
         feed_forward.neurons = _Pieces(source, neurons)
-        parts = layer_parts(bundle, resident, layer)
-        weights = layer_weights(config, _loaded(backend, parts), feed_forward)
+        weights = layer_weights(config, loaded, feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
         positions = None
         if x is None:

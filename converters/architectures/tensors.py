@@ -58,6 +58,14 @@ class LayerNames:
     def down(self) -> str:
         return f"model.layers.{self.layer}.mlp.down_proj.weight"
 
+    @property
+    def gate_bias(self) -> str:
+        return f"model.layers.{self.layer}.mlp.gate_proj.bias"
+
+    @property
+    def down_bias(self) -> str:
+        return f"model.layers.{self.layer}.mlp.down_proj.bias"
+
     def norm(self, which: NormName) -> str:
         """Weight of a norm: on the input or the output of attention or the feed-forward."""
         return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.weight"
@@ -92,7 +100,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
             if size:
                 shapes[name.head_norm(which)] = (size,)
-        shapes |= {name.gate: (inner, hidden), name.up: (inner, hidden), name.down: (hidden, inner)}
+        shapes |= {name.gate: (inner, hidden), name.down: (hidden, inner)}
+        if spec.feed_forward.gated:
+            shapes[name.up] = (inner, hidden)
+        if spec.feed_forward.bias:
+            shapes[name.gate_bias] = (inner,)
+        if spec.feed_forward.output_bias:
+            shapes[name.down_bias] = (hidden,)
         for norm in name.norms(spec):
             shapes[name.norm(norm)] = (hidden,)
             if config.norm.bias:

@@ -127,6 +127,16 @@ class RecordLayout:
         return sum(self.part_bytes)
 
     @cached_property
+    def row_offsets(self) -> tuple[int, ...]:
+        """First byte of each row, in order, from the start of the record."""
+        found = []
+        for offset, part in zip(self.part_offsets, self.parts, strict=True):
+            for row in part:
+                found.append(offset)
+                offset += row.nbytes
+        return tuple(found)
+
+    @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold no data and must be zero."""
         pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
@@ -135,19 +145,18 @@ class RecordLayout:
     @cached_property
     def halves(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold float16 values."""
-        found = []
-        for offset, part in zip(self.part_offsets, self.parts, strict=True):
-            for row in part:
-                start, stop = row.halves
-                found.append((offset + start, offset + stop))
-                offset += row.nbytes
-        return tuple(found)
+        rows = (row for part in self.parts for row in part)
+        pairs = ((offset, row.halves) for offset, row in zip(self.row_offsets, rows, strict=True))
+        return tuple((offset + start, offset + stop) for offset, (start, stop) in pairs)
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long."""
+    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long.
+
+    A neuron of an ungated feed-forward has no up row.
+    """
     row = RowLayout(config.hidden_size, quant.bits)
-    return RecordLayout(((row,), (row, row)))
+    return RecordLayout(((row,), (row,) * (config.feed_forward.num_rows - 1)))
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -228,6 +237,8 @@ def _layer_tensors(
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
     tensors |= norm("feed_forward_norm", spec.norms_input)
+    tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.intermediate_size * spec.feed_forward.bias)
+    tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
     return tensors | norm("feed_forward_output_norm", spec.norms_output)
 
 
