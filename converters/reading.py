@@ -11,10 +11,17 @@ from math import lcm
 
 import numpy as np
 
-from ondevice.bundle.layout import EMBEDDING, RECORDS_TENSOR, RESIDENT, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import (
+    EMBEDDING,
+    POSITIONS,
+    RECORDS_TENSOR,
+    RESIDENT,
+    gate_file_name,
+    neuron_file_name,
+)
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
-from ondevice.converters.quantize import SourceCodes, Weights
+from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
@@ -62,7 +69,9 @@ def read_blocks(
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
-        if len(sources[0].shape) == 1:
+        if tensor == POSITIONS:
+            yield from _positions(sources[0])
+        elif len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
             nbytes = sum(source.nbytes for source in sources)
             yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (vector,), nbytes)
@@ -73,6 +82,8 @@ def read_blocks(
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
     """Every resident tensor (a matrix without `.codes`), and the checkpoint tensors it joins, in order."""
     config, tensors = checkpoint.config, checkpoint.tensors
+    if config.learned_positions:
+        yield POSITIONS, [tensors[names.POSITIONS]]
     for layer, spec in enumerate(config.layers):
         name, prefix = names.LayerNames(layer), f"layers.{layer}"
         if spec.norms_input:
@@ -155,6 +166,16 @@ def _matrix(file: str, tensor: str, kind: str, sources: Sequence[SourceTensor], 
             nbytes = _share(source, start, stop, source.shape[0])
             rows = _rows(source, start, stop, bits)
             yield Block(file, tensor, (source.name,), (kind,), (rows,), nbytes, last)
+
+
+def _positions(source: SourceTensor) -> Iterator[Block]:
+    """Learned positions, whose rows stay as they are: each block's as one vector."""
+    count, step = source.shape[0], _rows_per_block(source)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        values = to_float32(source.rows(start, stop)).reshape(-1)
+        nbytes = _share(source, start, stop, count)
+        yield Block(RESIDENT, POSITIONS, (source.name,), (), (values,), nbytes, stop == count)
 
 
 def _rows(source: SourceTensor, start: int, stop: int, bits: int) -> Weights | SourceCodes:

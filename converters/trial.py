@@ -38,8 +38,10 @@ from ondevice.model.loading import (
     layer_parts,
     layer_weights,
     loaded_norm,
+    loaded_positions,
     norm_parts,
     part_tasks,
+    position_parts,
 )
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
@@ -108,7 +110,12 @@ def _through_layer(
         feed_forward.neurons = _Pieces(source, neurons)
         weights = layer_weights(config, loaded, feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
-        model = Transformer(config, backend, ModelWeights(embedding, [weights], Norm(None, 1.0), None))
+        positions = None
+        if x is None:
+            loaded = _loaded(backend, position_parts(config, resident))
+            positions = loaded_positions(config, loaded)
+        model_weights = ModelWeights(embedding, [weights], Norm(None, 1.0), None, positions)
+        model = Transformer(config, backend, model_weights)
         # The arrays that a backend returns are valid only until its next op.
         return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
 

@@ -184,6 +184,8 @@ class ModelConfig:
         embedding_multiplier: factor of the embedding, a float32 value.
         logit_soft_cap: if not 0, logits x become logit_soft_cap * tanh(x / logit_soft_cap).
         tie_embeddings: whether the head is the embedding table.
+        learned_positions: whether the embedding has a learned vector added to it for each position, of which
+            there are `max_context`.
     """
 
     architecture: str
@@ -200,6 +202,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_soft_cap: float = 0.0
     tie_embeddings: bool = False
+    learned_positions: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -284,6 +287,16 @@ class ModelConfig:
     def norm_size(self) -> int:
         """Number of values of a norm over the model's width."""
         return self.hidden_size * (2 if self.norm.bias else 1)
+
+    @property
+    def vectors_size(self) -> int:
+        """Number of values of all norms, biases and learned positions."""
+        return sum(map(self.vector_size, self.layers)) + self.norm_size + self.positions_size
+
+    @property
+    def positions_size(self) -> int:
+        """Number of values of learned positions."""
+        return self.max_context * self.hidden_size if self.learned_positions else 0
 
     def vector_size(self, layer: LayerSpec) -> int:
         """Number of values of a layer's norms and biases."""

@@ -16,6 +16,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 FINAL_NORM_BIAS = "model.norm.bias"
 HEAD = "lm_head.weight"
+POSITIONS = "model.embed_positions.weight"
+"""A row for each position, the first for that of a text's first token."""
 
 NormName = Literal["attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm"]
 NORM_NAMES: tuple[NormName, ...] = get_args(NormName)
@@ -84,6 +86,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its name here."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    if config.learned_positions:
+        shapes[POSITIONS] = (config.max_context, hidden)
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
         for projection, rows in zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True):

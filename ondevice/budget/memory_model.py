@@ -182,13 +182,12 @@ class MemoryModel(ABC):
 
     @property
     def _matrices_bytes(self) -> int:
-        """Attention, norms and head, packed, and the checksums of what is read piece by piece."""
+        """Attention, vectors and head, packed, and the checksums of what is read piece by piece."""
         config, bits = self.config, self.quant.bits
         hidden = config.hidden_size
         matrices = interleaved_bytes(config.qkv_size, hidden, bits)
         matrices += interleaved_bytes(hidden, config.query_size, bits)
-        vectors = sum(map(config.vector_size, config.layers)) + config.norm_size
-        weights = config.num_layers * matrices + 4 * vectors
+        weights = config.num_layers * matrices + 4 * config.vectors_size
         weights += interleaved_bytes(config.vocab_size, hidden, bits)
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)

@@ -34,6 +34,8 @@ CHECKSUMS = "checksums.bin"
 TOKENIZER_FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
 CHAT_TEMPLATE = "chat_template.jinja"
 RECORDS_TENSOR = "records"
+POSITIONS = "positions"
+"""The resident tensor of learned positions, a row for each."""
 
 SafetensorsType = Literal["F32", "F16", "U32"]
 _NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4"}
@@ -204,6 +206,8 @@ def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
 def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
     """The exact tensors of the resident file, in the order of their bytes."""
     tensors: dict[str, TensorSpec] = {}
+    if config.learned_positions:
+        tensors[POSITIONS] = TensorSpec("F32", (config.max_context, config.hidden_size))
     for layer, spec in enumerate(config.layers):
         tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
     tensors |= norm_tensors("final_norm", config)

@@ -34,6 +34,8 @@ SIZES = (
     "max_context",
 )
 """The fields of ModelConfig that are sizes."""
+FLAGS = ("learned_positions",)
+"""The flags that are absent where they are false."""
 _PLAIN = asdict(FeedForwardSpec("silu"))
 """Values of a feed-forward's keys where they are absent; the activation never is."""
 
@@ -46,12 +48,13 @@ def model_section(config: ModelConfig) -> dict[str, Any]:
         layer["feed_forward"] = {
             name: value for name, value in spec.items() if name == "activation" or value != _PLAIN[name]
         }
-    return section
+    return {name: value for name, value in section.items() if name not in FLAGS or value}
 
 
 def parse_model(section: Section) -> ModelConfig:
     """The config of a section. Raises BundleError or UnsupportedModelError for what it may not hold."""
-    sizes = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
+    sizes: dict[str, Any] = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
+    flags = {name: section.boolean(name) for name in FLAGS if name in section.names}
     config = ModelConfig(
         architecture=section.text("architecture", 64),
         norm=_parse_norm(section.section("norm")),
@@ -61,6 +64,7 @@ def parse_model(section: Section) -> ModelConfig:
         logit_soft_cap=section.number("logit_soft_cap", 0.0, MAX_FACTOR),
         tie_embeddings=section.boolean("tie_embeddings"),
         **sizes,
+        **flags,
     )
     section.close()
     return config

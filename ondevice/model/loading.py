@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ondevice.backends.base import (
+    Array,
     Backend,
     Biases,
     Bytes,
@@ -27,7 +28,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
+from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
@@ -101,12 +102,14 @@ def load_weights(
     final_norm = norm_parts(config, resident, "final_norm")
     head = head_part(bundle, resident, embedding)
     selectors = _selector_parts(bundle, reader, resident, sparsity, point)
-    order: list[Part] = [
-        part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector.parts)
-    ]
+    positions = position_parts(config, resident)
+    order: list[Part] = [*positions]
+    for parts, selector in zip(layers, selectors, strict=True):
+        order += [*parts, *selector.parts]
     order += [*final_norm, head]
 
     with ReadAhead(part_tasks(order, cancelled)) as ahead:
+        table = loaded_positions(config, {part.field: part.load(backend, ahead) for part in positions})
         loaded_layers = []
         for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
             loaded = {part.field: part.load(backend, ahead) for part in parts}
@@ -117,7 +120,7 @@ def load_weights(
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
     norm = loaded_norm(config, last, "final_norm")
-    return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head)
+    return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head, table)
 
 
 def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: FeedForward) -> LayerWeights:
@@ -137,6 +140,18 @@ def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: 
         feed_forward=feed_forward,
         feed_forward_output_norm=norm("feed_forward_output_norm"),
     )
+
+
+def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
+    """The part of learned positions, if the model has them."""
+    return [VectorPart(POSITIONS, partial(resident.vector, POSITIONS))] if config.learned_positions else []
+
+
+def loaded_positions(config: ModelConfig, loaded: Mapping[str, Any]) -> Array | None:
+    """`ModelWeights.positions` of what `position_parts` loaded, by field."""
+    if not config.learned_positions:
+        return None
+    return loaded[POSITIONS].reshape(config.max_context, config.hidden_size)
 
 
 def feed_forward_biases(loaded: Mapping[str, Any]) -> Biases:

@@ -43,7 +43,8 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def every_block() -> ModelConfig:
-    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel."""
+    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel;
+    and learned positions."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
     turning = plain.ropes[0].frequencies
@@ -59,6 +60,7 @@ def every_block() -> ModelConfig:
         layers=layers,
         embedding_multiplier=1.5,
         logit_soft_cap=2.0,
+        learned_positions=True,
     )
 
 
@@ -234,6 +236,8 @@ class RandomWeights:
             matrix(f"{i}.gate", neurons, width, width)
             matrix(f"{i}.up", neurons, width, width)
             matrix(f"{i}.down", neurons, width, neurons)
+        if config.learned_positions:
+            matrix("positions", config.max_context, width, 1)
 
     def load(self, backend: Backend, bits: Bits = 16) -> Transformer:
         """The model, loaded into `backend`."""
@@ -285,7 +289,11 @@ class RandomWeights:
             for i, spec in enumerate(config.layers)
         ]
         head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
-        weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head)
+        positions = None
+        if config.learned_positions:
+            loaded = backend.load_vector(self.matrices["positions"].reshape(-1))
+            positions = loaded.reshape(self.matrices["positions"].shape)
+        weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head, positions)
         return Transformer(config, backend, weights)
 
 
