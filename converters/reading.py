@@ -131,21 +131,20 @@ def held_matrix_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _neurons(checkpoint: Checkpoint, layer: int, bits: int) -> Iterator[Block]:
-    name, gated = names.LayerNames(layer), checkpoint.config.layers[layer].feed_forward.gated
-    gate, down = checkpoint.tensors[name.gate], checkpoint.tensors[name.down]
-    deciding = [gate, checkpoint.tensors[name.up]] if gated else [gate]
-    sources = (*(source.name for source in deciding), down.name)
-    kinds = ("gate", "up", "down") if gated else ("gate", "down")
-    neurons = gate.shape[0]
-    step = _rows_per_block(gate)
+    found = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+    *by_rows, down = (checkpoint.tensors[name] for name in found)
+    sources = (*(source.name for source in by_rows), down.name)
+    kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")
+    neurons = down.shape[1]
+    step = _rows_per_block(by_rows[0])
     held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * step)) * step
     for first in range(0, neurons, held):
         columns = down.columns(first, min(first + held, neurons))
         for start in range(first, first + columns.shape[1], step):
             stop = min(start + step, neurons)
             down_rows = columns[:, start - first : stop - first].T
-            rows = (*(_rows(source, start, stop, bits) for source in deciding), down_rows)
-            nbytes = sum(_share(source, start, stop, neurons) for source in (*deciding, down))
+            rows = (*(_rows(source, start, stop, bits) for source in by_rows), down_rows)
+            nbytes = sum(_share(source, start, stop, neurons) for source in (*by_rows, down))
             yield Block(
                 neuron_file_name(layer),
                 RECORDS_TENSOR,

@@ -21,6 +21,7 @@ from ondevice.converters.architectures.multimodal import (
     text_values,
 )
 from ondevice.converters.architectures.olmo2 import OLMO2
+from ondevice.converters.architectures.opt import OPT
 from ondevice.converters.architectures.phi3 import PHI3
 from ondevice.converters.architectures.qwen2 import QWEN2
 from ondevice.converters.architectures.qwen3 import QWEN3
@@ -45,6 +46,7 @@ _ALL = (
     STABLELM,
     SPARSE_LLAMA,
     BAMBOO,
+    OPT,
 )
 FAMILIES = {family.model_type: family for family in _ALL}
 

@@ -58,6 +58,10 @@ class LayerNames:
     def down(self) -> str:
         return f"model.layers.{self.layer}.mlp.down_proj.weight"
 
+    def neurons(self, spec: LayerSpec) -> tuple[str, ...]:
+        """Matrices of the feed-forward, in the order of a record's rows: gate, up if it is gated, down."""
+        return (self.gate, self.up, self.down) if spec.feed_forward.gated else (self.gate, self.down)
+
     @property
     def gate_bias(self) -> str:
         return f"model.layers.{self.layer}.mlp.gate_proj.bias"
