@@ -369,9 +369,9 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
-    for layer in range(checkpoint.config.num_layers):
+    for layer, spec in enumerate(checkpoint.config.layers):
         name = names.LayerNames(layer)
-        nbytes = sum(tensors[source].nbytes for source in (name.gate, name.up, name.down))
+        nbytes = sum(tensors[source].nbytes for source in name.neurons(spec))
         sizes[neuron_file_name(layer), RECORDS_TENSOR] = nbytes
         if checkpoint.config.zeros_gates:
             sizes[gate_file_name(layer), RECORDS_TENSOR] = tensors[name.gate].nbytes

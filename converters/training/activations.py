@@ -195,7 +195,7 @@ def record_entering(
                 kv = _empty_context(lower, observed)
                 for start in range(0, len(piece), CHUNK_TOKENS):
                     chunk = piece[start : start + CHUNK_TOKENS]
-                    x = lower.hidden_states(chunk, kv) if layer else lower.embedding(chunk)
+                    x = lower.hidden_states(chunk, kv) if layer else lower.embedding(chunk, start)
                     file.write(x.tobytes())
                     kept += len(chunk)
                     on_progress(kept)

@@ -146,7 +146,9 @@ class MlxMemory(MemoryModel):
 
     def _neurons_bytes(self, neurons: int) -> int:
         row = padded(self.config.hidden_size, GROUP_SIZE)
-        return 3 * held_bytes(neurons * row, self.quant.bits, self.operand_bytes)
+        return self.config.feed_forward.num_rows * held_bytes(
+            neurons * row, self.quant.bits, self.operand_bytes
+        )
 
     def _wider_bytes(self, elements: int, bits: int) -> int:
         """The bytes that operands wider than a bundle's float16 add to matrices."""

@@ -151,7 +151,7 @@ def segment_shape(
 def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShape:
     """Segments near 8 MiB, or a sixteenth of all neurons if that is less.
 
-    whole: slots hold whole records; otherwise the up and down rows alone.
+    whole: slots hold whole records; otherwise what follows gate rows alone.
     """
     layout = neuron_layout(config, quant)
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
@@ -242,5 +242,5 @@ def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
 
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Size of 64 neurons packed for the kernels: gate, up and down."""
-    return 3 * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)
+    """Size of 64 neurons packed for the kernels: gate, up and down, or gate and down."""
+    return config.feed_forward.num_rows * interleaved_bytes(GROUP_SIZE, config.hidden_size, quant.bits)

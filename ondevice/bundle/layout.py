@@ -34,6 +34,8 @@ CHECKSUMS = "checksums.bin"
 TOKENIZER_FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
 CHAT_TEMPLATE = "chat_template.jinja"
 RECORDS_TENSOR = "records"
+POSITIONS = "positions"
+"""The resident tensor of learned positions, a row for each."""
 
 SafetensorsType = Literal["F32", "F16", "U32"]
 _NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4"}
@@ -125,6 +127,16 @@ class RecordLayout:
         return sum(self.part_bytes)
 
     @cached_property
+    def row_offsets(self) -> tuple[int, ...]:
+        """First byte of each row, in order, from the start of the record."""
+        found = []
+        for offset, part in zip(self.part_offsets, self.parts, strict=True):
+            for row in part:
+                found.append(offset)
+                offset += row.nbytes
+        return tuple(found)
+
+    @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold no data and must be zero."""
         pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
@@ -133,19 +145,18 @@ class RecordLayout:
     @cached_property
     def halves(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold float16 values."""
-        found = []
-        for offset, part in zip(self.part_offsets, self.parts, strict=True):
-            for row in part:
-                start, stop = row.halves
-                found.append((offset + start, offset + stop))
-                offset += row.nbytes
-        return tuple(found)
+        rows = (row for part in self.parts for row in part)
+        pairs = ((offset, row.halves) for offset, row in zip(self.row_offsets, rows, strict=True))
+        return tuple((offset + start, offset + stop) for offset, (start, stop) in pairs)
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long."""
+    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long.
+
+    A neuron of an ungated feed-forward has no up row.
+    """
     row = RowLayout(config.hidden_size, quant.bits)
-    return RecordLayout(((row,), (row, row)))
+    return RecordLayout(((row,), (row,) * (config.feed_forward.num_rows - 1)))
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -195,6 +206,8 @@ def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
 def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
     """The exact tensors of the resident file, in the order of their bytes."""
     tensors: dict[str, TensorSpec] = {}
+    if config.learned_positions:
+        tensors[POSITIONS] = TensorSpec("F32", (config.max_context, config.hidden_size))
     for layer, spec in enumerate(config.layers):
         tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
     tensors |= norm_tensors("final_norm", config)
@@ -224,6 +237,8 @@ def _layer_tensors(
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
     tensors |= norm("feed_forward_norm", spec.norms_input)
+    tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.intermediate_size * spec.feed_forward.bias)
+    tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
     return tensors | norm("feed_forward_output_norm", spec.norms_output)
 
 

@@ -31,7 +31,7 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import ZEROING_NAMES, ModelConfig
 from ondevice.runtime.backend_choice import check_backend
 from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs
@@ -312,11 +312,14 @@ def sparsity_modes(
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
-    relu = config.zeros_gates
+    relu, limit = (
+        config.zeros_gates,
+        f"{config.feed_forward.threshold:.4g}" if config.feed_forward.threshold else "zero",
+    )
     exact = (
-        "only neurons whose gate is above zero; the same text as dense"
+        f"only neurons whose gate is above {limit}; the same text as dense"
         if relu
-        else f"{config.activation} gates are hardly ever exactly zero; it takes relu or relu2"
+        else f"{config.activation} gates are hardly ever exactly zero; it takes {ZEROING_NAMES}"
     )
     predicted = (
         "only neurons that predictors select; not the same text as dense; --predictor-recall "
@@ -334,7 +337,7 @@ def sparsity_modes(
         if thresholds is not None
         else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
-        else f"{config.activation} gates have a threshold of their own, zero: `exact` loses nothing"
+        else f"{config.activation} gates have a threshold of their own, {limit}: `exact` loses nothing"
         if relu
         else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
     )

@@ -53,6 +53,7 @@ from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
+from ondevice.model_config import ZEROING_NAMES
 from ondevice.units import usable_cores
 
 SCORED_TOKENS = 256
@@ -174,7 +175,7 @@ def check(
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, which are hardly ever exactly zero: "
-            "there is nothing to predict; it takes relu or relu2"
+            f"there is nothing to predict; it takes {ZEROING_NAMES}"
         )
     return held_out(pieces, options.measured_share)
 
