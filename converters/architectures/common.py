@@ -13,6 +13,7 @@ from ondevice.converters.architectures.rotary import RopeScaling, read_rope, rop
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
+    SIZE_LIMITS,
     Activation,
     AttentionSpec,
     FeedForwardSpec,
@@ -118,8 +119,11 @@ def read_sizes(
         kv_heads = reader.integer("num_key_value_heads", num_heads)
     if head_dim is None or reader.has("head_dim"):
         head_dim = reader.integer("head_dim", hidden_size // num_heads)
-    if head_dim < 1:
-        raise CheckpointError(f"config.json: a head would have {head_dim} dimensions")
+    if not 1 <= head_dim <= SIZE_LIMITS["head_dim"]:
+        # Before anything is made for each of them.
+        raise CheckpointError(
+            f"config.json: a head would have {head_dim} dimensions; the most is {SIZE_LIMITS['head_dim']}"
+        )
     num_layers = reader.integer("num_hidden_layers")
     if not 1 <= num_layers <= MAX_LAYERS:
         raise UnsupportedModelError(

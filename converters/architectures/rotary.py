@@ -14,7 +14,7 @@ import numpy as np
 
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import RopeSpec
+from ondevice.model_config import SIZE_LIMITS, RopeSpec
 
 ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -47,6 +47,10 @@ class RopeScaling:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     magnitude: float = 1.0
+
+
+MIN_TURNS, MAX_TURNS = 1e-6, 1e6
+"""Limits of yarn's beta_slow and beta_fast, which are 1 and 32 nearly everywhere."""
 
 
 def rope_spec(
@@ -170,6 +174,11 @@ def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int
         raise CheckpointError(
             f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
         )
+    if original > SIZE_LIMITS["max_context"]:
+        raise CheckpointError(
+            f"{rope.where}: original_max_position_embeddings is {shown(original)}; the most is "
+            f"{SIZE_LIMITS['max_context']}"
+        )
     match kind:
         case "default":
             return None
@@ -190,6 +199,10 @@ def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int
 def _yarn(rope: ConfigReader, original: int) -> RopeScaling:
     factor = rope.number("factor")
     scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if min(scale, all_dims) < 0.0:
+        raise CheckpointError(
+            f"{rope.where}: mscale is {scale}, and mscale_all_dim {all_dims}; the least is 0"
+        )
     magnitude = _mscale(factor, 1.0)
     if scale and all_dims:
         magnitude = _mscale(factor, scale) / _mscale(factor, all_dims)
@@ -232,8 +245,11 @@ def _check_scaling(scaling: RopeScaling, where: str) -> None:
         raise CheckpointError(
             f"{where}: short_factor has {min(scaling.divisors)}; its values must be 1 or more"
         )
-    if not 0.0 < scaling.beta_slow <= scaling.beta_fast:
-        raise CheckpointError(f"{where}: beta_fast must be at least beta_slow, and that above 0")
+    if not MIN_TURNS <= scaling.beta_slow <= scaling.beta_fast <= MAX_TURNS:
+        raise CheckpointError(
+            f"{where}: beta_slow is {scaling.beta_slow}, and beta_fast {scaling.beta_fast}; they must be in "
+            f"this order, from {MIN_TURNS:g} to {MAX_TURNS:g}"
+        )
 
 
 def _linear(frequency: float, pair: int, theta: float, rotated: int, scaling: RopeScaling) -> float:

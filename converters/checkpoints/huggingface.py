@@ -34,6 +34,10 @@ INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 1 << 20
 """Most bytes of `config.json` and `generation_config.json`, which have a few kilobytes."""
 
+MAX_SHARDS = 1 << 11
+MAX_TENSORS = 1 << 17
+"""Most tensors of all shards together; the largest models have 100,000, of experts."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -107,12 +111,19 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files; download it again")
     shards = {}
-    for name in sorted(set(weight_map.values())):
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_SHARDS:
+        raise CheckpointError(f"{INDEX} lists {len(names)} files; the most is {MAX_SHARDS}")
+    count = 0
+    for name in names:
         if not name.endswith(".safetensors"):
             raise CheckpointError(
                 f"{INDEX} lists {shown(name)}, which isn't a safetensors file; download it again"
             )
         shards[name] = read_tensors(opened.enter_context(closing(folder.open(name))))
+        count += len(shards[name])
+        if count > MAX_TENSORS:
+            raise CheckpointError(f"the files that {INDEX} lists have more than {MAX_TENSORS} tensors")
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
             raise CheckpointError(

@@ -200,7 +200,13 @@ class HubClient:
                 f"{source.repository} isn't here, and HF_HUB_OFFLINE forbids to ask the hub for it; "
                 "unset it, or give the path of a downloaded copy"
             ) from error
-        except (self._http.TooManyRedirects, self._http.InvalidURL, self._http.UnsupportedProtocol) as error:
+        except (
+            self._http.TooManyRedirects,
+            self._http.InvalidURL,
+            self._http.UnsupportedProtocol,
+            # A host's name that can't be one.
+            ValueError,
+        ) as error:
             raise DownloadError(
                 f"{source.what} of {source.repository}: the server's redirects lead nowhere ({error})"
             ) from error
@@ -219,11 +225,12 @@ class HubClient:
             raise BrokenConnectionError(f"the server answers {status}", _asked_wait(response.headers))
         if status not in (200, 206):
             raise _refusal(source, status, code, self.endpoint)
-        if self.endpoint.startswith("https:") and response.url.scheme != "https":
+        answers = (*response.history, response)
+        if self.endpoint.startswith("https:") and any(answer.url.scheme != "https" for answer in answers):
             raise DownloadError(
                 f"{source.what} of {source.repository}: redirected to where nothing is encrypted"
             )
-        for answer in (*response.history, response):
+        for answer in answers:
             _check_version(source, answer.headers)
         if response.headers.get("content-encoding", "identity") != "identity":
             raise DownloadError(
@@ -311,6 +318,12 @@ def _asked_wait(headers: Any) -> float:
     """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
     found = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
     return float(found[1]) if found else 0.0
+
+
+def http_errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub lets through of its HTTP library's errors."""
+    library = _http_library(get_session())
+    return library.HTTPError, library.StreamError, library.InvalidURL
 
 
 def _http_library(session: object) -> Any:

@@ -20,7 +20,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.checkpoints.opening import open_checkpoint
-from ondevice.converters.hub.client import HubClient
+from ondevice.converters.hub.client import HubClient, http_errors
 from ondevice.converters.hub.repository import Listing, open_listed, parse_listing
 from ondevice.errors import DownloadError
 
@@ -128,9 +128,11 @@ def _newest_commit(listing: Listing) -> str | None:
 
 @contextmanager
 def _download_errors(listing: Listing, name: str) -> Iterator[None]:
+    # The library for Xet's storage raises RuntimeError, a name that no host can have ValueError.
+    others = (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError, ValueError)
     try:
         yield
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (*others, *http_errors()) as error:
         raise DownloadError(
             f"{name} of {listing.repository} couldn't be downloaded: {str(error)[:300]}; check the "
             "network, then run the same command again"

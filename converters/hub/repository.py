@@ -157,7 +157,7 @@ class RemoteFolder(SourceFolder):
 
     def open(self, name: str) -> SourceFile:
         listed = self._file(name)
-        identity = listed.identity or f"{self.name} {name}"
+        identity = listed.identity or self.repository_file(name)
         return RemoteFile(self._client, self._url(name), listed.nbytes, identity, self._spool)
 
     def _url(self, name: str) -> RemoteUrl:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ondevice.converters.checkpoints import huggingface
 from ondevice.converters.checkpoints.base import SourceFile
 from ondevice.converters.checkpoints.opening import open_checkpoint
 from ondevice.errors import CheckpointError, OndeviceError
@@ -74,6 +75,16 @@ def test_a_header_that_lies(source: Path, header: Header) -> None:
 def test_a_huge_header_is_not_read(source: Path, length: int) -> None:
     (source / SHARD).write_bytes(length.to_bytes(8, "little") + b"{}" * 100)
     assert_refused(source, CheckpointError, "its header would be")
+
+
+@pytest.mark.parametrize(
+    ("limit", "match"), [("MAX_SHARDS", "3 files; the most"), ("MAX_TENSORS", "more than")]
+)
+def test_files_and_tensors_of_an_index_are_bounded(
+    source: Path, monkeypatch: pytest.MonkeyPatch, limit: str, match: str
+) -> None:
+    monkeypatch.setattr(huggingface, limit, 2)
+    assert_refused(source, CheckpointError, match)
 
 
 EVIL = "\x1b[2J\n" + "\u202e" * 100_000

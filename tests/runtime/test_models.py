@@ -154,6 +154,8 @@ def test_the_name_of_a_bundle_of_a_repositorys_file(home: Path) -> None:
     }
     for source, name in names.items():
         assert models.default_output(source) == home / name
+    with pytest.raises(ModelNotFoundError, match=f"convert some/model:tiny.gguf --output {home}/tiny"):
+        models.find_model("some/model:tiny.gguf")
     parts = [Repository("some/model", f"tiny-0000{number}-of-00003.gguf") for number in (1, 2)]
     assert parts[0].is_same(parts[1])
     assert not parts[0].is_same(Repository("some/model"))
