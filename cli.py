@@ -58,7 +58,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    say(f"error: {message}")
+    from ondevice.commands.reports import harmless
+
+    # It may have names from a file or a server.
+    say(f"error: {harmless(message)}")
     return code
 
 

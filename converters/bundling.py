@@ -1,7 +1,7 @@
 """Row-column bundling: rows read from a checkpoint become the bytes of a bundle's files.
 
-A neuron's record holds its gate row, its up row and its *column* of the down projection ("LLM in a flash",
-arXiv 2312.11514, section 3.2), so that one read brings a whole neuron.
+A neuron's record holds its gate row, its up row where there is one, and its *column* of the down projection
+("LLM in a flash", arXiv 2312.11514, section 3.2), so that one read brings a whole neuron.
 """
 
 from __future__ import annotations

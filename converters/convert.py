@@ -25,6 +25,7 @@ from ondevice.bundle.files import disk_errors, write_durably
 from ondevice.bundle.layout import (
     EMBEDDING,
     MANIFEST,
+    POSITIONS,
     RECORDS_TENSOR,
     RESIDENT,
     file_layout,
@@ -170,12 +171,12 @@ def _matrices(checkpoint: Checkpoint) -> dict[MatrixKind, list[SourceTensor]]:
     """The checkpoint's matrices by kind, but for down projections."""
     found: dict[MatrixKind, list[SourceTensor]] = {kind: [] for kind in MATRIX_KINDS}
     for name, sources in resident_sources(checkpoint):
-        if len(sources[0].shape) == 2:
+        if name != POSITIONS and len(sources[0].shape) == 2:
             found["head" if name == "head" else "out" if name.endswith("out") else "qkv"] += sources
     found["embedding"].append(checkpoint.tensors[names.EMBEDDING])
     for layer in range(checkpoint.config.num_layers):
-        own = names.LayerNames(layer)
-        found["feed_forward"] += [checkpoint.tensors[own.gate], checkpoint.tensors[own.up]]
+        *by_rows, _ = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+        found["feed_forward"] += [checkpoint.tensors[row] for row in by_rows]
     return found
 
 
@@ -421,9 +422,9 @@ def source_bytes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
     """Checkpoint bytes that go to each (file, tensor) of the bundle: a record file, or a resident tensor."""
     tensors = checkpoint.tensors
     sizes = {(EMBEDDING, RECORDS_TENSOR): tensors[names.EMBEDDING].nbytes}
-    for layer in range(checkpoint.config.num_layers):
+    for layer, spec in enumerate(checkpoint.config.layers):
         name = names.LayerNames(layer)
-        nbytes = sum(tensors[source].nbytes for source in (name.gate, name.up, name.down))
+        nbytes = sum(tensors[source].nbytes for source in name.neurons(spec))
         sizes[neuron_file_name(layer), RECORDS_TENSOR] = nbytes
         if checkpoint.config.zeros_gates:
             sizes[gate_file_name(layer), RECORDS_TENSOR] = tensors[name.gate].nbytes

@@ -21,7 +21,15 @@ from pathlib import Path
 from ondevice.bundle.about import DOCUMENTS
 from ondevice.bundle.files import disk_errors, sync_folder
 from ondevice.bundle.hotness import HOTNESS, HOTNESS_MANIFEST
-from ondevice.bundle.layout import CHAT_TEMPLATE, CHECKSUMS, EMBEDDING, MANIFEST, RESIDENT, TOKENIZER_FILES
+from ondevice.bundle.layout import (
+    CHAT_TEMPLATE,
+    CHECKSUMS,
+    EMBEDDING,
+    MANIFEST,
+    PARTIAL,
+    RESIDENT,
+    TOKENIZER_FILES,
+)
 from ondevice.bundle.predictors import PREDICTORS, PREDICTORS_MANIFEST
 from ondevice.bundle.resume import STATE_FILE
 from ondevice.bundle.streams import STREAMS, STREAMS_MANIFEST
@@ -31,6 +39,8 @@ from ondevice.converters.error_log import ErrorLog
 from ondevice.errors import OndeviceError, UsageError
 from ondevice.units import format_bytes
 
+REPLACED = ".replaced"
+"""What the name of an older bundle ends with while the new one takes its place."""
 _NAMES = frozenset(
     {MANIFEST, RESIDENT, EMBEDDING, CHECKSUMS, *TOKENIZER_FILES.values(), CHAT_TEMPLATE}
     | {PREDICTORS, PREDICTORS_MANIFEST, THRESHOLDS, THRESHOLDS_MANIFEST, HOTNESS, HOTNESS_MANIFEST}
@@ -47,10 +57,10 @@ class OutputFolder:
     def __init__(self, output: Path) -> None:
         """Raises UsageError if the system doesn't allow the name, or the longer names made from it."""
         self.output = output.absolute()
-        self.partial = self._sibling(".partial")
+        self.partial = self._sibling(PARTIAL)
         self.copy = self.partial / self.output.name
         """Folder of the copy of the whole bundle that is trained; `clear` deletes it."""
-        self._replaced = self._sibling(".replaced")
+        self._replaced = self._sibling(REPLACED)
         self._force = False
         self._may_discard = False
         self._descriptor = -1
@@ -205,7 +215,7 @@ class OutputFolder:
 
     def _inner_folders(self) -> list[Path]:
         """The copy, and the folders that an interrupted ordering leaves beside it."""
-        found = [self.partial / (self.output.name + suffix) for suffix in ("", ".partial", ".replaced")]
+        found = [self.partial / (self.output.name + suffix) for suffix in ("", PARTIAL, REPLACED)]
         return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
 
     def discard(self) -> None:
@@ -246,8 +256,8 @@ def remove_bundle(folder: Path) -> int:
     if folder.is_symlink():
         raise UsageError(f"{folder} is a link; delete it yourself, and what it leads to if you mean that")
     why, documents = "remove deletes nothing but bundles", [folder / name for name in DOCUMENTS]
-    if folder.name.endswith(".partial"):
-        output = OutputFolder(folder.with_name(folder.name.removesuffix(".partial")))
+    if folder.name.endswith(PARTIAL):
+        output = OutputFolder(folder.with_name(folder.name.removesuffix(PARTIAL)))
         with closing(output):
             nbytes = _bytes_of(folder)
             output._check_partial()
@@ -270,7 +280,7 @@ def _bytes_of(folder: Path) -> int:
 
 def check_names(output: Path) -> None:
     """Raises UsageError if the system doesn't allow an output's name, or the longer ones made from it."""
-    for suffix in ("", ".partial", ".replaced"):
+    for suffix in ("", PARTIAL, REPLACED):
         _check_name(_sibling(output, suffix))
 
 

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
-from ondevice.bundle.layout import EMBEDDING, RECORDS_TENSOR, RESIDENT, gate_file_name, neuron_file_name
+from ondevice.bundle.layout import (
+    EMBEDDING,
+    POSITIONS,
+    RECORDS_TENSOR,
+    RESIDENT,
+    gate_file_name,
+    neuron_file_name,
+)
 from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures import tensors as names
 from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor
-from ondevice.converters.quantize import SourceCodes, Weights
+from ondevice.converters.quantize import SourceCodes, Weights, to_float32
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one matrix's values that are read, quantised and written at a time."""
@@ -24,7 +32,8 @@ DOWN_BLOCK_BYTES = 96 << 20
 
 @dataclass(frozen=True)
 class Block:
-    """Rows that belong together: rows of one matrix, or gate, up and down (transposed) of the same neurons.
+    """Rows that belong together: rows of one matrix, or those of the same neurons, gate, up (if there is one)
+    and down (transposed).
 
     file: the bundle file that they go to. tensor: the resident tensor, without `.codes`, or `records`.
     sources: the checkpoint's names of `rows`. kinds: attention, down, embedding, gate, head or up, for each
@@ -64,7 +73,9 @@ def read_blocks(
     for tensor, sources in resident_sources(checkpoint):
         if not wanted(RESIDENT, tensor):
             continue
-        if len(sources[0].shape) == 1:
+        if tensor == POSITIONS:
+            yield from _positions(sources[0])
+        elif len(sources[0].shape) == 1:
             vector = np.concatenate([source.vector() for source in sources])
             nbytes = sum(source.nbytes for source in sources)
             yield Block(RESIDENT, tensor, tuple(source.name for source in sources), (), (), (vector,), nbytes)
@@ -78,6 +89,8 @@ def read_blocks(
 def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceTensor]]]:
     """Every resident tensor (a matrix without `.codes`), and the checkpoint tensors it joins, in order."""
     config, tensors = checkpoint.config, checkpoint.tensors
+    if config.learned_positions:
+        yield POSITIONS, [tensors[names.POSITIONS]]
     for layer, spec in enumerate(config.layers):
         name, prefix = names.LayerNames(layer), f"layers.{layer}"
         if spec.norms_input:
@@ -95,6 +108,10 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
             yield from _norm(checkpoint, layer, "attention_output_norm")
         if spec.norms_input:
             yield from _norm(checkpoint, layer, "feed_forward_norm")
+        if spec.feed_forward.bias:
+            yield f"{prefix}.feed_forward.gate.bias", [tensors[name.gate_bias]]
+        if spec.feed_forward.output_bias:
+            yield f"{prefix}.feed_forward.down.bias", [tensors[name.down_bias]]
         if spec.norms_output:
             yield from _norm(checkpoint, layer, "feed_forward_output_norm")
     yield "final_norm.weight", [tensors[names.FINAL_NORM]]
@@ -121,25 +138,27 @@ def held_matrix_bytes(checkpoint: Checkpoint) -> int:
 
 
 def _neurons(checkpoint: Checkpoint, layer: int, quant: QuantConfig) -> Iterator[Block]:
-    name = names.LayerNames(layer)
-    gate, up, down = (checkpoint.tensors[source] for source in (name.gate, name.up, name.down))
-    sources, stored = (gate.name, up.name, down.name), quant.of("feed_forward")
-    neurons = gate.shape[0]
-    step = _rows_per_block(gate)
+    found = names.LayerNames(layer).neurons(checkpoint.config.layers[layer])
+    *by_rows, down = (checkpoint.tensors[name] for name in found)
+    sources = (*(source.name for source in by_rows), down.name)
+    stored = quant.of("feed_forward")
+    kinds = ("gate", "up", "down") if len(by_rows) == 2 else ("gate", "down")
+    neurons = down.shape[1]
+    step = _rows_per_block(by_rows[0])
     held = max(1, DOWN_BLOCK_BYTES * neurons // (down.values_nbytes * step)) * step
     for first in range(0, neurons, held):
         columns = down.columns(first, min(first + held, neurons))
         for start in range(first, first + columns.shape[1], step):
             stop = min(start + step, neurons)
             down_rows = columns[:, start - first : stop - first].T
-            rows = (_rows(gate, start, stop, stored), _rows(up, start, stop, stored), down_rows)
-            nbytes = sum(_share(source, start, stop, neurons) for source in (gate, up, down))
+            rows = (*(_rows(source, start, stop, stored) for source in by_rows), down_rows)
+            nbytes = sum(_share(source, start, stop, neurons) for source in (*by_rows, down))
             yield Block(
                 neuron_file_name(layer),
                 RECORDS_TENSOR,
                 sources,
-                ("gate", "up", "down"),
-                (stored, stored, quant.down),
+                kinds,
+                (*(stored for _ in by_rows), quant.down),
                 rows,
                 nbytes,
                 stop == neurons,
@@ -159,6 +178,16 @@ def _matrix(
             yield Block(file, tensor, (source.name,), (kind,), (stored,), (rows,), nbytes, last)
 
 
+def _positions(source: SourceTensor) -> Iterator[Block]:
+    """Learned positions, whose rows stay as they are: each block's as one vector."""
+    count, step = source.shape[0], _rows_per_block(source)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        values = to_float32(source.rows(start, stop)).reshape(-1)
+        nbytes = _share(source, start, stop, count)
+        yield Block(RESIDENT, POSITIONS, (source.name,), (), (), (values,), nbytes, stop == count)
+
+
 def _rows(source: SourceTensor, start: int, stop: int, stored: RowFormat) -> Weights | SourceCodes:
     codes = source.quantised_rows(start, stop, stored)
     return source.rows(start, stop) if codes is None else codes
@@ -170,5 +199,6 @@ def _share(source: SourceTensor, start: int, stop: int, count: int) -> int:
 
 
 def _rows_per_block(source: SourceTensor) -> int:
-    """Rows read at a time: a multiple of 16, the rows that the kernels quantise together."""
-    return max(16, BLOCK_BYTES * source.shape[0] // source.values_nbytes // 16 * 16)
+    """Rows read at a time: whole units, and a multiple of 16, which the kernels quantise together."""
+    unit = lcm(16, source.row_unit)
+    return max(unit, BLOCK_BYTES * source.shape[0] // source.values_nbytes // unit * unit)

@@ -31,12 +31,15 @@ from ondevice.model.loading import (
     NeuronRecords,
     Part,
     bundle_files,
+    feed_forward_biases,
     head_part,
     layer_parts,
     layer_weights,
     loaded_norm,
+    loaded_positions,
     norm_parts,
     part_tasks,
+    position_parts,
 )
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Transformer
@@ -100,12 +103,17 @@ def _through_layer(
     neurons = max(1, PIECE_BYTES // (stride * BLOCK_NEURONS)) * BLOCK_NEURONS
     backend = CpuBackend(runner, segment_neurons=neurons, piece_neurons=neurons)
     with closing(backend):
-        feed_forward = backend.load_feed_forward(0, source)
+        loaded = _loaded(backend, layer_parts(bundle, resident, layer))
+        feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
         feed_forward.neurons = _Pieces(source, neurons)
-        parts = layer_parts(bundle, resident, layer)
-        weights = layer_weights(config, _loaded(backend, parts), feed_forward)
+        weights = layer_weights(config, loaded, feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
-        model = Transformer(config, backend, ModelWeights(embedding, [weights], Norm(None, 1.0), None))
+        positions = None
+        if x is None:
+            loaded = _loaded(backend, position_parts(config, resident))
+            positions = loaded_positions(config, loaded)
+        model_weights = ModelWeights(embedding, [weights], Norm(None, 1.0), None, positions)
+        model = Transformer(config, backend, model_weights)
         # The arrays that a backend returns are valid only until its next op.
         return np.array(model.hidden_states(tokens, KVCache(KVLayout(config, 16)), x=x))
 

@@ -12,8 +12,12 @@ from typing import Literal, get_args
 
 from ondevice.errors import UnsupportedModelError
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "fatrelu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+ZEROING: tuple[Activation, ...] = ("relu", "relu2", "fatrelu")
+"""Activations that turn gates into exact zeros, so that their neurons add nothing."""
+ZEROING_NAMES = f"{', '.join(ZEROING[:-1])} or {ZEROING[-1]}"
+UpActivation = Literal["none", "relu"]
 HeadNorm = Literal["none", "head", "projection"]
 """What is normed between projection and rotary embedding: nothing, each head, or all heads as one vector."""
 NormKind = Literal["rms", "layer"]
@@ -92,17 +96,50 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class FeedForwardSpec:
-    """Gated feed-forward of one layer (arXiv 2002.05202): down(activation(gate) * up)."""
+    """Feed-forward of one layer: down(activation(gate) * up), or down(activation(gate)) if it isn't gated.
+
+    The first is arXiv 2002.05202. A neuron's gate decides whether the neuron fires; in an ungated block it is
+    what other descriptions call the up projection, or `fc1`.
+
+    Args:
+        activation: of the gates; `fatrelu` leaves gates above `threshold` as they are and zeros all others.
+        gated: whether there is an up projection.
+        threshold: of `fatrelu`, a float32 value; 0 for other activations.
+        up_activation: of the up projection: relu gives dReLU (arXiv 2406.05955).
+        bias: whether gates have a bias, one value for each neuron. Only without an up projection.
+        output_bias: whether the output has one.
+    """
 
     activation: Activation
+    gated: bool = True
+    threshold: float = 0.0
+    up_activation: UpActivation = "none"
+    bias: bool = False
+    output_bias: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("activation", self.activation, ACTIVATIONS)
+        _check_choice("up_activation", self.up_activation, get_args(UpActivation))
+        if not 0.0 <= self.threshold <= MAX_FACTOR:
+            raise UnsupportedModelError(
+                f"activation threshold is {self.threshold}; it must be from 0 to {MAX_FACTOR:g}"
+            )
+        if self.threshold and self.activation != "fatrelu":
+            raise UnsupportedModelError(f"activation {self.activation!r} has no threshold; fatrelu has")
+        if not self.gated and self.up_activation != "none":
+            raise UnsupportedModelError("up_activation is of gated feed-forwards; this one is ungated")
+        if self.gated and self.bias:
+            raise UnsupportedModelError("gated feed-forwards whose gates have biases aren't supported")
 
     @property
     def zeros_gates(self) -> bool:
-        """True if the activation turns gates below zero into exact zeros, so their neurons add nothing."""
-        return self.activation in ("relu", "relu2")
+        """True if the activation zeroes gates at or below `threshold`, so that their neurons add nothing."""
+        return self.activation in ZEROING
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a neuron's record: gate, up if gated, and down."""
+        return 3 if self.gated else 2
 
 
 @dataclass(frozen=True)
@@ -147,6 +184,8 @@ class ModelConfig:
         embedding_multiplier: factor of the embedding, a float32 value.
         logit_soft_cap: if not 0, logits x become logit_soft_cap * tanh(x / logit_soft_cap).
         tie_embeddings: whether the head is the embedding table.
+        learned_positions: whether the embedding has a learned vector added to it for each position, of which
+            there are `max_context`.
     """
 
     architecture: str
@@ -163,6 +202,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     logit_soft_cap: float = 0.0
     tie_embeddings: bool = False
+    learned_positions: bool = False
 
     def __post_init__(self) -> None:
         for name, limit in SIZE_LIMITS.items():
@@ -202,12 +242,17 @@ class ModelConfig:
     @property
     def activation(self) -> Activation:
         """The activation of every layer's feed-forward."""
-        return self.layers[0].feed_forward.activation
+        return self.feed_forward.activation
+
+    @property
+    def feed_forward(self) -> FeedForwardSpec:
+        """The feed-forward of every layer."""
+        return self.layers[0].feed_forward
 
     @property
     def zeros_gates(self) -> bool:
-        """True if feed-forward gates below zero become exact zeros, so that their neurons add nothing."""
-        return self.layers[0].feed_forward.zeros_gates
+        """True if gates at or below a threshold become exact zeros, so that their neurons add nothing."""
+        return self.feed_forward.zeros_gates
 
     def any_layer(self, holds: Callable[[LayerSpec], bool]) -> bool:
         """True if `holds` is true of a layer."""
@@ -243,10 +288,22 @@ class ModelConfig:
         """Number of values of a norm over the model's width."""
         return self.hidden_size * (2 if self.norm.bias else 1)
 
+    @property
+    def vectors_size(self) -> int:
+        """Number of values of all norms, biases and learned positions."""
+        return sum(map(self.vector_size, self.layers)) + self.norm_size + self.positions_size
+
+    @property
+    def positions_size(self) -> int:
+        """Number of values of learned positions."""
+        return self.max_context * self.hidden_size if self.learned_positions else 0
+
     def vector_size(self, layer: LayerSpec) -> int:
         """Number of values of a layer's norms and biases."""
         norms = (layer.norms_input + layer.norms_output) * 2 * self.norm_size
         biases = layer.attention.bias * self.qkv_size + layer.attention.output_bias * self.hidden_size
+        feed_forward = layer.feed_forward
+        biases += feed_forward.bias * self.intermediate_size + feed_forward.output_bias * self.hidden_size
         return norms + biases + sum(self.head_norm_sizes(layer))
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from ondevice.bundle import layout
 from tests.support.paths import ROOT
 
 LINES_TO_EXPLAIN, LINE_CAP = 400, 600
@@ -252,6 +253,18 @@ def test_no_file_exceeds_the_cap() -> None:
     if long:
         warnings.warn(f"files of more than {LINES_TO_EXPLAIN} lines ask for a reason: {long}", stacklevel=1)
     assert {path: count for path, count in long.items() if count > LINE_CAP} == {}
+
+
+def test_names_of_bundle_files_are_written_once() -> None:
+    """In the module of the layout. `session.py` has an unfinished file of its own."""
+    names = {layout.MANIFEST, layout.PARTIAL, layout.RESIDENT, layout.EMBEDDING, layout.CHECKSUMS}
+    written = {
+        module_name(path)
+        for path in product_files(".py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    assert written == {layout.__name__, "ondevice.session"}
 
 
 def test_importing_starts_nothing() -> None:

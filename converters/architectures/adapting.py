@@ -65,16 +65,16 @@ def split_gates(tensors: Tensors, config: ModelConfig) -> Tensors:
     return split(tensors, config, "mlp.gate_up_proj.weight", parts)
 
 
-def in_halves(tensors: Tensors, config: ModelConfig, rotated: int, interleaved: bool = False) -> Tensors:
+def in_halves(tensors: Tensors, config: ModelConfig, interleaved: bool = False) -> Tensors:
     """Rows of queries and keys in the order (i, i + Dh / 2) of the pairs that turn together.
 
     Args:
         tensors: the checkpoint's tensors.
-        config: the model's.
-        rotated: number of a head's dimensions that turn, the first ones.
-        interleaved: whether pairs are (2 i, 2 i + 1) there, and not (i, i + rotated / 2).
+        config: the model's; in all its layers the same dimensions turn, the first ones of a head.
+        interleaved: whether pairs are (2 i, 2 i + 1) there, and not (i, i + half of what turns).
     """
-    turning, width = rotated // 2, config.head_dim
+    turning, width = sum(frequency > 0 for frequency in config.ropes[0].frequencies), config.head_dim
+    rotated = 2 * turning
     if interleaved:
         first, second = list(range(0, rotated, 2)), list(range(1, rotated, 2))
     else:
@@ -97,7 +97,7 @@ def in_halves(tensors: Tensors, config: ModelConfig, rotated: int, interleaved: 
                     raise CheckpointError(
                         f"{tensor} has shape {list(source.shape)}; config.json asks for {heads * width} rows"
                     )
-                found[tensor] = RowsOf(tensor, source, head_rows(count, order))
+                found[tensor] = RowsOf(tensor, source, head_rows(count, order), len(order))
     return found
 
 

@@ -13,6 +13,7 @@ from ondevice.converters.architectures.rotary import RopeScaling, read_rope, rop
 from ondevice.converters.checkpoints.base import SourceTensor
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import (
+    SIZE_LIMITS,
     Activation,
     AttentionSpec,
     FeedForwardSpec,
@@ -21,6 +22,7 @@ from ondevice.model_config import (
     NormPlaces,
     NormSpec,
     RopeSpec,
+    UpActivation,
 )
 
 ACTIVATION_NAMES: dict[str, Activation] = {
@@ -67,11 +69,13 @@ class Family:
     Args:
         model_type, class_name: its names in `config.json`.
         read: reads its keys.
+        other_classes: names that a class of the same model has elsewhere.
     """
 
     model_type: str
     class_name: str
     read: Callable[[ConfigReader], Description]
+    other_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def read_sizes(
     head_dim: int | None = None,
     heads: int | None = None,
     vocab_size: int | None = None,
+    intermediate_key: str = "intermediate_size",
 ) -> Sizes:
     """Sizes from `config.json`.
 
@@ -104,6 +109,7 @@ def read_sizes(
         max_context, heads, vocab_size: the family's values for missing keys; None: there must be one.
         kv_heads, head_dim: likewise. None or a null key means as many key-value heads as heads, and
             hidden_size / heads.
+        intermediate_key: the key of the number of neurons.
     """
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads", heads)
@@ -113,8 +119,11 @@ def read_sizes(
         kv_heads = reader.integer("num_key_value_heads", num_heads)
     if head_dim is None or reader.has("head_dim"):
         head_dim = reader.integer("head_dim", hidden_size // num_heads)
-    if head_dim < 1:
-        raise CheckpointError(f"config.json: a head would have {head_dim} dimensions")
+    if not 1 <= head_dim <= SIZE_LIMITS["head_dim"]:
+        # Before anything is made for each of them.
+        raise CheckpointError(
+            f"config.json: a head would have {head_dim} dimensions; the most is {SIZE_LIMITS['head_dim']}"
+        )
     num_layers = reader.integer("num_hidden_layers")
     if not 1 <= num_layers <= MAX_LAYERS:
         raise UnsupportedModelError(
@@ -126,7 +135,7 @@ def read_sizes(
         num_heads,
         kv_heads,
         head_dim,
-        reader.integer("intermediate_size"),
+        reader.integer(intermediate_key),
         reader.integer("vocab_size", vocab_size),
         reader.integer("max_position_embeddings", max_context),
     )
@@ -140,6 +149,35 @@ def read_activation(reader: ConfigReader, key: str = "hidden_act", default: str 
             f"config.json: {key} {shown(activation)} is not one of {', '.join(ACTIVATION_NAMES)}"
         )
     return ACTIVATION_NAMES[activation]
+
+
+def read_feed_forward(
+    reader: ConfigReader, *, default: str = "silu", up_activation: UpActivation = "none"
+) -> FeedForwardSpec:
+    """A gated feed-forward: its activation, which may be `fatrelu` with the threshold `hidden_act_param`.
+
+    Raises UnsupportedModelError for an activation that isn't known and for a threshold below zero.
+    """
+    if reader.text("hidden_act", default) != "fatrelu":
+        return FeedForwardSpec(read_activation(reader, default=default), up_activation=up_activation)
+    least = np.float32(reader.number("hidden_act_param"))
+    if least == 0:
+        return FeedForwardSpec("relu", up_activation=up_activation)
+    # A gate equal to the parameter counts (arXiv 2402.13516, in its authors' code); ours must exceed it.
+    threshold = np.nextafter(least, -np.float32(np.inf))
+    return FeedForwardSpec("fatrelu", threshold=float(threshold), up_activation=up_activation)
+
+
+def read_own_code(reader: ConfigReader, modules: Mapping[str, str]) -> None:
+    """Refuse code that a repository brings along, but for the family's own, which `transformers` lacks.
+
+    modules: names allowed for `configuration` and `modeling`, by key of `auto_map`.
+    """
+    code = reader.section("auto_map") or {}
+    if any(modules.get(key) != name for key, name in code.items()):
+        raise UnsupportedModelError(
+            f"config.json: auto_map is {shown(code)}, which isn't the family's own code"
+        )
 
 
 def score_scale(width: float) -> float:
@@ -173,12 +211,16 @@ def decoder(
 def alike(
     count: int,
     attention: AttentionSpec,
-    activation: Activation,
+    feed_forward: Activation | FeedForwardSpec,
     windows: Sequence[int] = (),
     norms: NormPlaces = "before",
 ) -> list[LayerSpec]:
-    """`count` layers that differ in their attention windows at most; without `windows`, in nothing."""
-    feed_forward = FeedForwardSpec(activation)
+    """`count` layers that differ in their attention windows at most; without `windows`, in nothing.
+
+    feed_forward: theirs, or the activation of a gated one.
+    """
+    if not isinstance(feed_forward, FeedForwardSpec):
+        feed_forward = FeedForwardSpec(feed_forward)
     return [
         LayerSpec(replace(attention, window=window), feed_forward, norms)
         for window in windows or [attention.window] * count
@@ -257,6 +299,7 @@ def read_llama(
     head_dim: int | None = None,
     attention: Mapping[str, Any] | None = None,
     windows: Callable[[int], Sequence[int]] = lambda num_layers: (),
+    up_activation: UpActivation = "none",
 ) -> ModelConfig:
     """The ModelConfig of a family with a Llama's blocks, from a Llama's keys.
 
@@ -266,10 +309,12 @@ def read_llama(
         max_context, kv_heads, head_dim: as in `read_sizes`.
         attention: fields of every AttentionSpec.
         windows: the attention window of each layer, given their number; empty for full attention.
+        up_activation: what the up projection goes through.
     """
     sizes = read_sizes(reader, max_context=max_context, kv_heads=kv_heads, head_dim=head_dim)
     spec = AttentionSpec(score_scale(sizes.head_dim), **(attention or {}))
-    layers = alike(sizes.num_layers, spec, read_activation(reader), windows(sizes.num_layers))
+    feed_forward = read_feed_forward(reader, up_activation=up_activation)
+    layers = alike(sizes.num_layers, spec, feed_forward, windows(sizes.num_layers))
     return decoder(
         architecture,
         sizes,

@@ -112,7 +112,9 @@ class ConfigReader:
             if key not in self._read and key not in harmless and not _is_off(value)
         ]
         if unknown:
-            listed = ", ".join(f"{key} = {shown(self._values[key])}" for key in sorted(unknown)[:8])
+            listed = ", ".join(
+                f"{ascii(key)[1:-1][:80]} = {shown(self._values[key])}" for key in sorted(unknown)[:8]
+            )
             raise UnsupportedModelError(
                 f"{self.where} has keys that may change the arithmetic and aren't known here: {listed}"
             )
@@ -132,7 +134,11 @@ class ConfigReader:
 
 def shown(value: object) -> str:
     """`value` as a short piece of ASCII for a message."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        # What could just be parsed may nest too deeply to be written.
+        text = "nested too deeply"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -40,9 +40,8 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    rotated = 2 * sum(frequency > 0 for frequency in config.ropes[0].frequencies)
     tensors = split_gates(renamed(tensors, OUTPUT_NORMS), config)
-    return in_halves(tensors, config, rotated, interleaved=True)
+    return in_halves(tensors, config, interleaved=True)
 
 
 GLM4 = Family("glm4", "Glm4ForCausalLM", _read)

@@ -60,8 +60,7 @@ def _read(reader: ConfigReader) -> Description:
 
 
 def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
-    rotated = 2 * sum(frequency > 0 for frequency in config.ropes[0].frequencies)
-    return in_halves(split_attention_and_gates(tensors, config), config, rotated)
+    return in_halves(split_attention_and_gates(tensors, config), config)
 
 
 PHI3 = Family("phi3", "Phi3ForCausalLM", _read)

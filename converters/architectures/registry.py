@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ondevice.converters.architectures.bamboo import BAMBOO
 from ondevice.converters.architectures.common import Description, Tensors
 from ondevice.converters.architectures.config_reader import HARMLESS_KEYS, ConfigReader, shown
 from ondevice.converters.architectures.gemma import GEMMA, GEMMA2, GEMMA3
 from ondevice.converters.architectures.glm4 import GLM4
 from ondevice.converters.architectures.granite import GRANITE
-from ondevice.converters.architectures.llama import LLAMA
+from ondevice.converters.architectures.llama import LLAMA, SPARSE_LLAMA
 from ondevice.converters.architectures.mistral import MISTRAL
 from ondevice.converters.architectures.multimodal import (
     MULTIMODAL,
@@ -20,6 +21,7 @@ from ondevice.converters.architectures.multimodal import (
     text_values,
 )
 from ondevice.converters.architectures.olmo2 import OLMO2
+from ondevice.converters.architectures.opt import OPT
 from ondevice.converters.architectures.phi3 import PHI3
 from ondevice.converters.architectures.qwen2 import QWEN2
 from ondevice.converters.architectures.qwen3 import QWEN3
@@ -28,7 +30,24 @@ from ondevice.converters.architectures.stablelm import STABLELM
 from ondevice.errors import UnsupportedModelError
 from ondevice.model_config import ModelConfig
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, PHI3, GLM4, SMOLLM3, GRANITE, OLMO2, STABLELM)
+_ALL = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    GLM4,
+    SMOLLM3,
+    GRANITE,
+    OLMO2,
+    STABLELM,
+    SPARSE_LLAMA,
+    BAMBOO,
+    OPT,
+)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 
@@ -52,7 +71,7 @@ def describe(values: Mapping[str, Any]) -> Description:
         raise UnsupportedModelError(
             f"config.json: model_type {shown(model_type)} is not one of {', '.join([*FAMILIES, *MULTIMODAL])}"
         )
-    _check_class(reader, family.class_name)
+    _check_class(reader, family.class_name, *family.other_classes)
     reader.only("is_encoder_decoder", False)
     description = family.read(reader)
     reader.close(HARMLESS_KEYS)
@@ -72,9 +91,9 @@ def _describe_text(family: Multimodal, values: Mapping[str, Any]) -> Description
     return Description(text.config, adapt, (*text.notes, "its text model alone: images can't be given to it"))
 
 
-def _check_class(reader: ConfigReader, class_name: str) -> None:
-    names = reader.texts("architectures") or [class_name]
-    if names != [class_name]:
+def _check_class(reader: ConfigReader, *known: str) -> None:
+    names = reader.texts("architectures") or [known[0]]
+    if names not in ([name] for name in known):
         raise UnsupportedModelError(
-            f"config.json: architectures is {shown(names)}; only {class_name} can be converted"
+            f"config.json: architectures is {shown(names)}; only {' or '.join(known)} can be converted"
         )

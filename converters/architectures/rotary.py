@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import numpy as np
 
 from ondevice.converters.architectures.config_reader import ConfigReader, shown
 from ondevice.errors import CheckpointError, UnsupportedModelError
-from ondevice.model_config import RopeSpec
+from ondevice.model_config import SIZE_LIMITS, RopeSpec
 
 ScalingKind = Literal["linear", "llama3", "yarn", "longrope"]
 
@@ -47,6 +47,10 @@ class RopeScaling:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     magnitude: float = 1.0
+
+
+MIN_TURNS, MAX_TURNS = 1e-6, 1e6
+"""Limits of yarn's beta_slow and beta_fast, which are 1 and 32 nearly everywhere."""
 
 
 def rope_spec(
@@ -154,30 +158,51 @@ def read_section(
         rotated = head_dim
     else:
         rotated = int(head_dim * rope.number("partial_rotary_factor", rotated_share))
-    scaling = None
     inner = rope.integer("original_max_position_embeddings", original)
-    context = original if outer_wins else inner
-    if kind in ("linear", "llama3", "yarn"):
-        scaling = RopeScaling(kind=cast(ScalingKind, kind), factor=rope.number("factor"))
-        if kind == "llama3":
-            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            scaling = RopeScaling("llama3", scaling.factor, low, high, context)
-        if kind == "yarn":
-            scaling = _yarn(rope, context, scaling.factor)
-    elif kind in ("longrope", "su"):
-        scaling = _longrope(rope, context, max_context)
-    elif kind != "default":
-        raise UnsupportedModelError(
-            f"{where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
-        )
+    scaling = _read_scaling(rope, kind, original if outer_wins else inner, max_context)
     if scaling is not None:
         _check_scaling(scaling, where)
+        if kind == "yarn" and theta == 1.0:
+            raise CheckpointError(f"{where}: rope_theta is 1; yarn needs a base above 1")
     rope.close(frozenset(["factor"] if kind == "default" else []))
     return rope_spec(theta, head_dim, scaling, rotated)
 
 
-def _yarn(rope: ConfigReader, original: int, factor: float) -> RopeScaling:
+def _read_scaling(rope: ConfigReader, kind: str, original: int, max_context: int) -> RopeScaling | None:
+    """How frequencies are scaled from a context of `original` tokens to one of `max_context`; None: not."""
+    if original < 1:
+        raise CheckpointError(
+            f"{rope.where}: original_max_position_embeddings is {original}; it must be 1 or more"
+        )
+    if original > SIZE_LIMITS["max_context"]:
+        raise CheckpointError(
+            f"{rope.where}: original_max_position_embeddings is {shown(original)}; the most is "
+            f"{SIZE_LIMITS['max_context']}"
+        )
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return RopeScaling("linear", rope.number("factor"))
+        case "llama3":
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            return RopeScaling("llama3", rope.number("factor"), low, high, original)
+        case "yarn":
+            return _yarn(rope, original)
+        case "longrope" | "su":
+            return _longrope(rope, original, max_context)
+    raise UnsupportedModelError(
+        f"{rope.where}: {shown(kind)} is not one of default, linear, llama3, yarn, longrope"
+    )
+
+
+def _yarn(rope: ConfigReader, original: int) -> RopeScaling:
+    factor = rope.number("factor")
     scale, all_dims = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if min(scale, all_dims) < 0.0:
+        raise CheckpointError(
+            f"{rope.where}: mscale is {scale}, and mscale_all_dim {all_dims}; the least is 0"
+        )
     magnitude = _mscale(factor, 1.0)
     if scale and all_dims:
         magnitude = _mscale(factor, scale) / _mscale(factor, all_dims)
@@ -220,9 +245,10 @@ def _check_scaling(scaling: RopeScaling, where: str) -> None:
         raise CheckpointError(
             f"{where}: short_factor has {min(scaling.divisors)}; its values must be 1 or more"
         )
-    if not 0.0 < scaling.beta_slow <= scaling.beta_fast or scaling.original_max_context < 1:
+    if not MIN_TURNS <= scaling.beta_slow <= scaling.beta_fast <= MAX_TURNS:
         raise CheckpointError(
-            f"{where}: beta_fast must be at least beta_slow, and beta_slow and the original context above 0"
+            f"{where}: beta_slow is {scaling.beta_slow}, and beta_fast {scaling.beta_fast}; they must be in "
+            f"this order, from {MIN_TURNS:g} to {MAX_TURNS:g}"
         )
 
 

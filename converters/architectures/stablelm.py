@@ -50,8 +50,7 @@ def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
         for norm in (name.norm, name.norm_bias) if spec.parallel else ():
             if norm("attention_norm") in found:
                 found.setdefault(norm("feed_forward_norm"), found[norm("attention_norm")])
-    rotated = 2 * sum(frequency > 0 for frequency in config.ropes[0].frequencies)
-    return in_halves(found, config, rotated)
+    return in_halves(found, config)
 
 
 STABLELM = Family("stablelm", "StableLmForCausalLM", _read)

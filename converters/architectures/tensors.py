@@ -16,6 +16,8 @@ EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 FINAL_NORM_BIAS = "model.norm.bias"
 HEAD = "lm_head.weight"
+POSITIONS = "model.embed_positions.weight"
+"""A row for each position, the first for that of a text's first token."""
 
 NormName = Literal["attention_norm", "attention_output_norm", "feed_forward_norm", "feed_forward_output_norm"]
 NORM_NAMES: tuple[NormName, ...] = get_args(NormName)
@@ -56,6 +58,18 @@ class LayerNames:
     def down(self) -> str:
         return f"model.layers.{self.layer}.mlp.down_proj.weight"
 
+    def neurons(self, spec: LayerSpec) -> tuple[str, ...]:
+        """Matrices of the feed-forward, in the order of a record's rows: gate, up if it is gated, down."""
+        return (self.gate, self.up, self.down) if spec.feed_forward.gated else (self.gate, self.down)
+
+    @property
+    def gate_bias(self) -> str:
+        return f"model.layers.{self.layer}.mlp.gate_proj.bias"
+
+    @property
+    def down_bias(self) -> str:
+        return f"model.layers.{self.layer}.mlp.down_proj.bias"
+
     def norm(self, which: NormName) -> str:
         """Weight of a norm: on the input or the output of attention or the feed-forward."""
         return f"model.layers.{self.layer}.{_NORM_NAMES[which]}.weight"
@@ -76,6 +90,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of a model, by its name here."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
+    if config.learned_positions:
+        shapes[POSITIONS] = (config.max_context, hidden)
     for layer, spec in enumerate(config.layers):
         name = LayerNames(layer)
         for projection, rows in zip("qkv", (config.query_size, config.kv_size, config.kv_size), strict=True):
@@ -88,7 +104,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
             if size:
                 shapes[name.head_norm(which)] = (size,)
-        shapes |= {name.gate: (inner, hidden), name.up: (inner, hidden), name.down: (hidden, inner)}
+        shapes |= {name.gate: (inner, hidden), name.down: (hidden, inner)}
+        if spec.feed_forward.gated:
+            shapes[name.up] = (inner, hidden)
+        if spec.feed_forward.bias:
+            shapes[name.gate_bias] = (inner,)
+        if spec.feed_forward.output_bias:
+            shapes[name.down_bias] = (hidden,)
         for norm in name.norms(spec):
             shapes[name.norm(norm)] = (hidden,)
             if config.norm.bias:

@@ -133,6 +133,11 @@ class SourceTensor(Protocol):
         ...
 
     @property
+    def row_unit(self) -> int:
+        """Rows that are stored in another order, such as heads: blocks of whole units are read once."""
+        ...
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         """The files that hold it."""
         ...
@@ -195,6 +200,10 @@ class StoredTensor:
         return 0
 
     @property
+    def row_unit(self) -> int:
+        return self.interleaved_head_dim or 1
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         return (self.file,)
 
@@ -251,6 +260,11 @@ def in_halves(rows: Weights, head_dim: int) -> Weights:
 def printable(name: str) -> str:
     """The name of a file or folder, changed where a manifest can't hold it."""
     return "".join(c if c.isprintable() else "?" for c in name)[:200] or "checkpoint"
+
+
+def shown(name: str) -> str:
+    """A name from a checkpoint as a short piece of ASCII for a message."""
+    return ascii(name[:80])[1:-1][:80]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.checkpoints.base import SourceFile, shown
 from ondevice.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 64 << 20
@@ -45,6 +45,7 @@ _NUMBERS = {
 """Numpy's types of the metadata types that are single numbers, by their number in the format."""
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
+"""Bytes that are read first. Then as many come as half of what there is, as each read may be a request."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,9 @@ def read_header(file: SourceFile) -> GgufHeader:
         if name in entries:
             raise reader.unsound(f"it has the tensor {shown(name)} twice")
         entries[name] = reader.tensor(name)
-    return GgufHeader(file.path.name, version, metadata, _placed(reader, entries, alignment))
+    placed = _placed(reader, entries, alignment)
+    file.expect({name: (entry.offset, entry.offset + entry.nbytes) for name, entry in placed.items()})
+    return GgufHeader(file.path.name, version, metadata, placed)
 
 
 def _placed(reader: _Reader, entries: dict[str, TensorEntry], alignment: int) -> dict[str, TensorEntry]:
@@ -231,7 +234,8 @@ class _Reader:
                 f"{what} would end at byte {end} of its header, which ends at {self._limit} or before"
             )
         if end > len(self._data):
-            more = min(max(end - len(self._data), _READ_BYTES), self._limit - len(self._data))
+            wanted = max(end - len(self._data), _READ_BYTES, len(self._data) // 2)
+            more = min(wanted, self._limit - len(self._data))
             self._data += self.file.read(len(self._data), more)
         self.at = end
         return start
@@ -339,8 +343,3 @@ class _Reader:
         if not all(0 < size <= 8 * self.file.nbytes for size in sizes) or sizes[0] % kind.block:
             raise self.unsound(f"{shown(name)} has the dimensions {sizes} of type {kind.name}")
         return TensorEntry(kind, tuple(reversed(sizes)), offset)
-
-
-def shown(name: str) -> str:
-    """A name from the file as a short piece of ASCII for a message."""
-    return ascii(name)[1:-1][:80]

@@ -7,7 +7,6 @@ converter moved go back to their place.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -25,23 +24,20 @@ from ondevice.converters.architectures.tensors import (
     LayerNames,
     tensor_shapes,
 )
-from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceFile, SourceTensor, printable, shown
 from ondevice.converters.checkpoints.gguf_file import (
-    MAX_TENSORS,
     GgufHeader,
     TensorEntry,
     Value,
     read_header,
-    shown,
 )
+from ondevice.converters.checkpoints.gguf_parts import PART, Part, open_parts
 from ondevice.converters.checkpoints.gguf_tensor import source_tensor
 from ondevice.converters.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.errors import CheckpointError, UnsupportedModelError
 from ondevice.model_config import ModelConfig, RopeSpec
 
-PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-MAX_PARTS = 512
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor that rotary frequencies are divided by."""
 
@@ -116,26 +112,34 @@ _HARMLESS = (
 
 
 @dataclass(frozen=True)
-class _Part:
-    file: SourceFile
-    header: GgufHeader
-
-
-@dataclass(frozen=True)
 class _Stored:
     file: SourceFile
     entry: TensorEntry
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """A GGUF file as a Checkpoint, with all its parts if it is one of several, whichever is named.
+    """A GGUF file of a disk. It may be a link that leads anywhere, as it was named. See `open_gguf_of`."""
+    return open_gguf_of(SourceFolder(path.absolute().parent), path.name, lambda name: SourceFile(path))
+
+
+def open_gguf_of(
+    folder: SourceFolder, name: str, opened: Callable[[str], SourceFile] | None = None
+) -> Checkpoint:
+    """A GGUF file of a folder, with all its parts if it is one of several, whichever is named.
+
+    opened: opens the named one, if the folder isn't to.
 
     Raises CheckpointError if the file is damaged or parts are missing, UnsupportedModelError if the model,
     its tokenizer or a type of its tensors isn't known here.
     """
-    folder = SourceFolder(path.absolute().parent)
     with ExitStack() as refused:
-        parts = _parts(path, folder, refused)
+
+        def opened_part(part: str) -> Part:
+            source = opened(part) if opened is not None and part == name else folder.open(part)
+            file = refused.enter_context(closing(source))
+            return Part(file, read_header(file))
+
+        parts = open_parts(name, opened_part)
         stored = _stored_tensors(parts)
         header = parts[0].header
         family = _family(header)
@@ -143,9 +147,10 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors = _selected(header, family, config, stored)
         tokenizer = read_gguf_tokenizer(header, folder, config.vocab_size)
         refused.pop_all()
-    part = PART.fullmatch(path.name)
+    part = PART.fullmatch(name)
+    whole = f"{part['stem']}.gguf" if part else name
     return Checkpoint(
-        name=printable(part["stem"] if part else path.stem),
+        name=printable(folder.repository_file(whole) or Path(whole).stem),
         source_format="gguf",
         config=config,
         tensors=tensors,
@@ -154,48 +159,7 @@ def open_gguf(path: Path) -> Checkpoint:
     )
 
 
-def _parts(path: Path, folder: SourceFolder, opened: ExitStack) -> list[_Part]:
-    """The opened parts of a model, in order; only the first keeps its metadata. opened: closes them."""
-
-    def opened_part(real: Path) -> _Part:
-        file = opened.enter_context(closing(SourceFile(real)))
-        return _Part(file, read_header(file))
-
-    match = PART.fullmatch(path.name)
-    if match is None:
-        part = opened_part(path)
-        if (part.header.integer("split.count") or 1) > 1:
-            raise CheckpointError(
-                f"{path.name} is one of {part.header.integer('split.count')} parts, whose names must end in "
-                "-00001-of-00003.gguf and so on, all in one folder; give them their own names back"
-            )
-        return [part]
-    count = int(match["count"])
-    if not 1 <= count <= MAX_PARTS:
-        raise CheckpointError(f"{path.name} would have {count} parts; 1 to {MAX_PARTS} are possible")
-    parts = []
-    for number in range(1, count + 1):
-        name = f"{match['stem']}-{number:05d}-of-{count:05d}.gguf"
-        part = opened_part(path if name == path.name else folder.file(name))
-        header = part.header
-        if (header.integer("split.no"), header.integer("split.count")) != (number - 1, count):
-            raise CheckpointError(
-                f"{name} says that it is part {header.integer('split.no')} (from 0) of "
-                f"{header.integer('split.count')}; download the parts again"
-            )
-        parts.append(part if number == 1 else _Part(part.file, replace(header, metadata={})))
-        if sum(len(part.header.tensors) for part in parts) > MAX_TENSORS:
-            raise CheckpointError(f"the parts of {match['stem']} have more than {MAX_TENSORS} tensors")
-    total = parts[0].header.integer("split.tensors.count")
-    found = sum(len(part.header.tensors) for part in parts)
-    if total is not None and total != found:
-        raise CheckpointError(
-            f"the parts of {match['stem']} have {found} tensors of {total}; download them again"
-        )
-    return parts
-
-
-def _stored_tensors(parts: list[_Part]) -> dict[str, _Stored]:
+def _stored_tensors(parts: list[Part]) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for part in parts:
         for name, entry in part.header.tensors.items():

@@ -78,6 +78,10 @@ class QuantizedTensor:
         return int(digits[0]) if digits else 0
 
     @property
+    def row_unit(self) -> int:
+        return self.interleaved_head_dim or 1
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         return (self.file,)
 
@@ -101,9 +105,8 @@ class QuantizedTensor:
         values = np.empty((min(step, rows), (last - first) * block), dtype=np.float32)
         for row in range(0, rows, step):
             count = min(step, rows - row)
-            for i in range(count):
-                at = (row + i) * self._row_bytes + first * self.type.nbytes
-                self.file.read_into(self.offset + at, stored[i])
+            at = self.offset + row * self._row_bytes + first * self.type.nbytes
+            self.file.read_columns(at, self._row_bytes, stored[:count])
             self._decode(stored[:count], values[:count])
             out[row : row + count] = values[:count, start - first * block : stop - first * block]
         return out

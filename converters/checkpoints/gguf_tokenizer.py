@@ -17,8 +17,8 @@ import numpy as np
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.converters.checkpoints import sentencepiece_model as proto
-from ondevice.converters.checkpoints.base import TokenizerFiles
-from ondevice.converters.checkpoints.gguf_file import GgufHeader, shown
+from ondevice.converters.checkpoints.base import TokenizerFiles, shown
+from ondevice.converters.checkpoints.gguf_file import GgufHeader
 from ondevice.converters.checkpoints.gguf_splitting import SPLITTINGS, Splitting
 from ondevice.converters.checkpoints.source_folder import SourceFolder
 from ondevice.converters.checkpoints.tokenizer_files import check_usable, checked_template, read_tokenizer
@@ -131,7 +131,9 @@ def _sentencepiece(
             "here; put the model's tokenizer.json beside the file"
         )
     scores = header.numbers(f"{_PREFIX}.scores")
-    if scores is None or len(scores) < len(tokens) or not np.isfinite(scores.astype(np.float32)).all():
+    with np.errstate(over="ignore"):
+        finite = scores is not None and np.isfinite(scores.astype(np.float32)).all()
+    if scores is None or len(scores) < len(tokens) or not finite:
         raise header.wrong(f"{_PREFIX}.scores", f"a finite score for each of {len(tokens)} tokens")
     adds_space = header.boolean(f"{_PREFIX}.add_space_prefix")
     strips = header.boolean(f"{_PREFIX}.remove_extra_whitespaces")

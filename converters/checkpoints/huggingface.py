@@ -16,7 +16,7 @@ from ondevice.bundle.manifest import GENERATION_RANGES
 from ondevice.config import LEAST_TEMPERATURE
 from ondevice.converters.architectures.registry import describe
 from ondevice.converters.architectures.tensors import EMBEDDING, HEAD, tensor_shapes
-from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, printable
+from ondevice.converters.checkpoints.base import Checkpoint, SourceTensor, printable, shown
 from ondevice.converters.checkpoints.mlx_folder import (
     COPY_KEY,
     KEY,
@@ -33,6 +33,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 1 << 20
 """Most bytes of `config.json` and `generation_config.json`, which have a few kilobytes."""
+
+MAX_SHARDS = 1 << 11
+MAX_TENSORS = 1 << 17
+"""Most tensors of all shards together; the largest models have 100,000, of experts."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,15 +111,24 @@ def _sharded_tensors(folder: SourceFolder, weight_map: Any, opened: ExitStack) -
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{INDEX} has no weight_map of tensor names to files; download it again")
     shards = {}
-    for name in sorted(set(weight_map.values())):
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_SHARDS:
+        raise CheckpointError(f"{INDEX} lists {len(names)} files; the most is {MAX_SHARDS}")
+    count = 0
+    for name in names:
         if not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{INDEX} lists {name!a}, which isn't a safetensors file; download it again"
+                f"{INDEX} lists {shown(name)}, which isn't a safetensors file; download it again"
             )
         shards[name] = read_tensors(opened.enter_context(closing(folder.open(name))))
+        count += len(shards[name])
+        if count > MAX_TENSORS:
+            raise CheckpointError(f"the files that {INDEX} lists have more than {MAX_TENSORS} tensors")
     for name, shard_name in weight_map.items():
         if name not in shards[shard_name]:
-            raise CheckpointError(f"{shard_name} has no {name}, which {INDEX} says it has; download it again")
+            raise CheckpointError(
+                f"{shard_name} has no {shown(name)}, which {INDEX} says it has; download it again"
+            )
     return _merged(shards)
 
 
@@ -127,7 +140,8 @@ def _merged(shards: dict[str, dict[str, RawTensor]]) -> dict[str, RawTensor]:
             if name in tensors:
                 other = tensors[name].file.path.name
                 raise CheckpointError(
-                    f"{other} and {shard_name} both hold {name}; which is meant isn't known; download both"
+                    f"{other} and {shard_name} both hold {shown(name)}; which is meant isn't known; download "
+                    "both"
                 )
             tensors[name] = tensor
     return tensors
@@ -177,4 +191,4 @@ def _check_tied(head: SourceTensor, embedding: SourceTensor) -> None:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return ", ".join(map(shown, names[:3])) + (", ..." if len(names) > 3 else "")

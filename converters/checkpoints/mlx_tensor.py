@@ -64,6 +64,10 @@ class MlxTensor:
         return self.bits
 
     @property
+    def row_unit(self) -> int:
+        return 1
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         files = {part.file.path: part.file for part in self._parts}
         return tuple(files.values())
@@ -93,7 +97,7 @@ class MlxTensor:
             if bits == 4:
                 codes = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
         scales, biases = (
-            np.repeat(self._floats(part, start, stop), self.group // size, axis=1)
+            np.repeat(self._floats(part, start, stop, 0, self.scales.shape[1]), self.group // size, axis=1)
             for part in (self.scales, self.biases)
         )
         return padded_codes(codes, scales, biases, RowLayout(self.shape[1], *stored))
@@ -128,17 +132,21 @@ class MlxTensor:
             # What overflows here is refused by the quantiser, which names the tensor.
             with np.errstate(over="ignore", invalid="ignore", under="ignore"):
                 if self.biases is None:
-                    scales = self._powers(row, end)[:, first:last, None]
+                    scales = self._powers(row, end, first, last)[:, :, None]
                     np.multiply(E2M1[q].reshape(values.shape), scales, out=values)
                     continue
-                scales = self._floats(self.scales, row, end)[:, first:last, None]
+                scales = self._floats(self.scales, row, end, first, last)[:, :, None]
                 np.multiply(q.reshape(values.shape), scales, out=values, dtype=np.float32)
-                values += self._floats(self.biases, row, end)[:, first:last, None]
+                values += self._floats(self.biases, row, end, first, last)[:, :, None]
         return out
 
-    def _floats(self, part: RawTensor, start: int, stop: int) -> NDArray[np.float32]:
-        """(stop - start, G) scales or biases. Raises CheckpointError if one isn't finite."""
-        stored = part.row_bytes(start, stop).view(NUMPY_TYPES[part.dtype])  # type: ignore[index]
+    def _floats(self, part: RawTensor, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
+        """Scales or biases of rows [start, stop) and groups [first, last).
+
+        Raises CheckpointError if one isn't finite.
+        """
+        dtype = NUMPY_TYPES[part.dtype]  # type: ignore[index]
+        stored = part.row_bytes(start, stop, first * dtype.itemsize, last * dtype.itemsize).view(dtype)
         values = to_float32(stored)
         if not np.isfinite(values).all():
             raise CheckpointError(
@@ -146,9 +154,9 @@ class MlxTensor:
             )
         return values
 
-    def _powers(self, start: int, stop: int) -> NDArray[np.float32]:
-        """(stop - start, G) scales of mxfp4, powers of two. Raises CheckpointError for the code of NaN."""
-        exponents = self.scales.row_bytes(start, stop)
+    def _powers(self, start: int, stop: int, first: int, last: int) -> NDArray[np.float32]:
+        """Scales of mxfp4, powers of two, of the same. Raises CheckpointError for the code of NaN."""
+        exponents = self.scales.row_bytes(start, stop, first, last)
         if (exponents == _E8M0_NAN).any():
             raise CheckpointError(
                 f"{self.scales.name} holds {_E8M0_NAN}, which means NaN; the checkpoint is damaged, download "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ondevice.bundle.layout import MANIFEST
 from ondevice.converters.checkpoints.base import Checkpoint
-from ondevice.converters.checkpoints.gguf_model import PART, open_gguf
+from ondevice.converters.checkpoints.gguf_model import open_gguf
+from ondevice.converters.checkpoints.gguf_parts import gguf_models
 from ondevice.converters.checkpoints.huggingface import INDEX, SINGLE, open_huggingface
 from ondevice.converters.checkpoints.llama2c import is_llama2c, open_llama2c
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -28,12 +30,12 @@ def open_checkpoint(source: Path) -> Checkpoint:
         return _open_file(source)
     if not source.is_dir():
         raise CheckpointError(f"{source} is neither a folder nor a regular file; it is no checkpoint")
-    models = _gguf_models(source)
+    models = [source / files[0] for files in _gguf_files(source).values()]
     has_config = (source / "config.json").exists() or (source / "config.json").is_symlink()
     has_weights = any((source / name).is_symlink() or (source / name).exists() for name in (SINGLE, INDEX))
     if has_config and (has_weights or not models):
         return open_huggingface(SourceFolder(source))
-    if (source / "bundle.json").exists():
+    if (source / MANIFEST).exists():
         raise UnsupportedModelError(f"{source} is a bundle already; it needs no conversion")
     if models:
         if len(models) > 1:
@@ -51,14 +53,9 @@ def open_checkpoint(source: Path) -> Checkpoint:
     raise CheckpointError(f"{source} has no config.json; it isn't a Hugging Face folder, or isn't complete")
 
 
-def _gguf_models(folder: Path) -> list[Path]:
-    """A folder's GGUF models by name, each by its first part. Encoders of images (`mmproj`) aren't models."""
-    models: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.gguf")):
-        part = PART.fullmatch(path.name)
-        if path.is_file() and not path.name.startswith("mmproj"):
-            models.setdefault(part["stem"] if part else path.name, path)
-    return list(models.values())
+def _gguf_files(folder: Path) -> dict[str, list[str]]:
+    """The GGUF models of a folder. Links may lead out of it; nothing is opened here."""
+    return gguf_models(path.name for path in folder.glob("*.gguf") if path.is_file())
 
 
 def _open_file(path: Path) -> Checkpoint:

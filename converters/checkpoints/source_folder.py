@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.bundle.strict_json import unique_keys
-from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.checkpoints.base import SourceFile, shown
 from ondevice.errors import CheckpointError, ModelNotFoundError, reading_failed
 
 MAX_JSON_BYTES = 16 << 20
@@ -28,16 +28,30 @@ class SourceFolder:
         except (OSError, RuntimeError) as error:
             raise ModelNotFoundError(f"no checkpoint at {path}") from error
         self._allowed = [self._real]
-        if self._real.parent.name == "snapshots":
-            self._allowed.append(self._real.parent.parent / "blobs")
+        self._snapshot = next(
+            (p for p in (self._real, *self._real.parents) if p.parent.name == "snapshots"), None
+        )
+        if self._snapshot is not None:
+            self._allowed.append(self._snapshot.parent.parent / "blobs")
 
     @property
     def name(self) -> str:
         """The folder's name; for a Hugging Face cache, the repository and the start of the revision."""
-        repository = self._real.parent.parent.name
-        if self._real.parent.name == "snapshots" and repository.startswith("models--"):
-            return f"{repository.removeprefix('models--').replace('--', '/')}@{self._real.name[:8]}"
-        return self._real.name
+        return self._revision() or self._real.name
+
+    def repository_file(self, name: str) -> str:
+        """The name of a file with its repository and revision; empty for a folder that is of none."""
+        revision = self._revision()
+        if not revision or self._snapshot is None:
+            return ""
+        return f"{revision}:{(self._real / name).relative_to(self._snapshot).as_posix()}"
+
+    def _revision(self) -> str:
+        """The repository and the start of the revision that a Hugging Face cache has the folder by, or ''."""
+        if self._snapshot is None or not self._snapshot.parent.parent.name.startswith("models--"):
+            return ""
+        repository = self._snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+        return f"{repository}@{self._snapshot.name[:8]}"
 
     def names(self) -> list[str]:
         """Names of all entries, sorted."""
@@ -54,13 +68,13 @@ class SourceFolder:
         """
         if not name or name in (".", "..") or any(mark in name for mark in ("/", "\\", "\0", ":")):
             raise CheckpointError(
-                f"{name!a} is not the name of a file in {self.path}; download the checkpoint again, from a "
-                "source you trust"
+                f"'{shown(name)}' is not the name of a file in {self.path}; download the checkpoint again, "
+                "from a source you trust"
             )
         try:
             real = (self.path / name).resolve(strict=True)
         except (OSError, RuntimeError, UnicodeEncodeError) as error:
-            raise CheckpointError(f"{self.path} has no {name}; is the download complete?") from error
+            raise CheckpointError(f"{self.path} has no {shown(name)}; is the download complete?") from error
         if real.parent not in self._allowed:
             raise CheckpointError(
                 f"{name} is a link that leads out of {self.path}; put the file itself there, or convert the "

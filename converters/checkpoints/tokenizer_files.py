@@ -16,6 +16,7 @@ from typing import Any
 from ondevice.bundle.layout import CHAT_TEMPLATE, TOKENIZER_FILES
 from ondevice.bundle.manifest import MAX_BLOB_BYTES, TokenizerInfo, TokenizerKind
 from ondevice.chat_template import MAX_TEMPLATE_CHARS
+from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.added_tokens import with_added_tokens
 from ondevice.converters.checkpoints.base import TokenizerFiles
 from ondevice.converters.checkpoints.source_folder import SourceFolder
@@ -250,5 +251,5 @@ def _token_text(value: object) -> str | None:
 def _token_ids(value: object, where: str, vocab_size: int) -> list[int]:
     ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids) or len(ids) > MAX_ENDS:
-        raise CheckpointError(f"{where} is {str(value)[:60]}; it must be ids below vocab_size {vocab_size}")
+        raise CheckpointError(f"{where} is {shown(value)}; it must be ids below vocab_size {vocab_size}")
     return ids

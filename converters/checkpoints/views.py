@@ -45,6 +45,10 @@ class _View:
         return self.source.code_format
 
     @property
+    def row_unit(self) -> int:
+        return self.source.row_unit
+
+    @property
     def files(self) -> tuple[SourceFile, ...]:
         return self.source.files
 
@@ -57,12 +61,17 @@ class RowsOf(_View):
     """The rows `picks` of a matrix, or the values `picks` of a vector.
 
     A block of rows is read with all that lie between its first and its last in `source`, so neighbours should
-    stay near each other.
+    stay near each other. unit: rows that trade places only among themselves.
     """
 
     name: str
     source: SourceTensor
     picks: NDArray[np.int64]
+    unit: int = 1
+
+    @property
+    def row_unit(self) -> int:
+        return self.unit
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -65,6 +65,10 @@ class RemoteUrl:
     repository: str
     what: str
     """The file's name, or what else is there."""
+    commit: str = ""
+    """The commit that the URL names, if it names one."""
+    identity: str = ""
+    """The hash that the hub has listed the file with, if any."""
 
 
 class Attempts:
@@ -110,9 +114,10 @@ class HubClient:
         """waits: the waits between them in seconds, if not RETRY_SECONDS."""
         return Attempts(source, waits or RETRY_SECONDS, self.stopped)
 
-    def file(self, repository: str, name: str, commit: str) -> RemoteUrl:
+    def file(self, repository: str, name: str, commit: str, identity: str = "") -> RemoteUrl:
+        """identity: as in RemoteUrl; what the hub says of another is refused."""
         url = hf_hub_url(repository, name, revision=commit, endpoint=self.endpoint)
-        return RemoteUrl(url, repository, name)
+        return RemoteUrl(url, repository, name, commit, identity)
 
     def description(self, repository: str) -> Any:
         """The hub's JSON description of a repository, with its files and their sizes."""
@@ -195,7 +200,13 @@ class HubClient:
                 f"{source.repository} isn't here, and HF_HUB_OFFLINE forbids to ask the hub for it; "
                 "unset it, or give the path of a downloaded copy"
             ) from error
-        except (self._http.TooManyRedirects, self._http.InvalidURL, self._http.UnsupportedProtocol) as error:
+        except (
+            self._http.TooManyRedirects,
+            self._http.InvalidURL,
+            self._http.UnsupportedProtocol,
+            # A host's name that can't be one.
+            ValueError,
+        ) as error:
             raise DownloadError(
                 f"{source.what} of {source.repository}: the server's redirects lead nowhere ({error})"
             ) from error
@@ -214,10 +225,13 @@ class HubClient:
             raise BrokenConnectionError(f"the server answers {status}", _asked_wait(response.headers))
         if status not in (200, 206):
             raise _refusal(source, status, code, self.endpoint)
-        if self.endpoint.startswith("https:") and response.url.scheme != "https":
+        answers = (*response.history, response)
+        if self.endpoint.startswith("https:") and any(answer.url.scheme != "https" for answer in answers):
             raise DownloadError(
                 f"{source.what} of {source.repository}: redirected to where nothing is encrypted"
             )
+        for answer in answers:
+            _check_version(source, answer.headers)
         if response.headers.get("content-encoding", "identity") != "identity":
             raise DownloadError(
                 f"{source.what} of {source.repository} comes compressed, though not asked for"
@@ -284,10 +298,32 @@ class PartStream:
         self._response.close()
 
 
+def _check_version(source: RemoteUrl, headers: Any) -> None:
+    """Raises CheckpointError if an answer of the hub is of another commit, or another file, than was listed.
+
+    Answers of the hosts that files lie on say neither.
+    """
+    commit = headers.get("x-repo-commit", "")
+    tag = headers.get("x-linked-etag") or (headers.get("etag", "") if commit else "")
+    hashed = tag.removeprefix("W/").strip('"')
+    is_other = len(hashed) == len(source.identity) and hashed != source.identity
+    if source.commit and (commit not in ("", source.commit) or is_other):
+        raise CheckpointError(
+            f"{source.what} of {source.repository} isn't the file that the hub listed: it has been replaced, "
+            "or the hub contradicts itself; run the same command again"
+        )
+
+
 def _asked_wait(headers: Any) -> float:
     """Seconds that an answer asks to wait: as Retry-After, or as the hub tells when its limits are reset."""
     found = _SECONDS.fullmatch(headers.get("retry-after", "")) or _RESET.search(headers.get("ratelimit", ""))
     return float(found[1]) if found else 0.0
+
+
+def http_errors() -> tuple[type[Exception], ...]:
+    """What huggingface_hub lets through of its HTTP library's errors."""
+    library = _http_library(get_session())
+    return library.HTTPError, library.StreamError, library.InvalidURL
 
 
 def _http_library(session: object) -> Any:

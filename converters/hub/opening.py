@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    constants,
+    get_hf_file_metadata,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from ondevice.converters.checkpoints.base import Checkpoint
 from ondevice.converters.checkpoints.opening import open_checkpoint
-from ondevice.converters.hub.client import HubClient
+from ondevice.converters.hub.client import HubClient, http_errors
 from ondevice.converters.hub.repository import Listing, open_listed, parse_listing
 from ondevice.errors import DownloadError
 
@@ -36,14 +42,16 @@ class OpenedRepository:
     is_kept: bool
 
 
-def open_repository(repository: str, spool_folder: Path) -> OpenedRepository:
+def open_repository(repository: str, file: str, spool_folder: Path) -> OpenedRepository:
     """Open a repository at its newest commit: from the hub's cache if that has it all, else over the network.
+
+    file: a GGUF file of it; empty for the repository's own safetensors.
 
     Raises ModelNotFoundError if it doesn't exist or may not be had, DownloadError if the hub isn't reached,
     UnsupportedModelError and CheckpointError for what can't be converted.
     """
     client = HubClient()
-    listing = parse_listing(repository, client.description(repository))
+    listing = replace(parse_listing(repository, client.description(repository)), file=file)
     checkpoint, needed = open_listed(client, listing, spool_folder)
     kept = cached(needed)
     if kept is None:
@@ -53,14 +61,19 @@ def open_repository(repository: str, spool_folder: Path) -> OpenedRepository:
 
 
 def cached(listing: Listing) -> Path | None:
-    """The folder of a repository's files in the hub's cache, if it has all of them."""
+    """The checkpoint of a repository in the hub's cache, if that has all of its files."""
     found = {
         name: try_to_load_from_cache(listing.repository, name, revision=listing.commit)
         for name in listing.files
     }
     if not all(isinstance(path, str) for path in found.values()):
         return None
-    return Path(str(found["config.json"])).parent
+    return _checkpoint(listing.file, str(found[listing.file or "config.json"]))
+
+
+def _checkpoint(file: str, cached_file: str) -> Path:
+    """What to open: the GGUF file that is meant, or the folder of `config.json`."""
+    return Path(cached_file) if file else Path(cached_file).parent
 
 
 def cache_folder() -> Path:
@@ -73,35 +86,59 @@ def hub_is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def cached_offline(repository: str) -> Path | None:
-    """The folder of what the hub's cache holds of a repository, for when nobody can ask if that is all."""
-    found = try_to_load_from_cache(repository, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+def cached_offline(repository: str, file: str) -> Path | None:
+    """What the hub's cache holds of a repository or a GGUF file of it.
+
+    It is for when nobody can ask whether that is all.
+    """
+    found = try_to_load_from_cache(repository, file or "config.json")
+    return _checkpoint(file, found) if isinstance(found, str) else None
 
 
 def download(listing: Listing, on_file: OnFile) -> Path:
-    """Download a repository's files into the hub's cache, and return their folder there.
+    """Download a repository's files into the hub's cache, and return the checkpoint there.
 
     What an interrupted download left is used. Raises DownloadError.
     """
     total = sum(file.nbytes for file in listing.files.values())
-    done, folder = 0, Path()
-    # Asked for by the branch's name too, a file makes the cache note its commit, for `cached_offline`.
-    wanted = [(name, listing.commit) for name in sorted(listing.files)] + [("config.json", "main")]
-    for name, revision in wanted:
+    done, first, found = 0, listing.file or "config.json", ""
+    for name in sorted(listing.files):
         on_file(name, done, total)
-        try:
-            with _without_bars():
-                path = hf_hub_download(listing.repository, name, revision=revision)
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            raise DownloadError(
-                f"{name} of {listing.repository} couldn't be downloaded: {str(error)[:300]}; check the "
-                "network, then run the same command again"
-            ) from error
-        if revision == listing.commit:
-            folder = Path(path).parent
-            done += listing.files[name].nbytes
-    return folder
+        path = _downloaded(listing, name, listing.commit)
+        found = path if name == first else found
+        done += listing.files[name].nbytes
+    # Asked for by the branch's name too, a file makes the cache note its commit, for `cached_offline`. All is
+    # here already, so that nothing is lost if that fails.
+    with suppress(DownloadError):
+        if _newest_commit(listing) == listing.commit:
+            _downloaded(listing, first, "main")
+    return _checkpoint(listing.file, found)
+
+
+def _downloaded(listing: Listing, name: str, revision: str) -> str:
+    with _download_errors(listing, name), _without_bars():
+        return str(hf_hub_download(listing.repository, name, revision=revision))
+
+
+def _newest_commit(listing: Listing) -> str | None:
+    """The commit that the hub has now. A newer one's file would be downloaded if it were asked for."""
+    name = listing.file or "config.json"
+    with _download_errors(listing, name):
+        found: str | None = get_hf_file_metadata(hf_hub_url(listing.repository, name)).commit_hash
+        return found
+
+
+@contextmanager
+def _download_errors(listing: Listing, name: str) -> Iterator[None]:
+    # The library for Xet's storage raises RuntimeError, a name that no host can have ValueError.
+    others = (HfHubHTTPError, LocalEntryNotFoundError, OSError, RuntimeError, ValueError)
+    try:
+        yield
+    except (*others, *http_errors()) as error:
+        raise DownloadError(
+            f"{name} of {listing.repository} couldn't be downloaded: {str(error)[:300]}; check the "
+            "network, then run the same command again"
+        ) from error
 
 
 @contextmanager

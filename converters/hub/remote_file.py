@@ -56,7 +56,8 @@ class RemoteFile(SourceFile):
         """Nothing needs to be opened before it is read."""
 
     def expect(self, tensors: Mapping[str, tuple[int, int]]) -> None:
-        """A read goes on to the end of its tensor, for the reads that follow."""
+        """A read goes on to the end of its tensor, for the reads that follow. The header isn't kept."""
+        self._head = b""
         self._tensors = sorted((start, stop, name) for name, (start, stop) in tensors.items() if stop > start)
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -12,12 +12,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ondevice.converters.architectures.config_reader import shown
 from ondevice.converters.checkpoints.base import Checkpoint, SourceFile
+from ondevice.converters.checkpoints.gguf_model import open_gguf_of
+from ondevice.converters.checkpoints.gguf_parts import gguf_models
 from ondevice.converters.checkpoints.huggingface import open_huggingface
 from ondevice.converters.checkpoints.source_folder import MAX_JSON_BYTES, SourceFolder
-from ondevice.converters.hub.client import HubClient
+from ondevice.converters.hub.client import HubClient, RemoteUrl
 from ondevice.converters.hub.remote_file import RemoteFile, Spool
-from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
+from ondevice.units import format_bytes
 
 FILES = (
     "*.safetensors",
@@ -31,11 +35,18 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Files that a conversion reads: no code and no pickles."""
+"""Files that a conversion reads, beside GGUF files: no code and no pickles."""
 MAX_FILES = 20_000
 MAX_FILE_BYTES = 1 << 42
 """Most bytes of a listed file."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}", re.ASCII)
+_PART = r"[A-Za-z0-9][\w.-]{0,199}"
+_NAME = re.compile(_PART, re.ASCII)
+_GGUF_NAME = re.compile(rf"(?:{_PART}/){{0,4}}{_PART}\.gguf", re.ASCII)
+"""GGUF files in folders too, as many repositories have a folder for each quantisation."""
+SHOWN_MODELS = 40
+"""Most GGUF models that an error lists."""
+_USUAL = ("q4_k_m", "q4_0", "q8_0")
+"""Parts of names of the quantisations that are suggested first."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _IDENTITY = re.compile(r"[0-9a-f]{40,64}")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -51,12 +62,16 @@ class ListedFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """What the hub says of a repository. others: names of files that no conversion reads, for messages."""
+    """What the hub says of a repository.
+
+    others: names of files that no conversion reads, for messages. file: the GGUF file that is meant, if any.
+    """
 
     repository: str
     commit: str
     files: Mapping[str, ListedFile]
     others: tuple[str, ...]
+    file: str = ""
 
 
 def parse_listing(repository: str, answer: Any) -> Listing:
@@ -77,9 +92,13 @@ def parse_listing(repository: str, answer: Any) -> Listing:
     others = []
     for entry in entries:
         name = entry.get("rfilename") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str):
             continue
-        if any(fnmatchcase(name, pattern) for pattern in FILES):
+        if _GGUF_NAME.fullmatch(name):
+            files[name] = _listed(repository, name, entry)
+        elif not _NAME.fullmatch(name):
+            continue
+        elif any(fnmatchcase(name, pattern) for pattern in FILES):
             files[name] = _listed(repository, name, entry)
         else:
             others.append(name)
@@ -90,7 +109,7 @@ def _listed(repository: str, name: str, entry: dict[str, Any]) -> ListedFile:
     nbytes = entry.get("size")
     if type(nbytes) is not int or not 0 <= nbytes <= MAX_FILE_BYTES:
         raise CheckpointError(
-            f"the hub lists {name} of {repository} with the size {str(nbytes)[:40]}, which no file has"
+            f"the hub lists {name} of {repository} with the size {shown(nbytes)}, which no file has"
         )
     stored = entry.get("lfs")
     found = stored.get("sha256") if isinstance(stored, dict) else entry.get("blobId")
@@ -98,11 +117,13 @@ def _listed(repository: str, name: str, entry: dict[str, Any]) -> ListedFile:
 
 
 class RemoteFolder(SourceFolder):
-    """A repository as a SourceFolder. `path` is the repository's id, for messages."""
+    """A repository, or a folder of it, as a SourceFolder. `path` is the repository's id, for messages."""
 
-    def __init__(self, client: HubClient, listing: Listing, spool: Spool) -> None:
+    def __init__(self, client: HubClient, listing: Listing, spool: Spool, folder: str = "") -> None:
+        """folder: with a slash at its end; empty for the whole."""
         # The base's own constructor looks for a folder on a disk.
-        self.path = Path(listing.repository)
+        self.path = Path(listing.repository) / folder
+        self._folder = folder
         self._client = client
         self._listing = listing
         self._spool = spool
@@ -113,11 +134,14 @@ class RemoteFolder(SourceFolder):
     def name(self) -> str:
         return f"{self._listing.repository}@{self._listing.commit[:8]}"
 
+    def repository_file(self, name: str) -> str:
+        return f"{self.name}:{self._folder}{name}"
+
     def names(self) -> list[str]:
         return sorted((*self._listing.files, *self._listing.others))
 
     def has(self, name: str) -> bool:
-        return name in self._listing.files
+        return self._folder + name in self._listing.files
 
     def read(self, name: str, limit: int = MAX_JSON_BYTES) -> bytes:
         listed = self._file(name)
@@ -133,19 +157,21 @@ class RemoteFolder(SourceFolder):
 
     def open(self, name: str) -> SourceFile:
         listed = self._file(name)
-        identity = listed.identity or f"{self.name} {name}"
+        identity = listed.identity or self.repository_file(name)
         return RemoteFile(self._client, self._url(name), listed.nbytes, identity, self._spool)
 
-    def _url(self, name: str) -> Any:
-        return self._client.file(self._listing.repository, name, self._listing.commit)
+    def _url(self, name: str) -> RemoteUrl:
+        file = self._folder + name
+        identity = self._listing.files[file].identity
+        return self._client.file(self._listing.repository, file, self._listing.commit, identity)
 
     def _file(self, name: str) -> ListedFile:
-        if name not in self._listing.files:
+        if not self.has(name):
             raise CheckpointError(
                 f"{self.path} has no {name[:80]!a} that can be read; the repository isn't complete"
             )
-        self.read_names.add(name)
-        return self._listing.files[name]
+        self.read_names.add(self._folder + name)
+        return self._listing.files[self._folder + name]
 
 
 def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> tuple[Checkpoint, Listing]:
@@ -154,12 +180,18 @@ def open_listed(client: HubClient, listing: Listing, spool_folder: Path) -> tupl
     Small files and headers are read, weights aren't. spool_folder: where the columns of very large matrices
     are kept while they are read.
 
-    Raises UnsupportedModelError for a repository without safetensors or of an unknown architecture, and
-    CheckpointError for one that is damaged.
+    Raises UnsupportedModelError for a repository without safetensors or of an unknown architecture,
+    ModelNotFoundError for a GGUF file that it doesn't have, and CheckpointError for what is damaged.
     """
-    _check_kinds(listing)
-    folder = RemoteFolder(client, listing, Spool(spool_folder))
-    checkpoint = open_huggingface(folder)
+    if listing.file:
+        _check_file(listing)
+        place, slash, name = listing.file.rpartition("/")
+        folder = RemoteFolder(client, listing, Spool(spool_folder), place + slash)
+        checkpoint = open_gguf_of(folder, name)
+    else:
+        _check_kinds(listing)
+        folder = RemoteFolder(client, listing, Spool(spool_folder))
+        checkpoint = open_huggingface(folder)
     needed = {name: listing.files[name] for name in sorted(folder.read_names)}
     return checkpoint, replace(listing, files=needed)
 
@@ -169,12 +201,10 @@ def _check_kinds(listing: Listing) -> None:
     where, names = listing.repository, listing.others
     if any(name.endswith(".safetensors") for name in listing.files) and "config.json" in listing.files:
         return
-    gguf = [name for name in names if name.endswith(".gguf")]
+    gguf = gguf_models(listing.files)
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if gguf:
-        raise UnsupportedModelError(
-            f"{where} holds GGUF files, such as {gguf[0]}: {gguf_remedy(where, gguf[0])}"
-        )
+        raise UnsupportedModelError(f"{where} holds GGUF files; name the one to take{_choices(listing)}")
     if pickles:
         raise UnsupportedModelError(
             f"{where} has its weights in {pickles[0]}, a pickle, which can run code when it is opened, so it "
@@ -187,9 +217,25 @@ def _check_kinds(listing: Listing) -> None:
     raise UnsupportedModelError(f"{where} has no safetensors files; look for another repository of the model")
 
 
-def gguf_remedy(repository: str, name: str) -> str:
-    """What to do with a GGUF file of the hub."""
-    return (
-        "those are opened from disk, not from the hub. Name a repository of the model with safetensors "
-        f"files, or fetch the file yourself: hf download {repository} {name}"
-    )
+def _check_file(listing: Listing) -> None:
+    """Raises ModelNotFoundError if a repository doesn't have the GGUF file that is meant."""
+    if listing.file in listing.files:
+        return
+    where = f"{listing.repository} has no {listing.file}"
+    if not gguf_models(listing.files):
+        raise ModelNotFoundError(f"{where}, nor any other GGUF file; `{listing.repository}` names all of it")
+    raise ModelNotFoundError(f"{where}; name one that it has{_choices(listing)}")
+
+
+def _choices(listing: Listing) -> str:
+    """The end of a message: a line to type, then the GGUF models of a repository with their sizes."""
+    models = list(gguf_models(listing.files).values())
+    usual = [files[0] for kind in _USUAL for files in models if kind in files[0].lower()]
+    lines = [f", as in `ondevice chat {listing.repository}:{(usual or models[0])[0]}`"]
+    for files in models[:SHOWN_MODELS]:
+        size = format_bytes(sum(listing.files[name].nbytes for name in files))
+        parts = f" in {len(files)} parts" if len(files) > 1 else ""
+        lines.append(f"  {size:>9}  {listing.repository}:{files[0]}{parts}")
+    if len(models) > SHOWN_MODELS:
+        lines.append(f"  and {len(models) - SHOWN_MODELS} more")
+    return "\n".join(lines)

@@ -12,7 +12,7 @@ from ondevice.backends.cpu import CpuBackend
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.errors import OndeviceError
 from ondevice.kernels import _native
-from ondevice.model_config import Activation
+from ondevice.model_config import FeedForwardSpec
 
 Observer = Callable[[int, Float32, Float32], None]
 """Gets a layer's index, the inputs of its gates (T, D), and the gates (T, F) before the activation.
@@ -51,14 +51,14 @@ class Observed:
         self,
         x: Any,
         weight: Any,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Any = None,
     ) -> Any:
         entering = x if norm is None else self.normed(x, norm)
         self._show(weight, entering)
-        return self.dense_feed_forward(entering, weight, activation, batch, added=added)
+        return self.dense_feed_forward(entering, weight, spec, batch, added=added)
 
     def _show(self, weight: Any, entering: Any) -> None:
         layer = next(i for i, known in enumerate(self.feed_forwards) if known is weight)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ from ondevice.errors import BundleError, UnsupportedModelError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.loading import NeuronRecords, bundle_files, record_chunk
-from ondevice.model_config import Activation
+from ondevice.model_config import FeedForwardSpec
 from ondevice.units import usable_cores
 
 TARGETS = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -125,23 +126,28 @@ def check(
 
 
 class LayerGates:
-    """One layer's gate and up projections, packed, and the lengths of its neurons' down columns."""
+    """One layer's gate and up projections, packed, and the lengths of its neurons' down columns.
+
+    An ungated layer has no up projection: up counts as 1.
+    """
 
     def __init__(self, bundle: Bundle, source: NeuronRecords) -> None:
         """Reads the layer's records. Raises FlashReadError if they don't match their checksums."""
         self._runner = make_runner(usable_cores())
-        self._activation: Activation = bundle.config.activation
-        neurons, ((row,), (_, down_row)) = source.num_neurons, source.layout.parts
-        self._gate, self._up = (_native.Matrix(neurons, row.cols, row.stored) for _ in range(2))
+        self._spec: FeedForwardSpec = bundle.config.feed_forward
+        self._bias = source.gate_bias()
+        neurons, (row, *_, down_row) = source.num_neurons, source.layout.rows
+        *offsets, down_at = source.layout.row_offsets
+        matrices = [_native.Matrix(neurons, row.cols, row.stored) for _ in offsets]
+        self._gate, self._up = matrices[0], matrices[1] if self._spec.gated else None
         self._down_lengths = np.empty(neurons, dtype=np.float32)
-        gate_at, up_at = source.layout.part_offsets
         step = max(1, READ_BYTES // source.layout.stride)
         for first in range(0, neurons, step):
             records = source.read(first, min(step, neurons - first))
-            for matrix, offset in ((self._gate, gate_at), (self._up, up_at)):
+            for matrix, offset in zip(matrices, offsets, strict=True):
                 row0, codes, scales, biases = record_chunk(records, offset, row, first)
                 matrix.load_rows(self._runner, row0, codes, scales.view(np.uint16), biases.view(np.uint16))
-            down = read_rows(records, up_at + row.nbytes, down_row)
+            down = read_rows(records, down_at, down_row)
             self._down_lengths[first : first + len(down)] = np.linalg.norm(down, axis=1)
 
     def thresholds(
@@ -177,6 +183,8 @@ class LayerGates:
         Leaving out the neurons of smallest |act(gate)| * importance costs the least expected squared error,
         if gate and up are independent and the neurons' columns orthogonal.
         """
+        if self._up is None:
+            return self._down_lengths
         squares = np.zeros(self._up.rows)
         for up in self._products(self._up, inputs):
             squares += np.einsum("tf,tf->f", up, up, dtype=np.float64)
@@ -185,11 +193,12 @@ class LayerGates:
 
     def mean_contributions(self, inputs: NDArray[np.float16]) -> Float32:
         """(F,) mean length of the vector that each neuron adds: |activation(gate) * up| * |down|."""
-        sums = np.zeros(self._up.rows)
-        products = (self._products(matrix, inputs) for matrix in (self._gate, self._up))
-        for gates, ups in zip(*products, strict=True):
-            for gate, up in zip(gates, ups, strict=True):
-                contributions(self._runner, gate[None], up, self._activation, gate[None])
+        sums = np.zeros(self._gate.rows)
+        ones = np.ones((CHUNK_TOKENS, self._gate.rows if self._up is None else 0), dtype=np.float32)
+        many = repeat(ones) if self._up is None else self._products(self._up, inputs)
+        for gates, ups in zip(self._products(self._gate, inputs, self._bias), many, strict=False):
+            for gate, up in zip(gates, ups, strict=False):
+                contributions(self._runner, gate[None], up, self._spec, gate[None])
             sums += gates.sum(axis=0, dtype=np.float64)
         found: Float32 = (sums / max(1, len(inputs)) * self._down_lengths).astype(np.float32)
         return found
@@ -197,12 +206,14 @@ class LayerGates:
     def _histogram(self, inputs: NDArray[np.float16], importance: Float32) -> NDArray[np.int64]:
         """(BUCKETS,) number of neurons' contributions in each bucket."""
         counts = np.zeros(BUCKETS, dtype=np.int64)
-        for gates in self._products(self._gate, inputs):
-            contributions(self._runner, gates, importance, self._activation, gates)
+        for gates in self._products(self._gate, inputs, self._bias):
+            contributions(self._runner, gates, importance, self._spec, gates)
             counts += np.bincount(bucket_of(gates), minlength=BUCKETS)
         return counts
 
-    def _products(self, matrix: _native.Matrix, inputs: NDArray[np.float16]) -> Iterator[Float32]:
+    def _products(
+        self, matrix: _native.Matrix, inputs: NDArray[np.float16], bias: Float32 | None = None
+    ) -> Iterator[Float32]:
         """Products of `inputs` (N, D) and `matrix`, at most (CHUNK_TOKENS, F) at a time.
 
         The runtime's kernels compute them.
@@ -210,7 +221,7 @@ class LayerGates:
         for start in range(0, len(inputs), CHUNK_TOKENS):
             x = inputs[start : start + CHUNK_TOKENS].astype(np.float32)
             products = np.empty((len(x), matrix.rows), dtype=np.float32)
-            matrix.forward(self._runner, x, None, products)
+            matrix.forward(self._runner, x, bias, products)
             yield products
 
 

@@ -21,7 +21,7 @@ from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
 from ondevice.config import RowFormat
-from ondevice.model_config import Activation, AttentionSpec, ModelConfig
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Float16: TypeAlias = NDArray[np.float16]
@@ -157,7 +157,10 @@ class LinearSource(Protocol):
 
 
 class FeedForwardSource(Protocol):
-    """One layer's neuron records on disk, in stored order: [gate row], [up row | down row]."""
+    """One layer's neuron records on disk, in stored order: [gate row], [up row | down row].
+
+    Records of an ungated feed-forward have no up row.
+    """
 
     @property
     def file(self) -> int:
@@ -230,17 +233,27 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Biases(NamedTuple):
+    """Biases of a feed-forward: of the gates, (F,), and of the output, (D,); None without one."""
+
+    gates: Vector | None = None
+    output: Vector | None = None
+
+
+NO_BIASES = Biases()
+
+
 @dataclass(frozen=True)
 class Cutoff:
     """The rule that selects a neuron by its gate: |activation(gate)| * importance > threshold.
 
-    importance: (F,), approximately the size of the output per unit of the activated gate. These are the gate
-    thresholds of CATS (arXiv 2404.08763), per channel as in CHESS (arXiv 2409.01366).
+    importance: (F,), approximately the size of the output per unit of the activated gate. spec: of the layer.
+    These are the gate thresholds of CATS (arXiv 2404.08763), per channel as in CHESS (arXiv 2409.01366).
     """
 
     importance: Vector
     threshold: float
-    activation: Activation
+    spec: FeedForwardSpec
 
 
 @dataclass(frozen=True)
@@ -250,11 +263,14 @@ class Selector:
     `matrices` are multiplied one after the other. One kind is the gate projection alone: its products are the
     scores, or are compared with a `cutoff`. The other is a predictor's low-rank pair (`predicted`; "LLM in a
     flash", arXiv 2312.11514, section 3.1), which estimates the scores.
+
+    least_gate: of gates without a cutoff: those at or below it don't fire, and scores are gates less it.
     """
 
     matrices: tuple[Linear, ...]
     predicted: bool
     cutoff: Cutoff | None = None
+    least_gate: float = 0.0
 
 
 class Backend(Protocol):
@@ -274,7 +290,11 @@ class Backend(Protocol):
     def load_linear(self, source: LinearSource) -> Linear: ...
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+        self,
+        layer: int,
+        source: FeedForwardSource,
+        selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> FeedForward:
         """Load one layer's neurons. Called for layers 0, 1, ... in order.
 
@@ -389,12 +409,14 @@ class Backend(Protocol):
         self,
         x: Array,
         weight: FeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Array | None = None,
     ) -> Array:
         """down(activation(gate(n)) * up(n)) + added, (R, D), with n = norm(x). Called for layers in order.
+
+        An ungated feed-forward has no up(n).
 
         Rows from `batch.num_exact_rows` on are estimates: nothing is read for them, and neurons that aren't
         in memory count as zero.
@@ -402,7 +424,7 @@ class Backend(Protocol):
         Args:
             x: (R, D), the rows of `batch`.
             weight: the layer's neurons.
-            activation: the gate's nonlinearity.
+            spec: the block's arithmetic.
             batch: the rows of the pass.
             norm: applied to x first.
             added: (R, D), which may be x; the result may overwrite it.

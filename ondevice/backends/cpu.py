@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import (
+    NO_BIASES,
+    Biases,
     Bytes,
     Cutoff,
     FeedForwardSource,
@@ -34,7 +36,7 @@ from ondevice.backends.offloading import OffloadingBackend
 from ondevice.backends.token_tree import TokenTree
 from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native, memory
-from ondevice.model_config import ACTIVATIONS, Activation, AttentionSpec
+from ondevice.model_config import ACTIVATIONS, AttentionSpec, FeedForwardSpec
 
 SCORES = ("scores", "more scores")
 """Names of the output buffers of a selector's matrices."""
@@ -52,16 +54,21 @@ def make_runner(threads: int, target: str = "auto") -> _native.Runner:
     return _native.Runner(threads, target)
 
 
+def native_form(spec: FeedForwardSpec) -> tuple[int, float, bool]:
+    """What the kernels take for the arithmetic between gates and down projection."""
+    return ACTIVATIONS.index(spec.activation), spec.threshold, spec.up_activation == "relu"
+
+
 def contributions(
-    runner: _native.Runner, gates: Float32, importance: Float32, activation: Activation, out: Float32
+    runner: _native.Runner, gates: Float32, importance: Float32, spec: FeedForwardSpec, out: Float32
 ) -> None:
     """Write |activation(gate)| * importance, for gates (T, F), to out (T, F), which may be `gates`.
 
     importance: (F,).
     """
-    act = ACTIVATIONS.index(activation)
+    form = native_form(spec)
     for gate, contribution in zip(gates, out, strict=True):
-        _native.activate(runner, act, gate, importance, contribution)
+        _native.activate(runner, form, gate, importance, contribution)
         np.abs(contribution, out=contribution)
 
 
@@ -83,14 +90,28 @@ class CpuFeedForward(FeedForwardLayer):
         source: FeedForwardSource,
         segment_neurons: int,
         selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
-        row = source.layout.parts[0][0]
-        first, second = source.layout.part_offsets
+        layout = source.layout
+        gate, *up, down = layout.row_offsets
         self.native = _native.FeedForward(
-            source.hidden_size, row.stored, source.layout.stride, first, second, second + row.nbytes
+            source.hidden_size,
+            layout.rows[0].stored,
+            layout.stride,
+            gate,
+            up[0] if up else None,
+            down,
+            biases.gates,
         )
+        self.output_bias: Float32 | None = biases.output
         self._runner = runner
+
+    def with_bias(self, out: Float32) -> Float32:
+        """`out` (T, D), the output bias added in place, if there is one."""
+        if self.output_bias is not None:
+            out += self.output_bias
+        return out
 
     def new_segment(self) -> _native.Segment:
         return _native.Segment(self.native.segment_bytes(self.segment_neurons // BLOCK_NEURONS))
@@ -144,9 +165,13 @@ class CpuBackend(OffloadingBackend):
         return CpuLinear(matrix, bias)
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+        self,
+        layer: int,
+        source: FeedForwardSource,
+        selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> CpuFeedForward:
-        loaded = CpuFeedForward(self.runner, layer, source, self._segment_neurons, selector)
+        loaded = CpuFeedForward(self.runner, layer, source, self._segment_neurons, selector, biases)
         self.feed_forwards.append(loaded)
         return loaded
 
@@ -254,14 +279,14 @@ class CpuBackend(OffloadingBackend):
         self,
         x: Float32,
         weight: CpuFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, batch, norm, added)
-        native, selector, act = weight.native, weight.selector, ACTIVATIONS.index(activation)
+            return self.dense_feed_forward(x, weight, spec, batch, norm, added)
+        native, selector, form = weight.native, weight.selector, native_form(spec)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         resident = weight.neurons.begin_layer(weight.index, batch)
         if resident is not None and selector.cutoff is None:
@@ -275,25 +300,25 @@ class CpuBackend(OffloadingBackend):
                 resident.slots,
                 resident.addresses,
                 selector.predicted,
-                act,
+                form,
                 out,
                 norm,
                 added,
             )
             resident.count_multiplied(count)
-            return out
+            return weight.with_bias(out)
         scores, gates = self._scored(x, selector, norm)
-        forward = _native.FeedForwardPass(self.runner, native, x, act, norm)
+        forward = _native.FeedForwardPass(self.runner, native, x, form, norm)
         for ids, parts in weight.neurons.select(weight.index, scores, batch):
             forward.add_selected(ids, parts, selector.predicted, gates)
         forward.finish(out, added)
-        return out
+        return weight.with_bias(out)
 
     def dense_feed_forward(
         self,
         x: Float32,
         weight: CpuFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
@@ -302,13 +327,13 @@ class CpuBackend(OffloadingBackend):
 
         Estimates, as of streams, have the resident neurons alone.
         """
-        native, act = weight.native, ACTIVATIONS.index(activation)
+        native, form = weight.native, native_form(spec)
         out = self._buffer("feed_forward", x.shape) if added is None else added
         pieces = weight.neurons.offloaded(weight.index, batch)
         if pieces == ():
-            native.forward(self.runner, x, weight.segments, act, out, norm, added)
-            return out
-        forward = _native.FeedForwardPass(self.runner, native, x, act, norm)
+            native.forward(self.runner, x, weight.segments, form, out, norm, added)
+            return weight.with_bias(out)
+        forward = _native.FeedForwardPass(self.runner, native, x, form, norm)
         if weight.segments:
             forward.add(weight.segments)
         for piece in pieces:
@@ -318,7 +343,7 @@ class CpuBackend(OffloadingBackend):
                 piece = staging
             forward.add([piece], batch.num_exact_rows)
         forward.finish(out, added)
-        return out
+        return weight.with_bias(out)
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
         return x[list(tokens)]
@@ -359,7 +384,12 @@ class CpuBackend(OffloadingBackend):
             out = self._buffer(op, (len(x), linear.matrix.rows))
             linear.matrix.forward(self.runner, x, linear.bias, out, norm)
             x, norm = out, None
-        return (x if selector.cutoff is None else self._cut_off(x, selector.cutoff)), x
+        if selector.cutoff is not None:
+            return self._cut_off(x, selector.cutoff), x
+        if not selector.least_gate:
+            return x, x
+        scores = self._buffer("cut off", (len(x), x.shape[1]))
+        return np.subtract(x, np.float32(selector.least_gate), out=scores), x
 
     def _cut_off(self, gates: Float32, cutoff: Cutoff) -> Float32:
         """By how much the gates' contributions exceed the cutoff, (T, F). Sets all other gates to zero.
@@ -367,7 +397,7 @@ class CpuBackend(OffloadingBackend):
         The activation of zero is zero, so a neuron adds exactly nothing to a token for which it is cut off.
         """
         scores = self._buffer("cut off", gates.shape)
-        contributions(self.runner, gates, cutoff.importance, cutoff.activation, scores)
+        contributions(self.runner, gates, cutoff.importance, cutoff.spec, scores)
         scores -= np.float32(cutoff.threshold)
         for gate, score in zip(gates, scores, strict=True):
             gate[score <= 0] = 0

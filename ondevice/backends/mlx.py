@@ -10,7 +10,7 @@ it is evaluated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ondevice.backends.base import (
+    NO_BIASES,
+    Biases,
     Cutoff,
     FeedForwardSource,
     Float32,
@@ -32,7 +34,7 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits, Synchronisations, begin
-from ondevice.backends.mlx_ops import MlxOps, activate, normed
+from ondevice.backends.mlx_ops import MlxOps, activate, hidden, normed
 from ondevice.backends.mlx_weights import (
     GatheredNeurons,
     MlxFeedForward,
@@ -43,7 +45,7 @@ from ondevice.backends.mlx_weights import (
 )
 from ondevice.backends.offloading import OffloadingBackend
 from ondevice.bundle.layout import padded
-from ondevice.model_config import Activation
+from ondevice.model_config import FeedForwardSpec
 
 
 def compute_type() -> mx.Dtype:
@@ -92,9 +94,15 @@ class MlxBackend(OffloadingBackend, MlxOps):
         return MlxLinear(source, self.dtype)
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+        self,
+        layer: int,
+        source: FeedForwardSource,
+        selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> MlxFeedForward:
-        loaded = MlxFeedForward(layer, source, self._segment_neurons, self.dtype, self._pieces, selector)
+        loaded = MlxFeedForward(
+            layer, source, self._segment_neurons, self.dtype, self._pieces, selector, biases
+        )
         self.feed_forwards.append(loaded)
         return loaded
 
@@ -174,21 +182,22 @@ class MlxBackend(OffloadingBackend, MlxOps):
         self,
         x: mx.array,
         weight: MlxFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
     ) -> mx.array:
         if weight.selector is None:
-            return self.dense_feed_forward(x, weight, activation, batch, norm, added)
-        found = self._selected(normed(x, norm), weight, weight.selector, activation, batch)
+            return self.dense_feed_forward(x, weight, spec, batch, norm, added)
+        found = self._selected(normed(x, norm), weight, weight.selector, spec, batch)
+        found = _with_bias(found, weight)
         return found if added is None else added + found
 
     def dense_feed_forward(
         self,
         x: mx.array,
         weight: MlxFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
@@ -199,20 +208,22 @@ class MlxBackend(OffloadingBackend, MlxOps):
         streams, have the resident ones alone.
         """
         x, found = normed(x, norm), mx.zeros(x.shape)
-        pieces = weight.neurons.offloaded(weight.index, batch)
+        pieces, resident = weight.neurons.offloaded(weight.index, batch), len(weight.segments)
         for segment in weight.segments:
-            found = found + all_of(x, segment.neurons, activation)
+            found = found + all_of(x, segment.neurons, spec)
         estimates = found[batch.num_exact_rows :]
         if estimates.shape[0]:
             x, found = x[: batch.num_exact_rows], found[: batch.num_exact_rows]
-        for piece in pieces:
+        # A piece is a whole segment.
+        for index, piece in enumerate(pieces, resident):
             if isinstance(piece, MlxSegment):
-                found = found + all_of(x, piece.neurons, activation)
+                found = found + all_of(x, piece.neurons, spec)
             else:
-                found = found + all_of(x, weight.neurons_of(piece), activation)
+                found = found + all_of(x, weight.neurons_of(piece, index * weight.segment_neurons), spec)
                 self._pieces.ask([found])
         if estimates.shape[0]:
             found = mx.concatenate([found, estimates])
+        found = _with_bias(found, weight)
         return found if added is None else added + found
 
     def _selected(
@@ -220,7 +231,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         x: mx.array,
         weight: MlxFeedForward,
         selector: Selector,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
     ) -> mx.array:
         """The output of the selected neurons, (T, D), for x (T, D), summed in ranges of ascending ids.
@@ -237,13 +248,13 @@ class MlxBackend(OffloadingBackend, MlxOps):
             for first, last in _ranges(ids, weight.segment_neurons):
                 index = int(ids[first]) // weight.segment_neurons
                 if piece is not None and piece.index != index:
-                    found = self._multiplied(found, x, weight, piece, known, gates, activation)
+                    found = self._multiplied(found, x, weight, piece, known, gates, spec)
                     piece = None
                 if piece is None:
                     piece = _Piece(index, self._stage(weight))
                 self._gather(piece, ids[first:last], addresses[first:last], weight)
         if piece is not None:
-            found = self._multiplied(found, x, weight, piece, known, gates, activation)
+            found = self._multiplied(found, x, weight, piece, known, gates, spec)
         return found
 
     def _gather(
@@ -267,7 +278,7 @@ class MlxBackend(OffloadingBackend, MlxOps):
         piece: _Piece,
         scores: Float32,
         gates: mx.array,
-        activation: Activation,
+        spec: FeedForwardSpec,
     ) -> mx.array:
         """found (T, D) plus the output of a piece's neurons, padded to whole blocks of neurons."""
         ids, stage, count = np.concatenate(piece.ids), piece.stage, piece.places()
@@ -278,8 +289,12 @@ class MlxBackend(OffloadingBackend, MlxOps):
         chosen[:, : len(ids)] = scores[:, ids] > 0
         where = np.zeros(count, dtype=np.int32)
         where[: len(ids)] = ids
-        own = gates[:, mx.array(where)] if neurons.gate is None else neurons.gate.rows_product(x)
-        stage.pending = found + product_of_selected(x, neurons, own, mx.array(chosen), activation)
+        columns, bias = mx.array(where), weight.biases.gates
+        if neurons.gate is None:
+            own = gates[:, columns]
+        else:
+            own = replace(neurons, bias=None if bias is None else bias[columns]).gates(x)
+        stage.pending = found + product_of_selected(x, neurons, own, mx.array(chosen), spec)
         return stage.pending
 
     def _stage(self, weight: MlxFeedForward) -> _Stage:
@@ -329,7 +344,9 @@ class MlxBackend(OffloadingBackend, MlxOps):
         found = normed(x, norm)
         for linear in selector.matrices:
             found = self.product(found, linear)
-        return (found if selector.cutoff is None else _cut_off(found, selector.cutoff)), found
+        if selector.cutoff is not None:
+            return _cut_off(found, selector.cutoff), found
+        return (found - selector.least_gate if selector.least_gate else found), found
 
 
 @dataclass
@@ -372,19 +389,20 @@ def _ranges(ids: Int32, width: int) -> Iterator[tuple[int, int]]:
 
 def _cut_off(gates: mx.array, cutoff: Cutoff) -> mx.array:
     """Scores (T, F): by how much the contributions of gates (T, F) exceed the cutoff."""
-    return mx.abs(activate(gates, cutoff.activation)) * cutoff.importance - cutoff.threshold
+    return mx.abs(activate(gates, cutoff.spec.activation)) * cutoff.importance - cutoff.threshold
 
 
-def all_of(x: mx.array, neurons: MlxNeurons, activation: Activation) -> mx.array:
+def all_of(x: mx.array, neurons: MlxNeurons, spec: FeedForwardSpec) -> mx.array:
     """The output of all `neurons`, (T, D), for x (T, D)."""
-    assert neurons.gate is not None
-    gates = activate(neurons.gate.rows_product(x), activation)
-    return neurons.down.columns_product(gates * neurons.up.rows_product(x))
+    return neurons.down.columns_product(hidden(neurons.gates(x), neurons.ups(x), spec))
 
 
 def product_of_selected(
-    x: mx.array, neurons: MlxNeurons, gates: mx.array, chosen: mx.array, activation: Activation
+    x: mx.array, neurons: MlxNeurons, gates: mx.array, chosen: mx.array, spec: FeedForwardSpec
 ) -> mx.array:
     """The output (T, D) of n gathered neurons for x (T, D). gates: (T, n). chosen: (T, n), 1 or 0."""
-    hidden = activate(gates, activation) * neurons.up.rows_product(x) * chosen
-    return neurons.down.columns_product(hidden)
+    return neurons.down.columns_product(hidden(gates, neurons.ups(x), spec) * chosen)
+
+
+def _with_bias(found: mx.array, weight: MlxFeedForward) -> mx.array:
+    return found if weight.biases.output is None else found + weight.biases.output

@@ -10,20 +10,55 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ondevice.backends.base import EmbeddingSource, FeedForwardSource, LinearSource, Norm, Selector
+from ondevice.backends.base import (
+    NO_BIASES,
+    Biases,
+    EmbeddingSource,
+    FeedForwardSource,
+    LinearSource,
+    Norm,
+    Selector,
+)
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_ops import MlxLinear, MlxOps, activate, normed
 from ondevice.backends.reference import ReferenceBackend
-from ondevice.model_config import Activation
+from ondevice.model_config import FeedForwardSpec
 
 
 @dataclass(frozen=True)
 class MlxFeedForward:
-    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection."""
+    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
+
+    up: None in an ungated feed-forward.
+    """
 
     gate: mx.array
-    up: mx.array
+    up: mx.array | None
     down: mx.array
+    biases: Biases = NO_BIASES
+
+    def first(self, count: int) -> MlxFeedForward:
+        """The first `count` neurons."""
+        gate, up, down, gates = (
+            None if array is None else array[:count]
+            for array in (self.gate, self.up, self.down, self.biases.gates)
+        )
+        return MlxFeedForward(gate, up, down, self.biases._replace(gates=gates))
+
+    def gates(self, x: mx.array) -> mx.array:
+        """(T, F) for the normed input x (T, D)."""
+        found = x @ self.gate.T
+        return found if self.biases.gates is None else found + self.biases.gates
+
+    def output(self, x: mx.array, activated: mx.array, spec: FeedForwardSpec) -> mx.array:
+        """(T, D) for the normed input x (T, D) and activated gates (T, F)."""
+        if self.up is not None:
+            ups = x @ self.up.T
+            activated = activated * (
+                ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
+            )
+        product = activated @ self.down
+        return product if self.biases.output is None else product + self.biases.output
 
 
 class MlxFloatBackend(MlxOps):
@@ -39,11 +74,16 @@ class MlxFloatBackend(MlxOps):
         return MlxLinear(mx.array(loaded.weight), None if loaded.bias is None else mx.array(loaded.bias))
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+        self,
+        layer: int,
+        source: FeedForwardSource,
+        selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> MlxFeedForward:
         # Every neuron is multiplied here: nothing is selected.
         loaded = self._loader.load_feed_forward(layer, source)
-        return MlxFeedForward(mx.array(loaded.gate), mx.array(loaded.up), mx.array(loaded.down))
+        up = None if loaded.up is None else mx.array(loaded.up)
+        return MlxFeedForward(mx.array(loaded.gate), up, mx.array(loaded.down), biases)
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source
@@ -59,11 +99,11 @@ class MlxFloatBackend(MlxOps):
         self,
         x: mx.array,
         weight: MlxFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
     ) -> mx.array:
         x = normed(x, norm)
-        product = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+        product = weight.output(x, activate(weight.gates(x), spec.activation, spec.threshold), spec)
         return product if added is None else added + product

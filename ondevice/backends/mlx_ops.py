@@ -18,7 +18,7 @@ from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
-from ondevice.model_config import Activation, AttentionSpec
+from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,16 @@ class MlxOps:
         return np.array(x)
 
 
-def activate(x: mx.array, activation: Activation) -> mx.array:
-    """The gate's nonlinearity, elementwise. ReLU's gradient at zero is zero."""
+def hidden(gates: mx.array, ups: mx.array | None, spec: FeedForwardSpec) -> mx.array:
+    """What the down projection multiplies: activation(gates) * ups, or activation(gates) without ups."""
+    found = activate(gates, spec.activation, spec.threshold)
+    if ups is None:
+        return found
+    return found * (ups if spec.up_activation == "none" else activate(ups, spec.up_activation))
+
+
+def activate(x: mx.array, activation: Activation, threshold: float = 0.0) -> mx.array:
+    """The gate's nonlinearity, elementwise. ReLU's gradient at zero is zero. threshold: of fatrelu."""
     match activation:
         case "silu":
             return x * mx.sigmoid(x)
@@ -132,6 +140,8 @@ def activate(x: mx.array, activation: Activation) -> mx.array:
             return mx.maximum(x, 0.0)
         case "relu2":
             return mx.square(mx.maximum(x, 0.0))
+        case "fatrelu":
+            return mx.where(x <= threshold, 0.0, x)
 
 
 def normed(x: mx.array, norm: Norm | None) -> mx.array:

@@ -20,13 +20,13 @@ from ondevice.backends.feed_forward_layer import BLOCK_NEURONS
 from ondevice.backends.mlx import all_of, compute_type, product_of_selected
 from ondevice.backends.mlx_kv import MlxKV
 from ondevice.backends.mlx_memory import MlxLimits
-from ondevice.backends.mlx_ops import MlxOps, activate, normed
+from ondevice.backends.mlx_ops import MlxOps, hidden, normed
 from ondevice.backends.mlx_weights import MlxMatrix, MlxNeurons
 from ondevice.backends.row_invariance import MOST_ROWS, RowInvariance, RowOp, measured
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout, padded
 from ondevice.config import GROUP_SIZE, QuantConfig, RowFormat
-from ondevice.model_config import Activation, AttentionSpec, ModelConfig
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 
 KEYS = (1, 1016, 1025, 4088)
 """Numbers of keys before the rows. Kernels of attention change at 1,024 and 4,096 keys: behind 1,016 and
@@ -99,7 +99,7 @@ class _Ops:
         norm = Norm(weight, config.norm.eps, None, config.norm.kind == "layer")
         yield _row_op("norm", lambda it: normed(it, norm), self._input(config.hidden_size))
         activated = self._input(config.intermediate_size)
-        yield _row_op("activation", lambda it: activate(it, config.activation), activated)
+        yield _row_op("activation", lambda it: hidden(it, None, config.feed_forward), activated)
         for rows, cols, stored in sorted(set(shapes.linears)):
             matrix = self._matrix(self._outputs(rows), cols, stored)
             name = f"product {rows} x {cols} {stored.bits}-bit"
@@ -119,7 +119,9 @@ class _Ops:
         """Whether a row's product over neurons has the same bits without those whose gate is zero."""
         if not self._config.zeros_gates:
             return False
-        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.activation)
+        selected = _Selected(
+            self._neurons(), self._input(self._config.hidden_size), self._config.feed_forward
+        )
         return all(selected.alone(row).tobytes() == selected.dense(row).tobytes() for row in range(MOST_ROWS))
 
     def _outputs(self, rows: int) -> int:
@@ -142,14 +144,19 @@ class _Ops:
 
     def _neurons(self) -> MlxNeurons:
         count, width = max(self._shapes.segment_sizes), self._config.hidden_size
+        spec = self._config.feed_forward
         count = count if self._on_gpu else min(count, CPU_NEURONS)
         quant = self._shapes.quant
-        gate, up = (self._matrix(count, width, quant.of("feed_forward")) for _ in range(2))
-        return MlxNeurons(gate, up, self._matrix(count, self._outputs(width), quant.down))
+        stored = quant.of("feed_forward")
+        gate, *up = (self._matrix(count, width, stored) for _ in range(2 if spec.gated else 1))
+        down = self._matrix(count, self._outputs(width), quant.down)
+        return MlxNeurons(gate, up[0] if up else None, down)
 
     def _selected(self) -> RowOp:
         """The product of those neurons that a row selects, beside those that other rows select."""
-        selected = _Selected(self._neurons(), self._input(self._config.hidden_size), self._config.activation)
+        selected = _Selected(
+            self._neurons(), self._input(self._config.hidden_size), self._config.feed_forward
+        )
         return RowOp("selected neurons", selected.alone, selected.together)
 
     def _chain(self, keys: int, spec: AttentionSpec) -> RowOp:
@@ -168,14 +175,14 @@ class _Ops:
 class _Selected:
     """Selected neurons, as `MlxBackend` multiplies them: gathered, in whole blocks."""
 
-    def __init__(self, neurons: MlxNeurons, x: mx.array, activation: Activation) -> None:
+    def __init__(self, neurons: MlxNeurons, x: mx.array, spec: FeedForwardSpec) -> None:
         assert neurons.gate is not None
-        self._neurons, self._x, self._activation = neurons, x, activation
+        self._neurons, self._x, self._spec = neurons, x, spec
         self._gates = neurons.gate.rows_product(x)
         scores = np.array(self._gates)
         self._fires = scores > np.quantile(scores, 1 - FIRING, axis=1, keepdims=True)
-        if activation in ("relu", "relu2"):
-            self._fires = scores > 0
+        if spec.zeros_gates:
+            self._fires = scores > spec.threshold
 
     def alone(self, row: int) -> Float32:
         return self._product(row, row + 1)
@@ -185,7 +192,7 @@ class _Selected:
 
     def dense(self, row: int) -> Float32:
         """The product of all neurons."""
-        return _host(all_of(self._x[row : row + 1], self._neurons, self._activation))
+        return _host(all_of(self._x[row : row + 1], self._neurons, self._spec))
 
     def _product(self, start: int, stop: int) -> Float32:
         fires = self._fires[start:stop]
@@ -194,9 +201,10 @@ class _Selected:
         padding = padded(len(ids), BLOCK_NEURONS) - len(ids)
         chosen = np.pad(fires[:, ids], [(0, 0), (0, padding)]).astype(np.float32)
         where = mx.array(np.pad(ids, (0, padding)))
-        neurons = MlxNeurons(None, *(_gathered(it, where) for it in (self._neurons.up, self._neurons.down)))
+        up, down = self._neurons.up, self._neurons.down
+        neurons = MlxNeurons(None, None if up is None else _gathered(up, where), _gathered(down, where))
         gates = self._gates[start:stop][:, where]
-        product = product_of_selected(self._x[start:stop], neurons, gates, mx.array(chosen), self._activation)
+        product = product_of_selected(self._x[start:stop], neurons, gates, mx.array(chosen), self._spec)
         return _host(product)
 
 

@@ -8,14 +8,14 @@ been evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Bytes, FeedForwardSource, LinearSource, Selector
+from ondevice.backends.base import NO_BIASES, Biases, Bytes, FeedForwardSource, LinearSource, Selector
 from ondevice.backends.feed_forward_layer import FeedForwardLayer, PieceMemory
 from ondevice.backends.mlx_memory import Synchronisations, begin, require_memory, writable
 from ondevice.bundle.layout import RowLayout
@@ -102,35 +102,63 @@ class MlxLinear:
 
 @dataclass(frozen=True)
 class MlxNeurons:
-    """The gate, up and down rows of n neurons. gate: None if only the rest of each record is at hand."""
+    """The gate, up and down rows of n neurons.
+
+    gate: None if only the rest of each record is at hand. up: None in an ungated feed-forward. bias: of the
+    gates, (n,) or None.
+    """
 
     gate: MlxMatrix | None
-    up: MlxMatrix
+    up: MlxMatrix | None
     down: MlxMatrix
+    bias: mx.array | None = None
+
+    @property
+    def matrices(self) -> list[MlxMatrix]:
+        return [matrix for matrix in (self.gate, self.up, self.down) if matrix is not None]
 
     @property
     def arrays(self) -> list[mx.array]:
-        matrices = (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
-        return [array for matrix in matrices for array in matrix.arrays]
+        return [array for matrix in self.matrices for array in matrix.arrays]
+
+    def copy(self) -> MlxNeurons:
+        """A copy of the rows in memory of its own. Not evaluated."""
+        gate, up = (None if matrix is None else matrix.copy() for matrix in (self.gate, self.up))
+        return MlxNeurons(gate, up, self.down.copy(), self.bias)
+
+    def gates(self, x: mx.array) -> mx.array:
+        """(T, n) for x (T, D). Requires gate rows."""
+        assert self.gate is not None
+        found = self.gate.rows_product(x)
+        return found if self.bias is None else found + self.bias
+
+    def ups(self, x: mx.array) -> mx.array | None:
+        """(T, n) for x (T, D); None in an ungated feed-forward."""
+        return None if self.up is None else self.up.rows_product(x)
 
 
 class GatheredNeurons:
     """Room for n neurons, into which each row is copied once and multiplied in place.
 
-    count: n. rows: (offset, layout) of each row in the gathered part of a record. Raises MemoryError.
+    Args:
+        count: n.
+        rows: offset (in the gathered part of a record) and layout of the rows gate, up and down there are.
+        dtype: the type in which rows are multiplied.
+
+    Raises MemoryError.
     """
 
-    def __init__(self, count: int, rows: Sequence[tuple[int, RowLayout]], dtype: mx.Dtype) -> None:
+    def __init__(self, count: int, rows: Mapping[str, tuple[int, RowLayout]], dtype: mx.Dtype) -> None:
         self._dtype = dtype
-        self._layouts = [layout for _, layout in rows]
-        self._arrays: list[list[mx.array]] = []
+        self._layouts = {name: layout for name, (_, layout) in rows.items()}
+        self._arrays: dict[str, list[mx.array]] = {}
         self._views: list[tuple[int, Bytes]] = []
-        for offset, layout in rows:
+        for name, (offset, layout) in rows.items():
             codes = mx.float16 if layout.bits == 16 else mx.uint32
             parts = [(codes, layout.codes_bytes), (mx.float16, layout.scales_bytes)]
             parts.append((mx.float16, layout.biases_bytes))
             pieces = [writable((count, nbytes // it.size), it) for it, nbytes in parts if nbytes]
-            self._arrays.append([array for array, _ in pieces])
+            self._arrays[name] = [array for array, _ in pieces]
             for _, view in pieces:
                 self._views.append((offset, view.view(np.uint8)))
                 offset += view.nbytes // count
@@ -152,11 +180,11 @@ class GatheredNeurons:
 
     def neurons(self, start: int, stop: int) -> MlxNeurons:
         """The neurons at places start .. stop, without a copy."""
-        *gate, up, down = (
-            MlxMatrix(layout, self._dtype, tuple(array[start:stop] for array in arrays))
-            for layout, arrays in zip(self._layouts, self._arrays, strict=True)
-        )
-        return MlxNeurons(gate[0] if gate else None, up, down)
+        rows = {
+            name: MlxMatrix(self._layouts[name], self._dtype, tuple(array[start:stop] for array in arrays))
+            for name, arrays in self._arrays.items()
+        }
+        return MlxNeurons(rows.get("gate"), rows.get("up"), rows["down"])
 
 
 class RecordMemory:
@@ -244,38 +272,40 @@ class MlxFeedForward(FeedForwardLayer):
         dtype: mx.Dtype,
         pieces: MlxPieceMemory,
         selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> None:
         super().__init__(index, source, segment_neurons, selector)
         self.piece_memory: MlxPieceMemory = pieces
+        self.biases = biases
         self._dtype = dtype
-        self._rows = tuple(row for part in source.layout.parts for row in part)
-        gate, up = source.layout.part_offsets
-        self._offsets = gate, up, up + self._rows[1].nbytes
+        names = ("gate", "up", "down") if len(source.layout.rows) == 3 else ("gate", "down")
+        places = zip(source.layout.row_offsets, source.layout.rows, strict=True)
+        self._rows = dict(zip(names, places, strict=True))
 
     def room_for(self, count: int) -> GatheredNeurons:
-        """Room for `count` selected neurons: all rows, or only up and down rows if the gates select them."""
-        predicted, (gate, up, down) = self.selector is not None and self.selector.predicted, self._offsets
-        offsets = (gate, up, down) if predicted else (0, down - up)
-        return GatheredNeurons(
-            count, list(zip(offsets, self._rows[-len(offsets) :], strict=True)), self._dtype
-        )
+        """Room for `count` selected neurons: all rows, or those behind the gate row if gates select them."""
+        rows = self._rows
+        if self.selector is None or not self.selector.predicted:
+            start = self.source.layout.part_offsets[1]
+            rows = {name: (offset - start, row) for name, (offset, row) in rows.items() if name != "gate"}
+        return GatheredNeurons(count, rows, self._dtype)
 
     def new_segment(self) -> MlxSegment:
         """An empty segment. `pack` allocates its memory, as MLX computes only on the passes' thread."""
         return MlxSegment()
 
-    def neurons_of(self, records: Bytes) -> MlxNeurons:
-        """The neurons of a piece, records (n, stride), without a copy."""
+    def neurons_of(self, records: Bytes, first: int) -> MlxNeurons:
+        """The neurons from `first` on of a piece, records (n, stride), without a copy."""
         memory = self.piece_memory.records
         assert memory is not None
-        places = zip(self._offsets, self._rows, strict=True)
-        return MlxNeurons(*(memory.matrix(records, at, row, self._dtype) for at, row in places))
+        rows = {name: memory.matrix(records, at, row, self._dtype) for name, (at, row) in self._rows.items()}
+        biases = self.biases.gates
+        bias = None if biases is None else biases[first : first + len(records)]
+        return MlxNeurons(rows["gate"], rows.get("up"), rows["down"], bias)
 
     def pack(self, segment: MlxSegment, index: int, first: int, records: Bytes) -> None:
         assert len(records) == len(self.segment_range(index)), "a piece is a whole segment"
-        neurons = self.neurons_of(records)
-        assert neurons.gate is not None
-        own = MlxNeurons(neurons.gate.copy(), neurons.up.copy(), neurons.down.copy())
+        own = self.neurons_of(records, first).copy()
         require_memory(sum(array.nbytes for array in own.arrays))
         self.piece_memory.ask(own.arrays)
         segment.neurons = own

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from ondevice.backends.base import (
     BLOCK_TOKENS,
     KEY_LANES,
+    NO_BIASES,
+    Biases,
     Bytes,
     EmbeddingSource,
     FeedForwardSource,
@@ -36,7 +38,7 @@ from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.kernels import _native
-from ondevice.model_config import Activation, AttentionSpec
+from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
 RECORDS_PER_READ = 1024
 _KV_TYPES = {32: np.float32, 16: np.float16, 8: np.int8}
@@ -53,11 +55,15 @@ class ReferenceLinear:
 
 @dataclass(frozen=True)
 class ReferenceFeedForward:
-    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection."""
+    """gate, up, down: (F, D); row f of `down` is neuron f's column of the down projection.
+
+    up: None in an ungated feed-forward.
+    """
 
     gate: Float32
-    up: Float32
+    up: Float32 | None
     down: Float32
+    biases: Biases = NO_BIASES
 
 
 class ReferenceBackend:
@@ -99,20 +105,22 @@ class ReferenceBackend:
         return ReferenceLinear(weight, bias)
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+        self,
+        layer: int,
+        source: FeedForwardSource,
+        selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> ReferenceFeedForward:
         # Every neuron is multiplied here: nothing is selected.
-        shape = (source.num_neurons, source.hidden_size)
-        gates, up, down = (np.empty(shape, dtype=np.float32) for _ in range(3))
-        ((gate_row,), (up_row, down_row)) = source.layout.parts
-        gate_at, up_at = source.layout.part_offsets
-        rows = ((gates, gate_at, gate_row), (up, up_at, up_row), (down, up_at + up_row.nbytes, down_row))
+        shape, offsets = (source.num_neurons, source.hidden_size), source.layout.row_offsets
+        rows = [np.empty(shape, dtype=np.float32) for _ in offsets]
         for first in range(0, source.num_neurons, RECORDS_PER_READ):
             count = min(RECORDS_PER_READ, source.num_neurons - first)
             records = source.read(first, count)
-            for target, offset, row in rows:
+            for target, offset, row in zip(rows, offsets, source.layout.rows, strict=True):
                 target[first : first + count] = read_rows(records, offset, row)
-        return ReferenceFeedForward(gates, up, down)
+        gate, *up, down = rows
+        return ReferenceFeedForward(gate, up[0] if up else None, down, biases)
 
     def load_embedding(self, source: EmbeddingSource) -> EmbeddingSource:
         return source
@@ -227,13 +235,15 @@ class ReferenceBackend:
         self,
         x: Float32,
         weight: ReferenceFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
         x = self.normed(x, norm)
-        product: Float32 = (activate(x @ weight.gate.T, activation) * (x @ weight.up.T)) @ weight.down
+        product: Float32 = hidden(x, weight, spec) @ weight.down
+        if weight.biases.output is not None:
+            product += weight.biases.output
         return product if added is None else added + product
 
     def rows(self, x: Float32, tokens: Sequence[int]) -> Float32:
@@ -261,6 +271,18 @@ class ReferenceBackend:
         return x
 
 
+def hidden(x: Float32, weight: ReferenceFeedForward, spec: FeedForwardSpec) -> Float32:
+    """What the down projection multiplies, (T, F): activation(gate(x)) * up(x), or activation(gate(x))."""
+    gates: Float32 = x @ weight.gate.T
+    if weight.biases.gates is not None:
+        gates += weight.biases.gates
+    found = activate(gates, spec.activation, spec.threshold)
+    if weight.up is not None:
+        ups: Float32 = x @ weight.up.T
+        found *= ups if spec.up_activation == "none" else activate(ups, spec.up_activation)
+    return found
+
+
 def dequantise(codes: Bytes, scales: Float16, biases: Float16, stored: RowFormat, cols: int) -> Float32:
     """Stored rows as (n, cols) float32: `scale * q + bias` per group, or the float16 values."""
     if stored.bits == 16:
@@ -284,8 +306,8 @@ def read_rows(records: Bytes, offset: int, row: RowLayout) -> Float32:
     return dequantise(codes, scales, biases, row.stored, row.cols)
 
 
-def activate(x: Float32, activation: Activation) -> Float32:
-    """The gate's nonlinearity, elementwise, in float64 and rounded once."""
+def activate(x: Float32, activation: Activation, threshold: float = 0.0) -> Float32:
+    """The gate's nonlinearity, elementwise, in float64 and rounded once. threshold: of fatrelu."""
     wide = x.astype(np.float64)
     match activation:
         case "silu":
@@ -298,6 +320,8 @@ def activate(x: Float32, activation: Activation) -> Float32:
             wide = np.maximum(wide, 0.0)
         case "relu2":
             wide = np.square(np.maximum(wide, 0.0))
+        case "fatrelu":
+            wide = np.where(wide <= threshold, 0.0, wide)
     return wide.astype(np.float32)
 
 

@@ -194,13 +194,12 @@ class MemoryModel(ABC):
 
     @property
     def _matrices_bytes(self) -> int:
-        """Attention, norms and head, packed, and the checksums of what is read piece by piece."""
+        """Attention, vectors and head, packed, and the checksums of what is read piece by piece."""
         config, quant = self.config, self.quant
         hidden = config.hidden_size
         matrices = interleaved_bytes(config.qkv_size, hidden, quant.of("qkv"))
         matrices += interleaved_bytes(hidden, config.query_size, quant.of("out"))
-        vectors = sum(map(config.vector_size, config.layers)) + config.norm_size
-        weights = config.num_layers * matrices + 4 * vectors
+        weights = config.num_layers * matrices + 4 * config.vectors_size
         weights += interleaved_bytes(config.vocab_size, hidden, quant.of(self.head_kind))
         records = config.num_layers * config.intermediate_size
         checksums = records * len(neuron_layout(config, self.quant).parts)
@@ -209,10 +208,11 @@ class MemoryModel(ABC):
 
     @property
     def _gates_bytes(self) -> int:
-        """Every layer's gate projection, packed, with each row's checksum or importance."""
+        """Every layer's gate projection, packed, with each row's checksum or importance, and its bias."""
         neurons, hidden = self.config.intermediate_size, self.config.hidden_size
+        vectors = 2 if self.config.feed_forward.bias else 1
         packed = interleaved_bytes(neurons, hidden, self.quant.of("feed_forward"))
-        return self.config.num_layers * (packed + 4 * neurons)
+        return self.config.num_layers * (packed + 4 * vectors * neurons)
 
     def _adapter_bytes(self, nodes: int) -> int:
         """Adapters of multi-stream attention where it runs, and what drafts of `nodes` tokens add to it."""
@@ -247,12 +247,14 @@ class MemoryModel(ABC):
     def _selecting_bytes(self, tokens: int) -> int:
         """Scratch memory that selecting neurons adds to a dense forward pass: all scores, and wider lanes.
 
-        With thresholds, gates as well; with predictors, the rows between their two matrices.
+        Where scores aren't the gates themselves, gates as well; with predictors, the rows between their two
+        matrices.
         """
         if not self.selects_neurons:
             return 0
         neurons = padded(self.config.intermediate_size, GROUP_SIZE)
-        arrays = 3 if self.runtime.sparsity == "threshold" else 2
+        limited = self.runtime.sparsity == "exact" and self.config.feed_forward.threshold > 0
+        arrays = 3 if limited or self.runtime.sparsity == "threshold" else 2
         found = self._used_predictors
         rank = 0 if found is None else max(found.ranks)
         groups = padded(self.config.hidden_size, GROUP_SIZE) // GROUP_SIZE

@@ -148,8 +148,8 @@ class MlxMemory(MemoryModel):
 
     def _neurons_bytes(self, neurons: int) -> int:
         row = padded(self.config.hidden_size, GROUP_SIZE)
-        rows = (self.quant.of("feed_forward"), self.quant.of("feed_forward"), self.quant.down)
-        return sum(held_bytes(neurons * row, stored, self.operand_bytes) for stored in rows)
+        rows = neuron_layout(self.config, self.quant).rows
+        return sum(held_bytes(neurons * row, found.stored, self.operand_bytes) for found in rows)
 
     def _wider_bytes(self, elements: int, stored: RowFormat) -> int:
         """The bytes that MLX adds to stored matrices: operands wider than float16, and implied biases."""

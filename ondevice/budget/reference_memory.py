@@ -15,8 +15,9 @@ class ReferenceMemory(CpuMemory):
     @property
     def weights_bytes(self) -> int:
         config = self.config
-        per_token = config.qkv_size + config.query_size + 3 * config.intermediate_size
-        return 4 * config.hidden_size * (config.num_layers * per_token + config.vocab_size)
+        rows = config.qkv_size + config.query_size + config.feed_forward.num_rows * config.intermediate_size
+        matrices = config.hidden_size * (config.num_layers * rows + config.vocab_size)
+        return 4 * (matrices + config.positions_size)
 
     @property
     def embedding_bytes(self) -> int:

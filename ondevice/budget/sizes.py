@@ -151,7 +151,7 @@ def segment_shape(
 def slot_shape(config: ModelConfig, quant: QuantConfig, whole: bool) -> SlotShape:
     """Segments near 8 MiB, or a sixteenth of all neurons if that is less.
 
-    whole: slots hold whole records; otherwise the up and down rows alone.
+    whole: slots hold whole records; otherwise what follows gate rows alone.
     """
     layout = neuron_layout(config, quant)
     slot_bytes = layout.stride if whole else layout.part_bytes[1]
@@ -243,6 +243,6 @@ def stream_bytes(config: ModelConfig, streams: MultiStreams) -> int:
 
 
 def _block_bytes(config: ModelConfig, quant: QuantConfig) -> int:
-    """Size of 64 neurons packed for the kernels: gate, up and down."""
-    rows = (quant.of("feed_forward"), quant.of("feed_forward"), quant.down)
-    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, stored) for stored in rows)
+    """Size of 64 neurons packed for the kernels: gate, up and down, or gate and down."""
+    rows = neuron_layout(config, quant).rows
+    return sum(interleaved_bytes(GROUP_SIZE, config.hidden_size, row.stored) for row in rows)

@@ -26,12 +26,16 @@ CRC_BLOCK_BYTES = 1 << 20
 """Bytes that one CRC32C covers in files without records."""
 
 MANIFEST = "bundle.json"
+PARTIAL = ".partial"
+"""What the name of a bundle's folder ends with until it is whole."""
 RESIDENT = "resident.safetensors"
 EMBEDDING = "embedding.safetensors"
 CHECKSUMS = "checksums.bin"
 TOKENIZER_FILES = {"sentencepiece": "tokenizer.model", "tokenizers": "tokenizer.json"}
 CHAT_TEMPLATE = "chat_template.jinja"
 RECORDS_TENSOR = "records"
+POSITIONS = "positions"
+"""The resident tensor of learned positions, a row for each."""
 
 SafetensorsType = Literal["F32", "F16", "U32"]
 _NUMPY_TYPES: dict[SafetensorsType, str] = {"F32": "<f4", "F16": "<f2", "U32": "<u4"}
@@ -45,6 +49,11 @@ def neuron_file_name(layer: int) -> str:
 def gate_file_name(layer: int) -> str:
     """Name of the file with a second copy of `layer`'s gate rows, for models whose gates select neurons."""
     return f"gates-{layer:05d}.safetensors"
+
+
+def gate_bias_name(layer: int) -> str:
+    """The resident tensor of biases of `layer`'s gates, which has the neurons' order."""
+    return f"layers.{layer}.feed_forward.gate.bias"
 
 
 def padded(n: int, multiple: int) -> int:
@@ -107,6 +116,11 @@ class RecordLayout:
     parts: tuple[tuple[RowLayout, ...], ...]
 
     @cached_property
+    def rows(self) -> tuple[RowLayout, ...]:
+        """The rows of all parts, in order."""
+        return tuple(row for part in self.parts for row in part)
+
+    @cached_property
     def row_bytes(self) -> tuple[int, ...]:
         """Unpadded bytes of each part."""
         return tuple(sum(row.nbytes for row in part) for part in self.parts)
@@ -133,6 +147,16 @@ class RecordLayout:
         return sum(self.part_bytes)
 
     @cached_property
+    def row_offsets(self) -> tuple[int, ...]:
+        """First byte of each row, in order, from the start of the record."""
+        found = []
+        for offset, part in zip(self.part_offsets, self.parts, strict=True):
+            for row in part:
+                found.append(offset)
+                offset += row.nbytes
+        return tuple(found)
+
+    @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold no data and must be zero."""
         pairs = zip(self.part_offsets, self.row_bytes, self.part_bytes, strict=True)
@@ -141,19 +165,18 @@ class RecordLayout:
     @cached_property
     def halves(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) byte ranges of a record that hold float16 values."""
-        found = []
-        for offset, part in zip(self.part_offsets, self.parts, strict=True):
-            for row in part:
-                start, stop = row.halves
-                found.append((offset + start, offset + stop))
-                offset += row.nbytes
-        return tuple(found)
+        rows = (row for part in self.parts for row in part)
+        pairs = ((offset, row.halves) for offset, row in zip(self.row_offsets, rows, strict=True))
+        return tuple((offset + start, offset + stop) for offset, (start, stop) in pairs)
 
 
 def neuron_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
-    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long."""
-    row = RowLayout(config.hidden_size, *quant.of("feed_forward"))
-    return RecordLayout(((row,), (row, RowLayout(config.hidden_size, *quant.down))))
+    """Record of one feed-forward neuron, in two parts: [gate row] and [up row | down column], all D long.
+
+    A neuron of an ungated feed-forward has no up row.
+    """
+    row, down = (RowLayout(config.hidden_size, *stored) for stored in (quant.of("feed_forward"), quant.down))
+    return RecordLayout(((row,), (*(row,) * (config.feed_forward.num_rows - 2), down)))
 
 
 def gate_layout(config: ModelConfig, quant: QuantConfig) -> RecordLayout:
@@ -203,6 +226,8 @@ def norm_tensors(name: str, config: ModelConfig) -> dict[str, TensorSpec]:
 def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, TensorSpec]:
     """The exact tensors of the resident file, in the order of their bytes."""
     tensors: dict[str, TensorSpec] = {}
+    if config.learned_positions:
+        tensors[POSITIONS] = TensorSpec("F32", (config.max_context, config.hidden_size))
     for layer, spec in enumerate(config.layers):
         tensors |= _layer_tensors(f"layers.{layer}", spec, config, quant)
     tensors |= norm_tensors("final_norm", config)
@@ -232,6 +257,8 @@ def _layer_tensors(
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)
     tensors |= norm("feed_forward_norm", spec.norms_input)
+    tensors |= vector(f"{prefix}.feed_forward.gate.bias", config.intermediate_size * spec.feed_forward.bias)
+    tensors |= vector(f"{prefix}.feed_forward.down.bias", hidden * spec.feed_forward.output_bias)
     return tensors | norm("feed_forward_output_norm", spec.norms_output)
 
 

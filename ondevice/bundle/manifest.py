@@ -18,6 +18,7 @@ from ondevice.bundle.layout import (
     CHECKSUMS,
     EMBEDDING,
     FORMAT,
+    MANIFEST,
     RESIDENT,
     TOKENIZER_FILES,
     VERSION,
@@ -163,7 +164,7 @@ def parse_manifest(data: bytes) -> Manifest:
     Raises BundleError if it is damaged or out of range, UnsupportedModelError for another version or for an
     option that this release doesn't know.
     """
-    document = Section(parse_json(data, "bundle.json"), "bundle.json")
+    document = Section(parse_json(data, MANIFEST), MANIFEST)
     content = document.get("manifest")
     if document.get("sha256") != hashlib.sha256(canonical_json(content)).hexdigest():
         raise BundleError("bundle.json doesn't match its own sha256; it was damaged or edited")

@@ -18,6 +18,7 @@ from ondevice.model_config import (
     NormPlaces,
     NormSpec,
     RopeSpec,
+    UpActivation,
 )
 
 _MAX_TOKENS = 1 << 24
@@ -33,17 +34,27 @@ SIZES = (
     "max_context",
 )
 """The fields of ModelConfig that are sizes."""
+FLAGS = ("learned_positions",)
+"""The flags that are absent where they are false."""
+_PLAIN = asdict(FeedForwardSpec("silu"))
+"""Values of a feed-forward's keys where they are absent; the activation never is."""
 
 
 def model_section(config: ModelConfig) -> dict[str, Any]:
     """The section of `config`."""
     section: dict[str, Any] = _plain(asdict(config))
-    return section
+    for layer in section["layers"]:
+        spec = layer["feed_forward"]
+        layer["feed_forward"] = {
+            name: value for name, value in spec.items() if name == "activation" or value != _PLAIN[name]
+        }
+    return {name: value for name, value in section.items() if name not in FLAGS or value}
 
 
 def parse_model(section: Section) -> ModelConfig:
     """The config of a section. Raises BundleError or UnsupportedModelError for what it may not hold."""
-    sizes = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
+    sizes: dict[str, Any] = {name: section.integer(name, 1, _MAX_TOKENS) for name in SIZES}
+    flags = {name: section.boolean(name) for name in FLAGS if name in section.names}
     config = ModelConfig(
         architecture=section.text("architecture", 64),
         norm=_parse_norm(section.section("norm")),
@@ -53,6 +64,7 @@ def parse_model(section: Section) -> ModelConfig:
         logit_soft_cap=section.number("logit_soft_cap", 0.0, MAX_FACTOR),
         tie_embeddings=section.boolean("tie_embeddings"),
         **sizes,
+        **flags,
     )
     section.close()
     return config
@@ -103,7 +115,15 @@ def _parse_attention(section: Section) -> AttentionSpec:
 
 
 def _parse_feed_forward(section: Section) -> FeedForwardSpec:
-    feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)))
+    given = {
+        "gated": section.boolean,
+        "threshold": lambda key: section.number(key, 0.0, MAX_FACTOR),
+        "up_activation": lambda key: cast(UpActivation, section.text(key, 16)),
+        "bias": section.boolean,
+        "output_bias": section.boolean,
+    }
+    values: dict[str, Any] = {key: read(key) for key, read in given.items() if key in section.names}
+    feed_forward = FeedForwardSpec(cast(Activation, section.text("activation", 64)), **values)
     section.close()
     return feed_forward
 

@@ -186,10 +186,10 @@ class Bundle:
         """Number of the model's logical parameters; tied embeddings count once."""
         config = self.config
         hidden = config.hidden_size
-        layer = hidden * (config.qkv_size + config.query_size + 3 * config.intermediate_size)
-        vectors = sum(map(config.vector_size, config.layers)) + config.norm_size
+        rows = config.feed_forward.num_rows * config.intermediate_size
+        layer = hidden * (config.qkv_size + config.query_size + rows)
         tables = 1 if config.tie_embeddings else 2
-        return config.num_layers * layer + vectors + tables * config.vocab_size * hidden
+        return config.num_layers * layer + config.vectors_size + tables * config.vocab_size * hidden
 
     @property
     def embedding_file(self) -> CheckedFile:

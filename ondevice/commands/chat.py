@@ -51,8 +51,8 @@ def chat(
 ) -> None:
     """Talk to a model; /help lists what else can be asked. From a pipe, every line is a turn.
 
-    A checkpoint, a repository id of the Hugging Face hub (owner/name) or a short name of one is converted
-    first, once, after saying what that takes.
+    A checkpoint, a repository id of the Hugging Face hub (owner/name), a GGUF file of one
+    (owner/name:file.gguf) or a short name of one is converted first, once, after saying what that takes.
 
     Sampling follows the model's own generation_config.json where no option says otherwise.
     """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ondevice.commands.obtaining import offer_text, run_conversion, shown
+from ondevice.commands.obtaining import offer_text, run_conversion, say_notes, shown
 from ondevice.commands.options import Command, TextParts, complete_path, option
 from ondevice.commands.terminal import confirm, progress, say, take_interrupts
 from ondevice.config import AUTO_QUANT, RuntimeConfig
@@ -62,8 +62,8 @@ def convert(
     """Turn a checkpoint into a bundle.
 
     SOURCE is a Hugging Face or MLX folder, a GGUF file (any part of one in parts), a llama2.c .bin file, a
-    folder with one of these, a repository id or an alias. A repository is downloaded after saying what that
-    takes, and asking.
+    folder with one of these, a repository id, a GGUF file of one (OWNER/NAME:FILE.gguf) or an alias. A
+    repository is downloaded after saying what that takes, and asking.
     """
     from ondevice import training
     from ondevice.bundle.reader import Bundle
@@ -90,8 +90,7 @@ def convert(
                     force=force,
                 )
     bundle = Bundle.open(path)
-    for note in bundle.manifest.provenance.notes:
-        say(note)
+    say_notes(bundle)
     if content is not None:
         if bundle.predictors is not None:
             say(predictor_table(bundle.predictors))

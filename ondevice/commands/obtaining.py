@@ -10,6 +10,7 @@ from ondevice.config import RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError, StartAgainError
 
 if TYPE_CHECKING:
+    from ondevice.bundle.reader import Bundle
     from ondevice.runtime.conversion import Foreseen, Prepared
     from ondevice.runtime.models import ConversionProgress
 
@@ -43,6 +44,7 @@ def obtained(model: str | None, runtime: RuntimeConfig, yes: bool) -> str | Path
 
 
 def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
+    from ondevice.bundle.reader import Bundle
     from ondevice.runtime import conversion
 
     with conversion.prepare(model) as prepared:
@@ -63,6 +65,7 @@ def _converted(model: str, runtime: RuntimeConfig, yes: bool) -> Path:
             error.add_note("what is done is kept: the same command goes on with it")
             raise
         say(f"converted: {path}")
+        say_notes(Bundle.open(path))
         raise StartAgainError
 
 
@@ -70,6 +73,12 @@ def run_conversion(prepared: Prepared, *, resume: bool, force: bool = False) -> 
     """Run a conversion, and show its progress."""
     with progress() as show:
         return prepared.run(lambda done: show(*shown(done)), resume=resume, force=force)
+
+
+def say_notes(bundle: Bundle) -> None:
+    """What its conversion left out, copied or rounded, as the bundle's manifest has it."""
+    for note in bundle.manifest.provenance.notes:
+        say(note)
 
 
 def shown(done: ConversionProgress) -> tuple[float, str]:
@@ -106,7 +115,9 @@ def _room(foreseen: Foreseen) -> str:
 
 def _may_be_checkpoint(model: str) -> bool:
     """True for a repository id, an alias, and a path to what looks like a checkpoint."""
-    from ondevice.runtime.models import MANIFEST, Repository, find_source
+    from ondevice.bundle.layout import MANIFEST
+    from ondevice.runtime.models import find_source, holds_checkpoint
+    from ondevice.runtime.repository import Repository
 
     try:
         source = find_source(model)
@@ -114,4 +125,4 @@ def _may_be_checkpoint(model: str) -> bool:
         return False
     if isinstance(source, Repository):
         return True
-    return (source / "config.json").is_file() or (source.is_file() and source.name != MANIFEST)
+    return holds_checkpoint(source) or (source.is_file() and source.name != MANIFEST)

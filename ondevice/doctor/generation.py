@@ -57,8 +57,8 @@ class Recorded:
 def read_recorded(folder: Path) -> Recorded:
     """The recording beside the model. Raises BundleError if it is missing, damaged or another model's."""
     from ondevice.bundle.files import contained, read_whole
+    from ondevice.bundle.layout import MANIFEST
     from ondevice.bundle.strict_json import MAX_JSON_BYTES, Section, parse_json
-    from ondevice.runtime.models import MANIFEST
 
     data = read_whole(contained(folder.resolve(), RECORDED), MAX_JSON_BYTES)
     section = Section(parse_json(data, RECORDED), RECORDED)

@@ -1,7 +1,7 @@
 """Types of the native extension. Arrays are C-contiguous numpy arrays unless said otherwise.
 
-Shapes: T tokens, R rows, G groups of 64 or 32 columns, F neurons of a layer. An `activation` is its index in
-`ondevice.model_config.ACTIVATIONS`. Impossible arguments raise ValueError.
+Shapes: T tokens, R rows, G groups of 64 or 32 columns, F neurons of a layer. Impossible arguments raise
+ValueError.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,9 @@ Format = int | tuple[int, int, bool]
 """Bits of weights, or a RowFormat: bits, columns of a group, and whether biases are implied."""
 Tree = tuple[Int32, Int32]
 """Parents and depths (T,) of a draft tree's tokens."""
+GateForm = tuple[int, float, bool]
+"""An activation, as its index in `ondevice.model_config.ACTIVATIONS`; the threshold of `fatrelu`, else 0; and
+whether the up projection goes through ReLU."""
 Norm = tuple[Float32, float, Float32 | None, bool]
 """Weight and epsilon of a norm, its bias, and whether the mean is taken off first."""
 
@@ -87,10 +90,20 @@ class Segment:
 class FeedForward:
     """A layer's shape: hidden size, format of gate and up rows, a record's bytes and the offsets of its rows.
 
-    Down rows have as many bits, groups of 64 and stored biases.
+    Down rows have as many bits, groups of 64 and stored biases. up: None in an ungated layer. bias: of its
+    gates, (F,).
     """
 
-    def __init__(self, hidden: int, rows: Format, stride: int, gate: int, up: int, down: int) -> None: ...
+    def __init__(
+        self,
+        hidden: int,
+        rows: Format,
+        stride: int,
+        gate: int,
+        up: int | None,
+        down: int,
+        bias: Float32 | None = None,
+    ) -> None: ...
     def segment_bytes(self, blocks: int) -> int:
         """Bytes of a segment of `blocks` blocks of 64 neurons."""
 
@@ -102,7 +115,7 @@ class FeedForward:
         runner: Runner,
         x: Float32,
         segments: Sequence[Segment],
-        activation: int,
+        form: GateForm,
         out: Float32,
         norm: Norm | None = None,
         added: Float32 | None = None,
@@ -119,7 +132,7 @@ class FeedForward:
         slots: Int32,
         addresses: Addresses,
         whole: bool,
-        activation: int,
+        form: GateForm,
         out: Float32,
         norm: Norm | None = None,
         added: Float32 | None = None,
@@ -142,21 +155,22 @@ class FeedForwardPass:
         runner: Runner,
         layer: FeedForward,
         x: Float32,
-        activation: int,
+        form: GateForm,
         norm: Norm | None = None,
     ) -> None: ...
     def add(self, segments: Sequence[Segment], tokens: int | None = None) -> None:
         """Add the segments' neurons to the first `tokens` tokens, or to all.
 
-        For the other tokens they count as zero.
+        For the other tokens they count as zero. The segments of a pass hold the layer's neurons from the
+        first one on, without gaps.
         """
 
     def add_selected(self, ids: Int32, parts: Addresses, whole: bool, scores: Float32) -> None:
         """Neurons that any token selects: those with scores (T, F) above zero.
 
-        ids, parts: (n,), ascending ids, and where each neuron's up row and down row lie; or its whole
-        record, if `whole`. Gates are computed from whole records, otherwise `scores` are the gates. A block
-        of 64 stored ids must not be split between calls.
+        ids, parts: (n,), ascending ids, and where the rest of each neuron's record lies, behind its gate row;
+        or its whole record, if `whole`. Gates are computed from whole records, otherwise `scores` are the
+        gates, which count above the threshold. A block of 64 stored ids must not be split between calls.
         """
 
     def finish(self, out: Float32, added: Float32 | None = None) -> None:
@@ -217,8 +231,8 @@ def add_normed(runner: Runner, x: Float32, y: Float32, norm: Norm) -> None:
 def soft_cap(runner: Runner, x: Float32, cap: float) -> None:
     """x (T, n) = cap * tanh(x / cap)."""
 
-def activate(runner: Runner, activation: int, gate: Float32, up: Float32, out: Float32) -> None:
-    """out (n,) = activation(gate) * up."""
+def activate(runner: Runner, form: GateForm, gate: Float32, up: Float32 | None, out: Float32) -> None:
+    """out (n,) = activation(gate) * up, or activation(gate)."""
 
 def largest(x: Float32, ids: Int32, values: Float32) -> float:
     """The len(ids) largest of x (n,), ties to the lower index; returns the sum of exp(x - largest)."""

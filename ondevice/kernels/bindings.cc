@@ -69,14 +69,16 @@ void bind_vector_ops(nb::module_& m) {
         return kernels->sum_of_exps(x.data(), n, values.data()[0]);
       },
       nb::arg("x"), nb::arg("ids"), nb::arg("values"));
-  m.def("activate", [](Runner& runner, int activation, const CArray<const float, 1>& gate,
-                       const CArray<const float, 1>& up, const CArray<float, 1>& out) {
-    require(activation >= 0 && activation <= 4, "activation must be 0 to 4");
-    require(gate.shape(0) == up.shape(0) && gate.shape(0) == out.shape(0),
-            "gate, up and out have one length");
-    runner.kernels().activate(static_cast<Activation>(activation), gate.data(), up.data(), out.data(),
-                              static_cast<int64_t>(gate.shape(0)));
-  });
+  m.def(
+      "activate",
+      [](Runner& runner, const FormArg& form, const CArray<const float, 1>& gate, const Weight& up,
+         const CArray<float, 1>& out) {
+        require((!up || gate.shape(0) == up->shape(0)) && gate.shape(0) == out.shape(0),
+                "gate, up and out have one length");
+        runner.kernels().activate(form_of(form), gate.data(), up ? up->data() : nullptr, out.data(),
+                                  static_cast<int64_t>(gate.shape(0)));
+      },
+      nb::arg("runner"), nb::arg("form"), nb::arg("gate"), nb::arg("up").none(), nb::arg("out"));
 }
 
 }  // namespace

@@ -70,6 +70,16 @@ inline Norm norm_of(const NormArg& arg, int64_t cols) {
   return {weight.data(), eps, bias ? bias->data() : nullptr, centred};
 }
 
+using FormArg = std::tuple<int, float, bool>;  // the fields of GateForm
+
+inline GateForm form_of(const FormArg& arg) {
+  const auto& [act, threshold, relu_up] = arg;
+  require(act >= 0 && act <= static_cast<int>(Activation::kFatRelu), "activation must be 0 to 5");
+  require(threshold == 0.0f || (threshold > 0.0f && static_cast<Activation>(act) == Activation::kFatRelu),
+          "only activation 5 has a threshold, above zero");
+  return {static_cast<Activation>(act), threshold, relu_up};
+}
+
 inline const float* added_to(const CArray<float, 2>& out, const Added& added) {
   if (!added) return nullptr;
   require(added->shape(0) == out.shape(0) && added->shape(1) == out.shape(1), "added has the shape of out");

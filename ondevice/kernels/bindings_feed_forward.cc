@@ -19,11 +19,6 @@ const float* added_to(const CArray<float, 2>& out, const FeedForward& layer, int
   return ondevice::added_to(out, added);
 }
 
-Activation activation_of(int activation) {
-  require(activation >= 0 && activation <= 4, "activation must be 0 to 4");
-  return static_cast<Activation>(activation);
-}
-
 void pack(const FeedForward& layer, Runner& runner, Segment& segment, int64_t blocks, int64_t block0,
           const CArray<const uint8_t, 2>& records) {
   const int64_t count = records.shape(0);
@@ -37,22 +32,22 @@ void pack(const FeedForward& layer, Runner& runner, Segment& segment, int64_t bl
 }
 
 void forward(const FeedForward& layer, Runner& runner, const Rows& x,
-             const std::vector<const Segment*>& segments, int activation, const CArray<float, 2>& out,
+             const std::vector<const Segment*>& segments, const FormArg& form, const CArray<float, 2>& out,
              const NormArg& norm, const Added& added) {
   const int64_t tokens = rows_of(x, layer.hidden());
-  const Activation act = activation_of(activation);
+  const GateForm gates = form_of(form);
   const Norm norms = norm_of(norm, layer.hidden());
   const float* base = added_to(out, layer, tokens, added);
   nb::gil_scoped_release release;
-  layer.forward(runner, segments, x.data(), x.stride(0), tokens, act, out.data(), norms, base);
+  layer.forward(runner, segments, x.data(), x.stride(0), tokens, gates, out.data(), norms, base);
 }
 
 int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x, const Matrix& scorer,
                          const Weight& bias, const Matrix* low_rank, const CArray<const int32_t, 1>& slots,
-                         const CArray<const uint64_t, 1>& addresses, bool whole, int activation,
+                         const CArray<const uint64_t, 1>& addresses, bool whole, const FormArg& form,
                          const CArray<float, 2>& out, const NormArg& norm, const Added& added) {
   const int64_t tokens = rows_of(x, layer.hidden()), neurons = scorer.rows();
-  const Activation act = activation_of(activation);
+  const GateForm gates = form_of(form);
   require((low_rank ? low_rank->cols() : scorer.cols()) == layer.hidden() &&
               (!low_rank || scorer.cols() == low_rank->rows()),
           "matrices don't follow each other, from x on");
@@ -70,17 +65,17 @@ int64_t forward_selected(const FeedForward& layer, Runner& runner, const Rows& x
                                  whole};
   nb::gil_scoped_release release;
   return layer.forward_selected(runner, {scorer, bias ? bias->data() : nullptr, low_rank}, resident, x.data(),
-                                x.stride(0), tokens, act, out.data(), norms, base);
+                                x.stride(0), tokens, gates, out.data(), norms, base);
 }
 
-void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, const Rows& x, int activation,
-           const NormArg& norm) {
+void begin(FeedForwardPass* self, Runner& runner, const FeedForward& layer, const Rows& x,
+           const FormArg& form, const NormArg& norm) {
   const int64_t tokens = rows_of(x, layer.hidden());
-  const Activation act = activation_of(activation);
+  const GateForm gates = form_of(form);
   const Norm norms = norm_of(norm, layer.hidden());
   nb::gil_scoped_release release;
   const InputRows rows = runner.prepare(x.data(), x.stride(0), tokens, layer.hidden(), layer.format(), norms);
-  new (self) FeedForwardPass(runner, layer, rows, act);
+  new (self) FeedForwardPass(runner, layer, rows, gates);
 }
 
 void check_valid(const FeedForwardPass& pass) {
@@ -91,6 +86,9 @@ void add(FeedForwardPass& pass, const std::vector<const Segment*>& segments, std
   check_valid(pass);
   const int64_t first = tokens.value_or(pass.tokens());
   require(first >= 1 && first <= pass.tokens(), "tokens are from 1 to those of the pass");
+  int64_t neurons = pass.added();
+  for (const Segment* segment : segments) neurons += segment->blocks() * kGroup;
+  require(!pass.layer().bias() || neurons <= pass.layer().biases(), "more neurons than biases");
   nb::gil_scoped_release release;
   pass.add(segments, first);
 }
@@ -101,6 +99,7 @@ void add_selected(FeedForwardPass& pass, const CArray<const int32_t, 1>& ids,
   const int64_t count = ids.shape(0), neurons = scores.shape(1);
   require(parts.shape(0) == ids.shape(0), "ids and parts are (n,)");
   require(static_cast<int64_t>(scores.shape(0)) == pass.tokens(), "scores are (T, neurons)");
+  require(!pass.layer().bias() || neurons <= pass.layer().biases(), "more neurons than biases");
   for (int64_t k = 0; k < count; ++k)
     require(ids.data()[k] >= 0 && ids.data()[k] < neurons && (k == 0 || ids.data()[k] > ids.data()[k - 1]),
             "ids ascend, from 0 to below the number of scores");
@@ -125,7 +124,7 @@ void bind_feed_forward(nb::module_& m) {
         const int64_t tokens = scores.shape(0), neurons = scores.shape(1);
         require(static_cast<int64_t>(ids.shape(0)) >= neurons, "ids has room for every column");
         nb::gil_scoped_release release;
-        return select(scores.data(), tokens, neurons, ids.data());
+        return select(scores.data(), tokens, neurons, 0.0f, ids.data());
       },
       nb::arg("scores"), nb::arg("ids"));
 
@@ -137,31 +136,38 @@ void bind_feed_forward(nb::module_& m) {
       });
 
   nb::class_<FeedForward>(m, "FeedForward")
-      .def("__init__",
-           [](FeedForward* self, int64_t hidden, const FormatArg& rows, int64_t stride, int64_t gate,
-              int64_t up, int64_t down) {
-             const RowFormat format = format_of(rows);
-             require(hidden > 0, "hidden must be positive");
-             const int64_t row = format.row_bytes(groups_of(hidden));
-             const int64_t down_row = RowFormat(format.bits).row_bytes(groups_of(hidden));
-             require(gate >= 0 && gate + row <= stride && up >= 0 && up + row <= stride && down >= 0 &&
-                         down + down_row <= stride,
-                     "a row lies outside the record");
-             new (self) FeedForward(hidden, format, {stride, gate, up, down});
-           })
+      .def(
+          "__init__",
+          [](FeedForward* self, int64_t hidden, const FormatArg& rows, int64_t stride, int64_t gate,
+             std::optional<int64_t> second, int64_t down, const Weight& bias) {
+            const RowFormat format = format_of(rows);
+            require(hidden > 0, "hidden must be positive");
+            const int64_t row = format.row_bytes(groups_of(hidden));
+            const int64_t down_row = RowFormat(format.bits).row_bytes(groups_of(hidden));
+            const int64_t up = second.value_or(down), up_row = second ? row : down_row;
+            require(gate >= 0 && gate + row <= stride && up >= 0 && up + up_row <= stride && down >= 0 &&
+                        down + down_row <= stride,
+                    "a row lies outside the record");
+            require(!second || up != down, "up and down are two rows");
+            require(!bias || !second, "only gates without an up projection have a bias");
+            new (self) FeedForward(hidden, format, {stride, gate, up, down}, bias ? bias->data() : nullptr,
+                                   bias ? static_cast<int64_t>(bias->shape(0)) : 0);
+          },
+          nb::arg("hidden"), nb::arg("rows"), nb::arg("stride"), nb::arg("gate"), nb::arg("up").none(),
+          nb::arg("down"), nb::arg("bias").none() = nb::none())
       .def("segment_bytes", &FeedForward::segment_bytes, nb::arg("blocks"))
       .def("pack", &pack, nb::arg("runner"), nb::arg("segment"), nb::arg("blocks"), nb::arg("block0"),
            nb::arg("records"))
-      .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("segments"), nb::arg("activation"),
+      .def("forward", &forward, nb::arg("runner"), nb::arg("x"), nb::arg("segments"), nb::arg("form"),
            nb::arg("out"), nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none())
       .def("forward_selected", &forward_selected, nb::arg("runner"), nb::arg("x"), nb::arg("scorer"),
            nb::arg("bias").none(), nb::arg("low_rank").none(), nb::arg("slots"), nb::arg("addresses"),
-           nb::arg("whole"), nb::arg("activation"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
+           nb::arg("whole"), nb::arg("form"), nb::arg("out"), nb::arg("norm").none() = nb::none(),
            nb::arg("added").none() = nb::none());
 
   nb::class_<FeedForwardPass>(m, "FeedForwardPass")
       .def("__init__", &begin, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::arg("runner"),
-           nb::arg("layer"), nb::arg("x"), nb::arg("activation"), nb::arg("norm").none() = nb::none())
+           nb::arg("layer"), nb::arg("x"), nb::arg("form"), nb::arg("norm").none() = nb::none())
       .def("add", &add, nb::arg("segments"), nb::arg("tokens").none() = nb::none())
       .def("add_selected", &add_selected, nb::arg("ids"), nb::arg("parts"), nb::arg("whole"),
            nb::arg("scores"))

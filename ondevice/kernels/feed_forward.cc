@@ -1,5 +1,6 @@
 #include "feed_forward.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "feed_forward_pass.h"
@@ -37,43 +38,50 @@ void pack_down(int bits, const uint8_t* const* rows, int64_t g, int64_t codes_by
 
 }  // namespace
 
-FeedForward::FeedForward(int64_t hidden, const RowFormat& rows, RecordShape record)
+FeedForward::FeedForward(int64_t hidden, const RowFormat& rows, RecordShape record, const float* bias,
+                         int64_t neurons)
     : hidden_(hidden),
       groups_(groups_of(hidden)),
       format_(rows),
       record_(record),
       row_bytes_(rows.row_bytes(groups_)),
-      down_bytes_(RowFormat(rows.bits).row_bytes(groups_)) {}
+      down_bytes_(RowFormat(rows.bits).row_bytes(groups_)) {
+  if (!bias) return;
+  bias_.resize(static_cast<size_t>(groups_of(neurons) * kGroup));
+  std::copy(bias, bias + neurons, bias_.begin());
+}
 
-// A segment holds the gate tile and the up tile of each 16 neurons, so that both are read as one stream, and
-// then all down rows.
+// A segment holds the gate tile and, in a gated layer, the up tile of each 16 neurons, so that both are read
+// as one stream, and then all down rows.
 void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const uint8_t* records,
                        int64_t count) const {
   const int64_t blocks = (count + kGroup - 1) / kGroup, row0 = block0 * kGroup;
   const int64_t padding = blocks * kGroup - count, tile_bytes = kTile * row_bytes_;
+  const int64_t parts = record_.rows() - 1;
   uint8_t* tiles = segment.data();
-  uint8_t* down = tiles + 2 * segment.blocks() * kGroup * row_bytes_;
+  uint8_t* down = tiles + parts * segment.blocks() * kGroup * row_bytes_;
   if (padding) {
     const int64_t first = (row0 + count) / kTile, end = (block0 + blocks) * kTilesPerBlock;
-    std::memset(tiles + 2 * first * tile_bytes, 0, static_cast<size_t>(2 * (end - first) * tile_bytes));
+    std::memset(tiles + parts * first * tile_bytes, 0,
+                static_cast<size_t>(parts * (end - first) * tile_bytes));
   }
   if (bits() == 16) {
     for (int64_t n = 0; n < count; ++n) {
       const uint8_t* record = records + n * record_.stride;
-      uint8_t* gate = tiles + (row0 + n) / kTile * 2 * tile_bytes + (row0 + n) % kTile * row_bytes_;
+      uint8_t* gate = tiles + (row0 + n) / kTile * parts * tile_bytes + (row0 + n) % kTile * row_bytes_;
       std::memcpy(gate, record + record_.gate, static_cast<size_t>(row_bytes_));
-      std::memcpy(gate + tile_bytes, record + record_.up, static_cast<size_t>(row_bytes_));
+      if (parts == 2) std::memcpy(gate + tile_bytes, record + record_.up, static_cast<size_t>(row_bytes_));
       std::memcpy(down + (row0 + n) * row_bytes_, record + record_.down, static_cast<size_t>(row_bytes_));
     }
     std::memset(down + (row0 + count) * row_bytes_, 0, static_cast<size_t>(padding * row_bytes_));
     return;
   }
   const int64_t codes = groups_ * format_.codes_bytes(), biases = codes + 2 * groups_ * format_.scales();
-  for (int64_t part = 0; part < 2; ++part) {
+  for (int64_t part = 0; part < parts; ++part) {
     const uint8_t* base = records + (part ? record_.up : record_.gate);
     interleave_rows(runner.pool(), format_, groups_, row0, count,
                     {base, base + codes, base + biases, record_.stride, record_.stride, record_.stride},
-                    tiles + part * tile_bytes, 2 * tile_bytes);
+                    tiles + part * tile_bytes, parts * tile_bytes);
   }
   uint8_t* zeros = reinterpret_cast<uint8_t*>(runner.scratch(down_bytes_ / 4));
   std::memset(zeros, 0, static_cast<size_t>(down_bytes_));
@@ -92,16 +100,15 @@ void FeedForward::pack(Runner& runner, Segment& segment, int64_t block0, const u
 }
 
 void FeedForward::forward(Runner& runner, const std::vector<const Segment*>& segments, const float* x,
-                          int64_t x_stride, int64_t tokens, Activation activation, float* out,
+                          int64_t x_stride, int64_t tokens, const GateForm& form, float* out,
                           const Norm& norm, const float* added) const {
-  FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_, norm),
-                       activation);
+  FeedForwardPass pass(runner, *this, runner.prepare(x, x_stride, tokens, hidden_, format_, norm), form);
   pass.add(segments, tokens);
   pass.finish(out, added);
 }
 
 int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, const ResidentRecords& resident,
-                                      const float* x, int64_t x_stride, int64_t tokens, Activation activation,
+                                      const float* x, int64_t x_stride, int64_t tokens, const GateForm& form,
                                       float* out, const Norm& norm, const float* added) const {
   FeedForwardScratch& scratch = runner.feed_forward_scratch();
   const Matrix& first = scorer.low_rank ? *scorer.low_rank : scorer.matrix;
@@ -121,12 +128,12 @@ int64_t FeedForward::forward_selected(Runner& runner, const Scorer& scorer, cons
   // Gates of the layer's own format need the same form of x, which is still there.
   if (scorer.low_rank || !(first.format() == format_))
     rows = runner.prepare(x, x_stride, tokens, hidden_, format_, norm);
-  FeedForwardPass pass(runner, *this, rows, activation);
+  FeedForwardPass pass(runner, *this, rows, form);
   std::vector<int32_t>& ids = scratch.selected_ids;
   std::vector<const uint8_t*>& parts = scratch.selected_parts;
   ids.resize(static_cast<size_t>(neurons));
   parts.resize(static_cast<size_t>(neurons));
-  const int64_t count = select(scores, tokens, neurons, ids.data());
+  const int64_t count = select(scores, tokens, neurons, scorer.low_rank ? 0.0f : form.threshold, ids.data());
   for (int64_t k = 0; k < count; ++k) parts[k] = resident.slot_parts[resident.slots[ids[k]]];
   pass.add_selected({ids.data(), parts.data(), count, resident.whole, scores, neurons});
   pass.finish(out, added);

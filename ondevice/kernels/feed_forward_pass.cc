@@ -10,12 +10,12 @@ constexpr int64_t kTilesPerBlock = kGroup / kTile;
 }  // namespace
 
 FeedForwardPass::FeedForwardPass(Runner& runner, const FeedForward& layer, const InputRows& x,
-                                 Activation activation)
+                                 const GateForm& form)
     : runner_(runner),
       layer_(layer),
       scratch_(runner.feed_forward_scratch()),
       x_(x),
-      activation_(activation),
+      form_(form),
       input_version_(runner.input_version()) {
   const size_t output_bytes = static_cast<size_t>(x.tokens * width()) * sizeof(float);
   const size_t lane_bytes = static_cast<size_t>(x.tokens * layer.groups() * kTile) * sizeof(float);
@@ -43,34 +43,39 @@ void FeedForwardPass::add_batch(const Segment* const* segments, int64_t count, i
   const int64_t threads = runner_.pool().threads();
   scratch_.hidden.grow(static_cast<size_t>(neurons * tokens) * sizeof(float));
   scratch_.gate_up.grow(static_cast<size_t>(threads * 2 * tokens * kTile) * sizeof(float));
+  const float* bias = layer_.bias() ? layer_.bias() + added_ : nullptr;
   runner_.pool().parallel_for(neurons / kTile, 4, [&](int64_t begin, int64_t end, int thread) {
     int64_t i = 0, first = 0;  // the tile's segment, and that segment's first tile
     for (int64_t tile = begin; tile < end; ++tile) {
       while (first + segments[i]->blocks() * kTilesPerBlock <= tile)
         first += segments[i++]->blocks() * kTilesPerBlock;
-      gate_up(*segments[i], tile - first, tokens, hidden() + tile * kTile, neurons, thread);
+      gate_up(*segments[i], tile - first, tokens, bias ? bias + tile * kTile : nullptr,
+              hidden() + tile * kTile, neurons, thread);
     }
   });
+  added_ += neurons;
   down(segments, count, tokens, neurons);
 }
 
-// 16 neurons of a segment: h[t * h_stride + r] = activation(gate) * up.
-void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t tokens, float* h,
-                              int64_t h_stride, int thread) {
+// 16 neurons of a segment: h[t * h_stride + r] = activation(gate) * up, or activation(gate). bias: of their
+// gates, or null; gates of a gated layer have none.
+void FeedForwardPass::gate_up(const Segment& segment, int64_t tile, int64_t tokens, const float* bias,
+                              float* h, int64_t h_stride, int thread) {
   const KernelTable& kernels = runner_.kernels();
-  const uint8_t* gate = segment.data() + 2 * tile * kTile * layer_.row_bytes();
+  const int64_t parts = layer_.record().rows() - 1, width_of_parts = parts * kTile;
+  const uint8_t* gate = segment.data() + parts * tile * kTile * layer_.row_bytes();
   float* products = scratch_.gate_up.as<float>() + thread * 2 * tokens * kTile;
   if (layer_.bits() == 16) {
-    for (int64_t part = 0; part < 2; ++part)
+    for (int64_t part = 0; part < parts; ++part)
       kernels.linear_half(reinterpret_cast<const uint16_t*>(gate + part * kTile * layer_.row_bytes()),
-                          width(), x_.padded, tokens, nullptr, nullptr, products + part * kTile, 2 * kTile, 0,
-                          kTile);
+                          width(), x_.padded, tokens, bias, nullptr, products + part * kTile, width_of_parts,
+                          0, kTile);
   } else {
-    kernels.linear_quantized(layer_.format(), gate, x_.quantized, tokens, nullptr, nullptr, products,
-                             2 * kTile, 2 * kTile, 0, 2);
+    kernels.linear_quantized(layer_.format(), gate, x_.quantized, tokens, bias, nullptr, products,
+                             width_of_parts, width_of_parts, 0, parts);
   }
-  for (int64_t t = 0; t < tokens; ++t, products += 2 * kTile)
-    kernels.activate(activation_, products, products + kTile, h + t * h_stride, kTile);
+  for (int64_t t = 0; t < tokens; ++t, products += width_of_parts)
+    kernels.activate(form_, products, parts == 2 ? products + kTile : nullptr, h + t * h_stride, kTile);
 }
 
 // Adds hidden activations (tokens, neurons) times the segments' down rows to the first outputs.
@@ -83,7 +88,7 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
     runner_.pool().parallel_for(width() / kTile, 2, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = 0, column = 0; i < count; ++i) {
         const int64_t rows = segments[i]->blocks() * kGroup;
-        const uint8_t* down = segments[i]->data() + 2 * rows * row_bytes;
+        const uint8_t* down = segments[i]->data() + (layer_.record().rows() - 1) * rows * row_bytes;
         kernels.down_half(reinterpret_cast<const uint16_t*>(down), width(), rows, h + column, neurons, tokens,
                           y, width(), begin * kTile, end * kTile);
         column += rows;
@@ -98,7 +103,7 @@ void FeedForwardPass::down(const Segment* const* segments, int64_t count, int64_
   runner_.pool().parallel_for(groups, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = 0, column = 0; i < count; ++i) {
       const int64_t blocks = segments[i]->blocks();
-      const uint8_t* down = segments[i]->data() + 2 * blocks * kGroup * row_bytes;
+      const uint8_t* down = segments[i]->data() + (layer_.record().rows() - 1) * blocks * kGroup * row_bytes;
       for (int64_t g = begin; g < end; ++g)
         kernels.down_quantized(layer_.bits(), down + g * blocks * block_bytes, blocks, h + column, neurons,
                                tokens, y + g * kGroup, width(), scratch_.bias_lanes.as<float>() + g * kTile,

@@ -11,10 +11,11 @@
 namespace ondevice {
 
 // Neurons that at least one token selects, ids ascending. A token leaves out those that it scores zero or
-// less; gates may be negative, and then a token leaves out those whose gate is zero.
+// less; gates may be negative, and then a token leaves out those whose gate is zero. Where gates are scores
+// and have a threshold, a token leaves out those at or below it.
 struct SelectedNeurons {
   const int32_t* ids;
-  const uint8_t* const* parts;  // of each neuron: its whole record, or its up row and down row
+  const uint8_t* const* parts;  // of each neuron: its whole record, or what follows its gate row
   int64_t count;
   bool whole;  // parts are whole records, and gates are computed from them; else scores are the gates
   const float* scores;  // (T, scores_stride), scores of all the layer's neurons
@@ -31,14 +32,17 @@ constexpr int64_t padded_to_tile(int64_t n) { return (n + kTile - 1) / kTile * k
 // stored ids.
 class FeedForwardPass {
  public:
-  FeedForwardPass(Runner& runner, const FeedForward& layer, const InputRows& x, Activation activation);
+  FeedForwardPass(Runner& runner, const FeedForward& layer, const InputRows& x, const GateForm& form);
 
   const FeedForward& layer() const { return layer_; }
   int64_t tokens() const { return x_.tokens; }
   // False once another op has written over this pass's scratch memory.
+  // Neurons that segments have added, in whole blocks.
+  int64_t added() const { return added_; }
   bool valid() const { return runner_.input_version() == input_version_; }
 
-  // Adds the segments' neurons to the first `tokens` tokens. For the others they count as zero.
+  // Adds the segments' neurons to the first `tokens` tokens. For the others they count as zero. The segments
+  // that a pass adds hold the layer's neurons from the first one on, without gaps.
   void add(const std::vector<const Segment*>& segments, int64_t tokens);
   void add_selected(const SelectedNeurons& neurons);
   // out (T, hidden) = the sums + added. added may be null or out.
@@ -50,7 +54,8 @@ class FeedForwardPass {
   float* outputs() { return scratch_.outputs.as<float>(); }
 
   void add_batch(const Segment* const* segments, int64_t count, int64_t tokens);
-  void gate_up(const Segment& segment, int64_t tile, int64_t tokens, float* h, int64_t h_stride, int thread);
+  void gate_up(const Segment& segment, int64_t tile, int64_t tokens, const float* bias, float* h,
+               int64_t h_stride, int thread);
   void down(const Segment* const* segments, int64_t count, int64_t tokens, int64_t neurons);
 
   void add_selected_batch(const SelectedNeurons& neurons);
@@ -65,8 +70,9 @@ class FeedForwardPass {
   const FeedForward& layer_;
   FeedForwardScratch& scratch_;
   InputRows x_;
-  Activation activation_;
+  GateForm form_;
   uint64_t input_version_;
+  int64_t added_ = 0;
   bool selected_order_ = false;  // sums are in the order of the kernel down_selected
 };
 

@@ -35,7 +35,19 @@ struct RowFormat {
   int64_t row_bytes(int64_t groups) const { return groups * (codes_bytes() + 2 * affine()); }
 };
 
-enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2 };
+enum class Activation { kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kFatRelu };
+
+// What stands between a feed-forward's gates and its down projection: h = act(gate) * up, or act(gate).
+struct GateForm {
+  Activation act;
+  float threshold = 0.0f;  // of kFatRelu: a gate above it stays as it is, another becomes zero
+  bool relu_up = false;    // max(0, up) in the place of up
+
+  // Whether gates at or below the threshold become zeros.
+  bool makes_zeros() const {
+    return act == Activation::kRelu || act == Activation::kRelu2 || act == Activation::kFatRelu;
+  }
+};
 
 // Activations of T tokens, quantised to int8 per group of 64.
 struct QuantizedRows {
@@ -116,8 +128,8 @@ struct KernelTable {
   void (*linear_half)(const uint16_t* weights, int64_t padded_cols, const float* x, int64_t tokens,
                       const float* bias, const float* added, float* out, int64_t out_stride, int64_t begin,
                       int64_t end);
-  // h = act(gate) * up, elementwise.
-  void (*activate)(Activation act, const float* gate, const float* up, float* h, int64_t n);
+  // h = act(gate) * up, elementwise; without `up` (null) h = act(gate).
+  void (*activate)(const GateForm& form, const float* gate, const float* up, float* h, int64_t n);
   // Adds the down projection of `blocks` blocks of 64 neurons to the outputs of one group; see
   // targets/down_projection.cc.
   void (*down_quantized)(int bits, const uint8_t* group, int64_t blocks, const float* h, int64_t h_stride,

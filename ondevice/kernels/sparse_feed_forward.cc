@@ -69,17 +69,18 @@ void rows_of_tile(const SelectedNeurons& neurons, const int32_t* columns, int64_
 // activation makes them so; other scores that don't are zero or less.
 class Counts {
  public:
-  Counts(const SelectedNeurons& neurons, Activation activation)
-      : positive_(neurons.whole || activation == Activation::kRelu || activation == Activation::kRelu2) {}
-  bool operator()(float score) const { return positive_ ? !(score <= 0) : score != 0; }
+  Counts(const SelectedNeurons& neurons, const GateForm& form)
+      : limited_(neurons.whole || form.makes_zeros()), limit_(neurons.whole ? 0.0f : form.threshold) {}
+  bool operator()(float score) const { return limited_ ? !(score <= limit_) : score != 0; }
 
  private:
-  bool positive_;
+  bool limited_;
+  float limit_;
 };
 
 }  // namespace
 
-int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* ids) {
+int64_t select(const float* scores, int64_t tokens, int64_t neurons, float limit, int32_t* ids) {
   int64_t count = 0;
   for (int64_t first = 0; first < neurons; first += kGroup) {
     const int64_t width = std::min(neurons - first, kGroup);
@@ -87,9 +88,9 @@ int64_t select(const float* scores, int64_t tokens, int64_t neurons, int32_t* id
     for (int64_t t = 0; t < tokens; ++t) {
       const float* row = scores + t * neurons + first;
       if (width == kGroup)
-        for (int64_t i = 0; i < kGroup; ++i) any[i] |= !(row[i] <= 0.0f);
+        for (int64_t i = 0; i < kGroup; ++i) any[i] |= !(row[i] <= limit);
       else
-        for (int64_t i = 0; i < width; ++i) any[i] |= !(row[i] <= 0.0f);
+        for (int64_t i = 0; i < width; ++i) any[i] |= !(row[i] <= limit);
     }
     for (int64_t i = 0; i < width; ++i) {
       ids[count] = static_cast<int32_t>(first + i);
@@ -131,7 +132,7 @@ int64_t FeedForwardPass::list_tiles(const SelectedNeurons& neurons, int64_t h_st
   scratch_.tile_tokens.grow(static_cast<size_t>(most / kTile + 1) * sizeof(int32_t));
   int32_t* columns = scratch_.tile_columns.as<int32_t>();
   int32_t* tokens = scratch_.tile_tokens.as<int32_t>();
-  const Counts counts(neurons, activation_);
+  const Counts counts(neurons, form_);
   int64_t end = 0, own = 0;
   for (int64_t t = 0; t < x_.tokens && own <= kMostOwn * neurons.count; ++t) {
     const float* scores = neurons.scores + t * neurons.scores_stride;
@@ -150,7 +151,8 @@ int64_t FeedForwardPass::list_tiles(const SelectedNeurons& neurons, int64_t h_st
   return h_stride / kTile;
 }
 
-// h[t * h_stride + k] = activation(gate) * up, zero where a token doesn't select neuron k.
+// h[t * h_stride + k] = activation(gate) * up, or activation(gate), zero where a token doesn't select neuron
+// k.
 void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_stride) {
   const int64_t values = x_.tokens * kTile, threads = runner_.pool().threads();
   const int64_t tile_bytes = layer_.bits() == 16 ? 0 : layer_.groups() * tile_group_bytes(layer_.format());
@@ -159,7 +161,9 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
   std::memset(hidden(), 0, static_cast<size_t>(x_.tokens * h_stride) * sizeof(float));
   const int64_t tiles = list_tiles(neurons, h_stride);
   const int32_t* tile_tokens = scratch_.tile_tokens.as<int32_t>();
-  const Counts counts(neurons, activation_);
+  const Counts counts(neurons, form_);
+  const bool gated = layer_.record().gated();
+  const float* bias = layer_.bias();
   const int64_t first_at = neurons.whole ? layer_.record().gate : 0;
   runner_.pool().parallel_for(tiles, 2, [&](int64_t begin, int64_t end, int thread) {
     uint8_t* tile = scratch + thread * tile_bytes;
@@ -174,17 +178,19 @@ void FeedForwardPass::selected_hidden(const SelectedNeurons& neurons, int64_t h_
       const uint8_t** next = nullptr;
       if (i + 1 < end) rows_of_tile(neurons, columns + kTile, first_at, next = first[(i + 1) % 2]);
       if (neurons.whole) {
-        rows_of_tile(neurons, columns, layer_.record().up, second);
-        gathered_products(first[i % 2], second, t0, tokens, tile, gates);
-        gathered_products(second, next, t0, tokens, tile, ups);
+        if (gated) rows_of_tile(neurons, columns, layer_.record().up, second);
+        gathered_products(first[i % 2], gated ? second : next, t0, tokens, tile, gates);
+        if (gated) gathered_products(second, next, t0, tokens, tile, ups);
+        for (int64_t k = 0; bias && k < tokens * kTile; ++k)
+          if (columns[k % kTile] >= 0) gates[k] += bias[neurons.ids[columns[k % kTile]]];
       } else {
-        gathered_products(first[i % 2], next, t0, tokens, tile, ups);
+        if (gated) gathered_products(first[i % 2], next, t0, tokens, tile, ups);
         for (int64_t t = 0; t < tokens; ++t)
           for (int64_t r = 0; r < kTile; ++r)
             gates[t * kTile + r] =
                 columns[r] < 0 ? 0.0f : scores[t * neurons.scores_stride + neurons.ids[columns[r]]];
       }
-      runner_.kernels().activate(activation_, gates, ups, ups, tokens * kTile);
+      runner_.kernels().activate(form_, gates, gated ? ups : nullptr, ups, tokens * kTile);
       for (int64_t t = 0; t < tokens; ++t) {
         float* h = hidden() + (t0 + t) * h_stride;
         // Of all tokens' tiles, where gates are scores, the activation has cleared what doesn't count.
@@ -235,7 +241,7 @@ void FeedForwardPass::gathered_products(const uint8_t* const* rows, const uint8_
 void FeedForwardPass::selected_down(const SelectedNeurons& neurons, int64_t h_stride) {
   const KernelTable& kernels = runner_.kernels();
   const int64_t tokens = x_.tokens, groups = layer_.groups();
-  const int64_t down = neurons.whole ? layer_.record().down : layer_.row_bytes();
+  const int64_t down = layer_.record().down - (neurons.whole ? 0 : layer_.record().up);
   const float* h = hidden();
   float* y = outputs();
   if (layer_.bits() == 16) {

@@ -179,13 +179,13 @@ def measured_row(
 
 
 def row_checksums(bundle: Bundle, io: IoMode) -> dict[str, CheckedFile]:
-    """The neuron files by name, with one checksum per row: gate, up, and down with its padding.
+    """The neuron files by name, with one checksum per row: gate, up if gated, and down with its padding.
 
     Reads and checks all of the files once. Raises FlashReadError.
     """
     layout = bundle.neuron_layout
-    up_bytes = layout.parts[1][0].nbytes
-    units = (layout.part_bytes[0], up_bytes, layout.part_bytes[1] - up_bytes)
+    starts = layout.row_offsets
+    units = tuple(end - start for start, end in zip(starts, (*starts[1:], layout.stride), strict=True))
     found = {}
     for layer in range(bundle.config.num_layers):
         file = bundle.neuron_file(layer)

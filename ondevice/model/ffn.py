@@ -1,4 +1,4 @@
-"""One layer's feed-forward block: norm, gated feed-forward (arXiv 2002.05202), residual.
+"""One layer's feed-forward block: norm, feed-forward, gated (arXiv 2002.05202) or not, residual.
 
 The backend and `sparsity` decide where neurons are and which of them are multiplied.
 """
@@ -21,7 +21,7 @@ def feed_forward(
     adapters: MultiStreamLayer | None = None,
     adapted: int = 0,
 ) -> Array:
-    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D).
+    """residual + down(activation(gate(norm(x))) * up(norm(x))), (R, D), for x (R, D), as `spec` has it.
 
     Args:
         backend: multiplies.
@@ -36,7 +36,7 @@ def feed_forward(
     norm, output_norm = weights.feed_forward_norm, weights.feed_forward_output_norm
     before = None if adapters is None else backend.rows(x, range(adapted, x.shape[0]))
     added = residual if output_norm is None else None
-    y = backend.feed_forward(x, weights.feed_forward, spec.activation, batch, norm=norm, added=added)
+    y = backend.feed_forward(x, weights.feed_forward, spec, batch, norm=norm, added=added)
     if adapters is not None:
         low = adapters.feed_forward
         y = backend.add_low_rank(y, before, low.down, low.up, adapted, "relu", norm)

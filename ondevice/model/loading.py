@@ -14,7 +14,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ondevice.backends.base import (
+    Array,
     Backend,
+    Biases,
     Bytes,
     Cutoff,
     FeedForward,
@@ -26,7 +28,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, RESIDENT, RecordLayout, RowLayout
+from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout, gate_bias_name
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
@@ -38,7 +40,7 @@ from ondevice.kernels import memory
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
-from ondevice.model_config import Activation, ModelConfig
+from ondevice.model_config import FeedForwardSpec, ModelConfig
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -99,23 +101,26 @@ def load_weights(
     layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     final_norm = norm_parts(config, resident, "final_norm")
     head = head_part(bundle, resident, embedding)
-    selectors = _selector_parts(bundle, reader, sparsity, point)
-    order: list[Part] = [
-        part for parts, selector in zip(layers, selectors, strict=True) for part in (*parts, *selector.parts)
-    ]
+    selectors = _selector_parts(bundle, reader, resident, sparsity, point)
+    positions = position_parts(config, resident)
+    order: list[Part] = [*positions]
+    for parts, selector in zip(layers, selectors, strict=True):
+        order += [*parts, *selector.parts]
     order += [*final_norm, head]
 
     with ReadAhead(part_tasks(order, cancelled)) as ahead:
+        table = loaded_positions(config, {part.field: part.load(backend, ahead) for part in positions})
         loaded_layers = []
         for layer, (parts, selector) in enumerate(zip(layers, selectors, strict=True)):
             loaded = {part.field: part.load(backend, ahead) for part in parts}
             records = NeuronRecords(bundle, reader, layer)
-            neurons = backend.load_feed_forward(layer, records, selector.load(backend, ahead))
+            chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
+            neurons = backend.load_feed_forward(layer, records, chosen, biases)
             loaded_layers.append(layer_weights(config, loaded, neurons))
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
     norm = loaded_norm(config, last, "final_norm")
-    return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head)
+    return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head, table)
 
 
 def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: FeedForward) -> LayerWeights:
@@ -137,6 +142,23 @@ def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: 
     )
 
 
+def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
+    """The part of learned positions, if the model has them."""
+    return [VectorPart(POSITIONS, partial(resident.vector, POSITIONS))] if config.learned_positions else []
+
+
+def loaded_positions(config: ModelConfig, loaded: Mapping[str, Any]) -> Array | None:
+    """`ModelWeights.positions` of what `position_parts` loaded, by field."""
+    if not config.learned_positions:
+        return None
+    return loaded[POSITIONS].reshape(config.max_context, config.hidden_size)
+
+
+def feed_forward_biases(loaded: Mapping[str, Any]) -> Biases:
+    """The biases of a layer's feed-forward of what `layer_parts` loaded, by field."""
+    return Biases(loaded.get("gate_bias"), loaded.get("down_bias"))
+
+
 def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> Norm:
     """The norm of what `norm_parts` loaded, by field."""
     norm = config.norm
@@ -146,7 +168,8 @@ def loaded_norm(config: ModelConfig, loaded: Mapping[str, Any], field: str) -> N
 def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     """The parts of one layer's LayerWeights that are in the resident file, in the file's order."""
     config, prefix = bundle.config, f"layers.{layer}"
-    spec, attention = config.layers[layer], config.layers[layer].attention
+    spec = config.layers[layer]
+    attention, feed_forward = spec.attention, spec.feed_forward
 
     def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
         name, stored = f"{prefix}.attention.{field}", bundle.quant.of(field)
@@ -156,10 +179,11 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     def norm(field: str, exists: bool) -> list[Part]:
         return norm_parts(config, resident, f"{prefix}.{field}") if exists else []
 
+    def vector(field: str, name: str, exists: bool) -> list[Part]:
+        return [VectorPart(field, partial(resident.vector, f"{prefix}.{name}"))] if exists else []
+
     def head_norm(which: str) -> list[Part]:
-        name = f"{prefix}.attention.{which}.weight"
-        exists = attention.head_norm != "none"
-        return [VectorPart(which, partial(resident.vector, name))] if exists else []
+        return vector(which, f"attention.{which}.weight", attention.head_norm != "none")
 
     return [
         *norm("attention_norm", spec.norms_input),
@@ -169,6 +193,8 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
         *matrix("out", config.hidden_size, config.query_size, attention.output_bias),
         *norm("attention_output_norm", spec.norms_output),
         *norm("feed_forward_norm", spec.norms_input),
+        *vector("gate_bias", "feed_forward.gate.bias", feed_forward.bias),
+        *vector("down_bias", "feed_forward.down.bias", feed_forward.output_bias),
         *norm("feed_forward_output_norm", spec.norms_output),
     ]
 
@@ -191,15 +217,25 @@ def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords)
 
 
 def _selector_parts(
-    bundle: Bundle, reader: FlashReader, sparsity: Sparsity, point: OperatingPoint | ThresholdPoint | None
+    bundle: Bundle,
+    reader: FlashReader,
+    resident: TensorFile,
+    sparsity: Sparsity,
+    point: OperatingPoint | ThresholdPoint | None,
 ) -> list[_SelectorParts]:
     """The parts of every layer's selector."""
     config, layers = bundle.config, range(bundle.config.num_layers)
     index = FIRST_NEURON_FILE + config.num_layers
+
+    def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
+        bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
+        return _gate_part(bundle, reader, file, layout, bias, digest)
+
     if sparsity == "exact":
         return [
             _SelectorParts(
-                (_gate_part(bundle, reader, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),)
+                (gates(layer, index + layer, bundle.gate_layout, GateDigest(bundle, layer)),),
+                least_gate=config.feed_forward.threshold,
             )
             for layer in layers
         ]
@@ -214,9 +250,9 @@ def _selector_parts(
         file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
         return [
             _SelectorParts(
-                (_gate_part(bundle, reader, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
+                (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
                 cutoff=_CutoffPart(
-                    partial(file.vector, importance_name(layer)), threshold, config.activation
+                    partial(file.vector, importance_name(layer)), threshold, config.feed_forward
                 ),
             )
             for layer, threshold in enumerate(point.thresholds)
@@ -239,18 +275,24 @@ def _predictor_parts(
 
 
 def _gate_part(
-    bundle: Bundle, reader: FlashReader, file: int, layout: RecordLayout, digest: GateDigest | None = None
+    bundle: Bundle,
+    reader: FlashReader,
+    file: int,
+    layout: RecordLayout,
+    bias: Callable[[], Float32] | None,
+    digest: GateDigest | None,
 ) -> MatrixPart:
     """One layer's gate projection: the first row of each record of `file`."""
     config = bundle.config
     rows = partial(_record_rows, reader, file, layout, digest=digest)
-    # Whole records are read; a neuron's record has two more rows.
+    # Whole records are read; a neuron's record has more rows.
     return MatrixPart(
         "gate",
         config.intermediate_size,
         config.hidden_size,
         bundle.quant.of("feed_forward"),
         rows,
+        bias,
         read_bytes=layout.stride,
     )
 
@@ -323,14 +365,14 @@ class MatrixPart:
 class _CutoffPart:
     read: Callable[[], Float32]
     threshold: float
-    activation: Activation
+    spec: FeedForwardSpec
     field: str = "cutoff"
 
     def tasks(self) -> Iterator[Callable[[], Float32]]:
         yield self.read
 
     def load(self, backend: Backend, ahead: ReadAhead) -> Cutoff:
-        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.activation)
+        return Cutoff(backend.load_vector(ahead.next()), self.threshold, self.spec)
 
 
 @dataclass(frozen=True)
@@ -340,6 +382,7 @@ class _SelectorParts:
     matrices: tuple[MatrixPart, ...] = ()
     predicted: bool = False
     cutoff: _CutoffPart | None = None
+    least_gate: float = 0.0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -352,7 +395,7 @@ class _SelectorParts:
             return None
         matrices = tuple(matrix.load(backend, ahead) for matrix in self.matrices)
         cutoff = None if self.cutoff is None else self.cutoff.load(backend, ahead)
-        return Selector(matrices, self.predicted, cutoff)
+        return Selector(matrices, self.predicted, cutoff, self.least_gate)
 
 
 class _ReadLinear:
@@ -375,6 +418,8 @@ class NeuronRecords:
     """`FeedForwardSource` of one layer."""
 
     def __init__(self, bundle: Bundle, reader: FlashReader, layer: int) -> None:
+        self._bundle = bundle
+        self._layer = layer
         self._reader = reader
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.intermediate_size
@@ -386,6 +431,14 @@ class NeuronRecords:
         records = _read_span(self._reader, self.file, self.layout, first, count)
         self.check_gates(first, records)
         return records
+
+    def gate_bias(self) -> Float32 | None:
+        """(F,) biases of the gates, from the resident file; None without any."""
+        bundle = self._bundle
+        if not bundle.config.feed_forward.bias:
+            return None
+        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
+        return resident.vector(gate_bias_name(self._layer))
 
     def check_gates(self, first: int, records: Bytes) -> None:
         if self._gates is not None and first <= self._gates.rows:

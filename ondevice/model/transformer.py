@@ -1,6 +1,6 @@
 """The forward pass of a decoder-only transformer, written once over the backend ops: the file to open first.
 
-    x = embedding(tokens)
+    x = embedding(tokens) (+ positions)
     for each layer:  x += attention(norm(x));  x += feed_forward(norm(x))
     logits = head(norm(x))
 
@@ -128,13 +128,24 @@ class Transformer:
         for start in range(0, len(batch.tokens), rows):
             yield self.checked_logits(hidden[start : start + rows])
 
-    def embedding(self, tokens: Sequence[int]) -> Array:
-        """The input of the first layer, (T, D). Raises UsageError for an id outside the vocabulary."""
-        return self._embedded(self._checked(tokens))
+    def embedding(self, tokens: Sequence[int], position: int = 0) -> Array:
+        """The input of the first layer, (T, D), for tokens from `position` on.
 
-    def _embedded(self, ids: Int32) -> Array:
+        Raises UsageError for an id outside the vocabulary.
+        """
+        return self._embedded(self._checked(tokens), position, None)
+
+    def _embedded(self, ids: Int32, position: int, tree: TokenTree | None) -> Array:
+        """The input of the first layer, (T, D), for tokens that follow `position` others."""
         found, factor = self.backend.embedding(self.weights.embedding, ids), self.config.embedding_multiplier
-        return found if factor == 1.0 else found * factor
+        found = found if factor == 1.0 else found * factor
+        table = self.weights.positions
+        if table is None:
+            return found
+        places = position + (np.arange(len(ids)) if tree is None else tree.depths)
+        # Only tokens that never join a text lie past the context's end.
+        known = np.minimum(places, self.config.max_context - 1)
+        return found + self.backend.rows(table, known.tolist())
 
     def hidden_states(
         self,
@@ -255,7 +266,7 @@ class Transformer:
             raise UsageError(f"a tree of {len(tree)} nodes can't hold {len(ids)} tokens")
         self.backend.begin_pass(batch)
         if x is None:
-            x = self._embedded(ids)
+            x = self._embedded(ids, kv.length, tree)
         elif tuple(x.shape) != (len(ids), config.hidden_size):
             raise UsageError(f"x is {tuple(x.shape)}; it must be {(len(ids), config.hidden_size)}")
         chosen, rows = PrunedDraft(range(len(ids))), self._rows(kv, batch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import Embedding, FeedForward, HeadNorms, Linear, Norm, Vector
+from ondevice.backends.base import Array, Embedding, FeedForward, HeadNorms, Linear, Norm, Vector
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,16 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """All weights of a model, as the backend loaded them."""
+    """All weights of a model, as the backend loaded them.
+
+    positions: (max_context, D), what each position adds to the embedding; None if they add nothing.
+    """
 
     embedding: Embedding
     layers: Sequence[LayerWeights]
     final_norm: Norm
     head: Linear
+    positions: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,19 @@ from typing import Any
 from ondevice.budget.claims import others
 from ondevice.budget.limits import allowance, auto_budget, group_limit, require_fit
 from ondevice.budget.plan import Plan, plan_memory
+from ondevice.bundle.layout import PARTIAL
 from ondevice.config import AUTO_QUANT, QuantConfig, RuntimeConfig
 from ondevice.errors import ModelNotFoundError, OndeviceError
 from ondevice.model_config import ModelConfig
 from ondevice.runtime.backend_choice import memory_model, settled_backend
 from ondevice.runtime.models import (
     ConversionProgress,
-    Repository,
     automatic_modes,
     bundle_target,
     check_runtime,
     find_source,
 )
+from ondevice.runtime.repository import Repository
 from ondevice.runtime.resolving import LEAST_CONTEXT, is_auto
 from ondevice.tokenizer import import_library, load_tokenizer
 from ondevice.units import format_bytes, memory_rooms, parse_budget, process_memory, trim_heap, usable_cores
@@ -133,7 +134,7 @@ class Prepared:
             output=self.output,
             download_bytes=download,
             bundle_bytes=bundle_bytes(checkpoint, self._quant, twice=trains),
-            present_bytes=sum(_file_sizes(self.output.with_name(f"{self.output.name}.partial"))),
+            present_bytes=sum(_file_sizes(self.output.with_name(self.output.name + PARTIAL))),
             passing_bytes=passing,
             kept_bytes=kept,
             is_one_disk=kept > 0 and _device(_hub(checkpoint.name).cache_folder()) == _device(self.output),
@@ -249,7 +250,9 @@ def prepare(
     offline: bool = False,
     keep_source: bool = False,
 ) -> Iterator[Prepared]:
-    """Open a checkpoint to convert: a path, a repository id or an alias. Only headers are read.
+    """Open a checkpoint to convert: a path, a repository id, a GGUF file of one, or an alias.
+
+    Only headers are read.
 
     Args:
         source: the checkpoint.
@@ -302,10 +305,10 @@ def _opened(
         checkpoint = open_checkpoint(found)
         return Prepared(checkpoint, target, quant or chosen_quant(checkpoint), process_bytes=before)
     hub = _hub(found.name)
-    if hub.hub_is_offline() and (kept := hub.cached_offline(found.name)):
+    if hub.hub_is_offline() and (kept := hub.cached_offline(found.name, found.file)):
         checkpoint = open_checkpoint(kept)
         return Prepared(checkpoint, target, quant or chosen_quant(checkpoint), process_bytes=before)
-    opened = hub.open_repository(found.name, target.parent)
+    opened = hub.open_repository(found.name, found.file, target.parent)
     return Prepared(
         opened.checkpoint,
         target,
@@ -318,13 +321,13 @@ def _opened(
 
 
 def _cached_offline(source: Any) -> Path | None:
-    """The folder of a repository in the hub's cache, for when nothing may be asked; None without one."""
+    """The checkpoint of a repository in the hub's cache, for when nothing may be asked; None without one."""
     if util.find_spec("huggingface_hub") is None:
         return None
     found = find_source(source)
     if not isinstance(found, Repository):
         return None
-    kept: Path | None = _hub(found.name).cached_offline(found.name)
+    kept: Path | None = _hub(found.name).cached_offline(found.name, found.file)
     return kept
 
 

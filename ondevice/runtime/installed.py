@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
+from ondevice.bundle.layout import MANIFEST, PARTIAL, RESIDENT
 from ondevice.bundle.reader import Bundle
 from ondevice.errors import BundleError, ModelNotFoundError, OndeviceError, UnsupportedModelError, UsageError
-from ondevice.runtime.models import MANIFEST, RESIDENT, known_models, model_home, shipped_folder
+from ondevice.runtime.models import known_models, model_home, shipped_folder
 
 State = Literal["whole", "unfinished", "damaged", "unusable"]
-PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ for an unknown name has the `convert` line that makes the model.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ondevice.bundle.files import read_whole
+from ondevice.bundle.layout import MANIFEST, RESIDENT
 from ondevice.bundle.manifest import parse_manifest
 from ondevice.bundle.predictors import OperatingPoint, Predictors
 from ondevice.bundle.sidecar import listed_targets
@@ -31,12 +31,10 @@ from ondevice.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ondevice.model_config import ModelConfig
+from ondevice.model_config import ZEROING_NAMES, ModelConfig
 from ondevice.runtime.backend_choice import check_backend
+from ondevice.runtime.repository import Repository, converted_from, model_name, parse_repository
 from ondevice.speculation.registry import DRAFTERS, needs
-
-MANIFEST = "bundle.json"
-RESIDENT = "resident.safetensors"
 
 ALIASES = {
     "llama-7b": "huggyllama/llama-7b",
@@ -64,17 +62,6 @@ ALIASES = {
 
 SHOWN_CHARS = 80
 """Most characters of an impossible name that an error shows."""
-
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_CONVERTED = re.compile(rf"({_REPOSITORY.pattern})@[0-9a-f]{{8}}", re.ASCII)
-"""The source of a bundle that was made from a repository, as its manifest names it."""
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A repository of the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, as the source of a conversion."""
-
-    name: str
 
 
 class ConversionProgress(Protocol):
@@ -146,16 +133,13 @@ def default_output(source: str | os.PathLike[str]) -> Path:
     """
     text = _path_text(source, "a checkpoint is a path, a repository id or an alias")
     with _lookups(text):
-        path = Path(text).expanduser()
-        name = path.resolve().name if path.is_dir() else _stem(path) if path.is_file() else path.name
+        path, repository = Path(text).expanduser(), parse_repository(text)
+        name = path.resolve().name if path.is_dir() else model_name(path) if path.is_file() else path.name
+        if repository is not None and not path.exists():
+            name = repository.bundle_name
     if not name:
         raise UsageError(f"{text} has no name to give the bundle; name its folder with --output")
     return model_home() / name
-
-
-def _stem(path: Path) -> str:
-    """A checkpoint file's name without its suffix, and without the number that a part of a model has."""
-    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)
 
 
 def _path_text(value: object, what: str) -> str:
@@ -178,35 +162,35 @@ def _lookups(name: str) -> Iterator[None]:
 
 
 def _find_model(text: str, is_path: bool) -> Path:
-    path = Path(text).expanduser()
-    is_repository = _REPOSITORY.fullmatch(text) is not None
-    if is_path or (path / MANIFEST).is_file() or (os.sep in text and (path.is_dir() or not is_repository)):
+    path, repository = Path(text).expanduser(), parse_repository(text)
+    is_here = (path / MANIFEST).is_file() or (os.sep in text and (path.is_dir() or repository is None))
+    if is_path or is_here:
         return _checked_path(path)
     # A folder here that is no bundle, such as a checkpoint, isn't what a bare name means.
-    folder_name = text.rsplit("/", 1)[-1]
+    folder_name = text if repository is None else repository.bundle_name
     for folder in (model_home(), shipped_folder()):
         if (folder / folder_name / MANIFEST).is_file():
-            if is_repository:
-                _check_repository(folder / folder_name, text)
+            if repository is not None:
+                _check_repository(folder / folder_name, repository)
             return folder / folder_name
     if path.exists():
         return _checked_path(path)
-    source = ALIASES.get(text, text if is_repository else None)
+    source = ALIASES.get(text, text if repository is not None else None)
     raise ModelNotFoundError(_missing(text, folder_name, source))
 
 
-def _check_repository(folder: Path, repository: str) -> None:
-    """Raises ModelNotFoundError if a bundle was made from another repository of the same name."""
+def _check_repository(folder: Path, repository: Repository) -> None:
+    """Raises ModelNotFoundError if a bundle was made from another repository, or another file of it."""
     try:
         source = parse_manifest(read_whole(folder / MANIFEST, MAX_JSON_BYTES)).provenance.source
     except (BundleError, UnsupportedModelError):
         return
-    found = _CONVERTED.fullmatch(source)
-    if found and found[1].casefold() != repository.casefold():
-        other = folder.with_name(repository.replace("/", "--"))
+    found = converted_from(source)
+    if found is not None and not found.is_same(repository):
+        other = folder.with_name(repository.full_bundle_name)
         raise ModelNotFoundError(
-            f"{folder} was made from {found[1]}, not from {repository}. To have both: "
-            f"{_convert_line(repository, other)}; then the model's name is {other.name}"
+            f"{folder} was made from {found}, not from {repository}. To have both: "
+            f"{_convert_line(str(repository), other)}; then the model's name is {other.name}"
         )
 
 
@@ -231,29 +215,35 @@ def find_source(source: str | os.PathLike[str], offline: bool = False) -> Path |
         path = Path(text).expanduser()
         if path.exists():
             return path
-    repository = ALIASES.get(text, text)
-    owner, _, file = repository.partition(":")
-    if file and _REPOSITORY.fullmatch(owner):
-        raise UnsupportedModelError(
-            f"{repository} is a file of a repository, and single files are opened from disk: fetch it with "
-            f"`hf download {owner} {shlex.quote(file)}`, then give its path"
-        )
-    if not _REPOSITORY.fullmatch(repository):
+    repository = parse_repository(ALIASES.get(text, text))
+    if repository is None:
         raise ModelNotFoundError(
             f"no checkpoint at {text}: give a Hugging Face folder, a GGUF or llama2.c file, a repository id "
-            f"such as huggyllama/llama-7b, or one of {', '.join(ALIASES)}"
+            "such as huggyllama/llama-7b, a GGUF file of one (OWNER/NAME:FILE.gguf), or one of "
+            f"{', '.join(ALIASES)}"
+        )
+    if repository.file and not repository.file.endswith(".gguf"):
+        raise UnsupportedModelError(
+            f"{repository}: of a repository's files, only GGUF files are taken by their names, with .gguf at "
+            f"the end; {repository.name} names all of it"
         )
     if offline:
         raise ModelNotFoundError(
-            f"{repository} isn't a folder here and --offline forbids downloading it; "
+            f"{repository} isn't here, and --offline forbids downloading it; "
             "give the path of a downloaded copy"
         )
     if util.find_spec("huggingface_hub") is None:
         raise ModelNotFoundError(
-            f"{repository} isn't a folder here; to download it, install the extra: "
-            "pip install 'ondevice[hub]'"
+            f"{repository} isn't here; to download it, install the extra: pip install 'ondevice[hub]'"
         )
-    return Repository(repository)
+    return repository
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """True for a folder that looks like a checkpoint or has one in a file, whether it converts or not."""
+    return path.is_dir() and (
+        (path / "config.json").is_file() or any(path.glob("*.bin")) or any(path.glob("*.gguf"))
+    )
 
 
 def _shipped_model() -> Path:
@@ -273,13 +263,11 @@ def _checked_path(path: Path) -> Path:
     if path.is_file() and path.name == MANIFEST:
         raise ModelNotFoundError(f"{path} is a bundle's manifest; give its folder, {path.parent}")
     if path.is_file():
-        line = _convert_line(str(path), model_home() / _stem(path))
+        line = _convert_line(str(path), model_home() / model_name(path))
         raise ModelNotFoundError(f"{path} is a file, and a bundle is a folder. If it is a checkpoint: {line}")
     if path.is_dir() and (path / RESIDENT).is_file():
         raise BundleError(f"{path} is a damaged bundle: {MANIFEST} is missing; convert the model again")
-    if path.is_dir() and (
-        (path / "config.json").is_file() or any(path.glob("*.bin")) or any(path.glob("*.gguf"))
-    ):
+    if holds_checkpoint(path):
         line = _convert_line(str(path), model_home() / path.resolve().name)
         raise ModelNotFoundError(f"{path} is a checkpoint, not a bundle. Convert it first: {line}")
     if path.is_dir():
@@ -324,11 +312,14 @@ def sparsity_modes(
     damaged: Mapping[str, BundleError] = NOTHING_DAMAGED,
 ) -> tuple[SparsityMode, ...]:
     """Every sparsity mode, and whether this model can have it. damaged: sidecars, as a Bundle has them."""
-    relu = config.zeros_gates
+    relu, limit = (
+        config.zeros_gates,
+        f"{config.feed_forward.threshold:.4g}" if config.feed_forward.threshold else "zero",
+    )
     exact = (
-        "only neurons whose gate is above zero; the same text as dense"
+        f"only neurons whose gate is above {limit}; the same text as dense"
         if relu
-        else f"{config.activation} gates are hardly ever exactly zero; it takes relu or relu2"
+        else f"{config.activation} gates are hardly ever exactly zero; it takes {ZEROING_NAMES}"
     )
     predicted = (
         "only neurons that predictors select; not the same text as dense; --predictor-recall "
@@ -346,7 +337,7 @@ def sparsity_modes(
         if thresholds is not None
         else damaged["thresholds"].for_command_line
         if "thresholds" in damaged
-        else f"{config.activation} gates have a threshold of their own, zero: `exact` loses nothing"
+        else f"{config.activation} gates have a threshold of their own, {limit}: `exact` loses nothing"
         if relu
         else "its bundle holds no thresholds; `ondevice train thresholds --model DIR --text FILE` makes them"
     )

@@ -1,7 +1,8 @@
 """One text for every setting of memory and speed, over models whose blocks aren't a Llama's.
 
 Random models with ReLU gates, so that all exact modes have them: norms on both sides and capped scores,
-norms over whole projections, parallel blocks under LayerNorms, a local window, heads that turn in part.
+norms over whole projections, parallel blocks under LayerNorms, a local window, heads that turn in part,
+feed-forwards without a gate, with a threshold, with ReLU on ups too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import pytest
 
 from ondevice.api import Model, load
 from ondevice.converters.convert import convert
-from tests.converters.test_families import write_model
+from tests.converters.test_families import OPT, write_model
+from tests.converters.test_relu_families import FatRelu, activations, change
 from tests.support.chat import squeeze
 
 pytest.importorskip("transformers")
@@ -22,6 +24,9 @@ pytest.importorskip("transformers")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"hidden_activation": "relu", "sliding_window": 9, "num_hidden_layers": 4}),
     "olmo2": ("Olmo2", {"hidden_act": "relu", "head_dim": None}),
+    "opt": ("OPT", {**OPT, "max_position_embeddings": 512}),
+    "prosparse": ("Llama", {"hidden_act": "fatrelu", "hidden_act_param": 0.2}),
+    "drelu": ("Mistral", {"hidden_act": "relu"}),
     "stablelm": (
         "StableLm",
         {"hidden_act": "relu", "head_dim": None, "num_attention_heads": 2, "use_parallel_residual": True},
@@ -44,9 +49,13 @@ def texts(model: Model) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_text(tmp_path: Path, name: str) -> None:
+def test_one_text(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     family, options = MODELS[name]
-    write_model(tmp_path / "source", family, {**options, "intermediate_size": 700})
+    monkeypatch.setitem(activations.ACT2FN, "fatrelu", (FatRelu, {"least": 0.2}))
+    key = "ffn_dim" if name == "opt" else "intermediate_size"
+    write_model(tmp_path / "source", family, {**options, key: 700})
+    if name == "drelu":
+        change(tmp_path / "source", architectures=["BambooForCausalLM"], model_type="bamboo")
     bundle = convert(tmp_path / "source", tmp_path / "bundle", "q4")
     with load(bundle, sparsity="dense", speculation="off") as model:
         expected, logits = texts(model), model.logits(PROMPT)

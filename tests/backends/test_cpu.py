@@ -17,15 +17,18 @@ from ondevice.errors import BackendUnavailableError
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import ACTIVATIONS, AttentionSpec, ModelConfig
+from ondevice.model_config import ACTIVATIONS, AttentionSpec, FeedForwardSpec, ModelConfig
 from tests.support.engines import every_logits
 from tests.support.sources import (
+    FEED_FORWARDS,
     ArrayFeedForward,
     RandomWeights,
     RecordSource,
     every_block,
+    form,
     quantise_rows,
     tiny_config,
+    with_feed_forward,
 )
 
 TARGETS = _native.available_targets()
@@ -100,7 +103,7 @@ def test_attention_equals_the_reference_on_the_same_stored_keys(
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, activation: Any) -> None:
-    hidden, neurons, tokens = 100, 200, 11
+    hidden, neurons, tokens, spec = 100, 200, 11, FeedForwardSpec(activation)
     config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
     gate, up, down = (normal(neurons, hidden, seed=seed) / 10 for seed in range(3))
     source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
@@ -112,8 +115,8 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
             layer = backend.load_feed_forward(0, source)
             for segments in (0, 1, 3, 4):
                 lend(layer, segments)
-                results.append(backend.feed_forward(x, layer, activation, batch).copy())
-                alone = [backend.feed_forward(row[None], layer, activation, single).copy() for row in x]
+                results.append(backend.feed_forward(x, layer, spec, batch).copy())
+                alone = [backend.feed_forward(row[None], layer, spec, single).copy() for row in x]
                 results.append(np.concatenate(alone))
     assert len({result.tobytes() for result in results}) == 1
     exact = ArrayFeedForward(
@@ -121,7 +124,7 @@ def test_feed_forward_close_to_float_and_equal_for_every_residency(bits: Any, ac
         neuron_layout(config, QuantConfig(16)),
     )
     reference = ReferenceBackend()
-    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), activation, batch)
+    expected = reference.feed_forward(x, reference.load_feed_forward(0, exact), spec, batch)
     # float16 weights: rounding alone. Quantised: activations carry 7 bits, twice in a row.
     tolerance = 2e-3 if bits == 16 else 2e-2
     assert np.abs(results[0] - expected).max() <= tolerance * np.abs(expected).max()
@@ -143,10 +146,10 @@ def test_estimates_have_the_resident_neurons_alone(bits: Any) -> None:
         for segments in (0, 1, 3):
             lend(layer, segments)
             expected = [
-                backend.feed_forward(rows, layer, "silu", batch).copy()
+                backend.feed_forward(rows, layer, FeedForwardSpec("silu"), batch).copy()
                 for rows, batch in ((x[:exact], ForwardBatch(range(exact))), (x[exact:], own))
             ]
-            found = backend.feed_forward(x, layer, "silu", drafted)
+            found = backend.feed_forward(x, layer, FeedForwardSpec("silu"), drafted)
             assert found.tobytes() == np.concatenate(expected).tobytes(), (target, segments)
 
 
@@ -158,7 +161,7 @@ def test_segments_are_added_to_tokens_of_the_pass_alone() -> None:
     backend = make_backend()
     layer = backend.load_feed_forward(0, source)
     lend(layer, 1)
-    forward = _native.FeedForwardPass(backend.runner, layer.native, normal(3, 64), ACTIVATIONS.index("silu"))
+    forward = _native.FeedForwardPass(backend.runner, layer.native, normal(3, 64), form("silu"))
     for tokens in (0, 4, -1):
         with pytest.raises(ValueError, match="from 1 to those of the pass"):
             forward.add(layer.segments, tokens)
@@ -186,11 +189,22 @@ def test_a_model_has_one_result(bits: Any, kv_bits: Any, blocks: str) -> None:
     assert len(set(results.values())) == 1, sorted(results, key=lambda key: str(results[key]))
 
 
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("kind", FEED_FORWARDS)
+def test_a_model_of_every_feed_forward_has_one_result(bits: Any, kind: str) -> None:
+    config = with_feed_forward(tiny_config(intermediate_size=200), FEED_FORWARDS[kind])
+    tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
+    results = {
+        logits_of(load(config, make_backend(threads, target), bits, segments), tokens, chunk, 16).tobytes()
+        for target in TARGETS
+        for threads, segments, chunk in ((1, 99, 40), (2, 0, 33), (2, 2, 7), (1, 1, 1))
+    }
+    assert len(results) == 1
+
+
 SMALL_GROUPS = (
     QuantConfig(4, tuple((kind, RowFormat(4, 32, True)) for kind in MATRIX_KINDS)),
-    QuantConfig(
-        8, (("qkv", RowFormat(8, 32)), ("out", RowFormat(4, 32)), ("feed_forward", RowFormat(8, 32)))
-    ),
+    QuantConfig(8, (("qkv", RowFormat(8, 32)), ("out", RowFormat(4)), ("feed_forward", RowFormat(8, 32)))),
     QuantConfig(4, (("head", RowFormat(8)), ("embedding", RowFormat(8, 32, True)))),
 )
 
@@ -198,12 +212,14 @@ SMALL_GROUPS = (
 @pytest.mark.parametrize(
     ("bits", "limit"), [(16, 1e-3), (8, 0.05), (4, 0.05), *((quant, 0.05) for quant in SMALL_GROUPS)]
 )
-@pytest.mark.parametrize("blocks", ["Llama's", "every kind"])
+@pytest.mark.parametrize("blocks", ["Llama's", "every kind", *FEED_FORWARDS])
 def test_a_model_stays_close_to_the_reference(bits: Any, limit: float, blocks: str) -> None:
     """float16: rounding only (16-bit keys and values in both). q8, q4: int8 activations, 1/254 per value."""
     config = every_block()
     if blocks == "Llama's":
         config = tiny_config(hidden_size=128, intermediate_size=256, head_dim=32)
+    elif blocks in FEED_FORWARDS:
+        config = with_feed_forward(tiny_config(intermediate_size=136), FEED_FORWARDS[blocks])
     tokens = [int(t) for t in np.random.default_rng(3).integers(0, config.vocab_size, 40)]
     mine = logits_of(load(config, make_backend(), bits), tokens, 40, 16)
     expected = logits_of(RandomWeights(config).load(ReferenceBackend(), bits), tokens, 40, 16)

@@ -24,6 +24,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
+from ondevice.model_config import FeedForwardSpec
 from ondevice.runtime import backend_choice, resolving
 from ondevice.units import memory_total
 from tests.support.bundles import copy_files
@@ -60,7 +61,7 @@ class ThresholdReference(ReferenceBackend):
     def __init__(self, layers: list[LayerThresholds]) -> None:
         self._layers, self._loaded, self.left_out = layers, {}, 0.0  # type: ignore[var-annotated]
 
-    def load_feed_forward(self, layer: int, source: Any, selector: Any = None) -> Any:
+    def load_feed_forward(self, layer: int, source: Any, selector: Any = None, biases: Any = None) -> Any:
         found = super().load_feed_forward(layer, source)
         self._loaded[id(found)] = self._layers[layer]
         return found
@@ -69,13 +70,13 @@ class ThresholdReference(ReferenceBackend):
         self,
         x: Any,
         weight: Any,
-        activation: Any,
+        spec: Any,
         batch: Any,
         norm: Any = None,
         added: Any = None,
     ) -> Any:
         entering, cutoff = self.normed(x, norm), self._loaded[id(weight)]
-        gates = activate(entering @ weight.gate.T, activation)
+        gates = activate(entering @ weight.gate.T, spec.activation)
         small = np.abs(gates) * cutoff.importance <= cutoff.thresholds[0]
         self.left_out += small.mean() / len(self._layers)
         return added + (np.where(small, 0, gates) * (entering @ weight.up.T)) @ weight.down
@@ -140,7 +141,7 @@ def test_estimates_have_the_resident_neurons_alone() -> None:
             (x, ForwardBatch(range(3), stream_rows=5)),
         ):
             backend.begin_pass(batch)
-            parts.append(np.array(backend.feed_forward(rows, layer, "relu", batch)))
+            parts.append(np.array(backend.feed_forward(rows, layer, FeedForwardSpec("relu"), batch)))
         np.testing.assert_allclose(np.concatenate(parts[:2]), parts[2], atol=1e-5)
         assert np.abs(parts[0]).max() > 1e-3
 

@@ -26,6 +26,7 @@ def test_the_first_neurons_are_whole_the_next_coarse_and_the_last_missing() -> N
     for share, coarse in ((0.4, "2 bits"), (0.9, "3 bits"), (0.3, None)):
         whole, rest = room(NEURONS, share, coarse)
         found = held(layer, share, coarse)
+        assert found.up is not None
         for mine, theirs in zip((found.gate, found.up, found.down), (rows, 2 * rows, 3 * rows), strict=True):
             np.testing.assert_array_equal(mine[:whole], theirs[:whole])
             assert (mine[whole:rest] != theirs[whole:rest]).any(axis=1).all()

@@ -268,6 +268,28 @@ def test_loading_keeps_to_the_smallest_budget(bundle: Path) -> None:
     assert 0.85 * total <= peak <= allowed
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("Glm4", {"head_dim": 64}, id="norms of outputs", marks=pytest.mark.slow),
+        pytest.param("StableLm", {"use_parallel_residual": True}, id="parallel"),
+    ],
+)
+def test_blocks_of_other_families_keep_to_the_plan(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    """What a block holds beside a Llama's: rows before their output norm, and the input of both blocks."""
+    pytest.importorskip("transformers")
+    from tests.converters.test_families import write_model
+
+    sizes = SHAPE | {"num_hidden_layers": 3, "num_key_value_heads": 4, "head_dim": None}
+    write_model(tmp_path / "source", family, sizes | options)
+    wide = convert_bundle(tmp_path / "source", tmp_path / "bundle", "q8")
+    peak, _, total, hit_rate = run(wide, "8GB", 1000, max_context=1024, prefill_chunk=1024)
+    assert hit_rate == 1.0
+    assert 0.80 * total <= peak <= total
+
+
 @pytest.mark.slow
 def test_long_prompts_keep_to_small_budgets_every_time(tmp_path: Path) -> None:
     """340 MB of weights of 8 bits, twenty times: what threads' heaps keep differs from run to run."""

@@ -199,6 +199,7 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
         layers=layers,
         embedding_multiplier=8.5,
         logit_soft_cap=30.0,
+        learned_positions=True,
     )
     assert _written(tmp_path / "b", Recipe(config=config)).config == config
 

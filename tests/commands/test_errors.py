@@ -18,6 +18,14 @@ from tests.support.command_line import Run, command
 from tests.support.models import write_checkpoint
 
 
+def test_a_message_cannot_steer_the_terminal(ondevice: Run, tmp_path: Path) -> None:
+    for arguments in (("verify", "-m", tmp_path / "\x1b[2J\x9b2J"), ("convert", tmp_path / "\x1b[2J")):
+        refused = ondevice(*arguments)
+        assert refused.code == 3
+        assert "\ufffd[2J" in refused.err
+        assert not {"\x1b", "\x9b"} & set(refused.err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

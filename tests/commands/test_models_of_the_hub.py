@@ -12,9 +12,11 @@ import pytest
 
 from ondevice.bundle.reader import Bundle
 from ondevice.commands import obtaining, terminal
+from tests.converters.test_hub_gguf import write_model as write_gguf_model
 from tests.support.bundles import write_chat_checkpoint
 from tests.support.command_line import Run, command
 from tests.support.hub_server import HubServer
+from tests.support.mlx_folders import Scheme, write_mlx_folder
 
 CHAT = ("chat", "--max-tokens", 3, "--temp", 0)
 
@@ -58,6 +60,38 @@ def test_one_command_from_the_hub_to_a_chat(
     again = ondevice(*CHAT, "--model", "some/model", stdin="Hello\n")
     assert (again.code, again.out) == (0, first.out)
     assert hub.rules.asked == []
+
+
+def test_one_command_from_a_gguf_file_of_the_hub_to_a_chat(
+    ondevice: Run, hub: HubServer, tmp_path: Path
+) -> None:
+    write_gguf_model(hub.root / "some" / "model-GGUF" / "Q8_0" / "tiny-Q8_0.gguf")
+    listed = ondevice(*CHAT, "--model", "some/model-GGUF", "--yes", stdin="Hello\n")
+    assert listed.code == 3
+    name = listed.err.split("`ondevice chat ")[1].split("`")[0]
+    assert name == "some/model-GGUF:Q8_0/tiny-Q8_0.gguf"
+    refused = ondevice(*CHAT, "--model", name, "--yes", "--dram-budget", "2MB", stdin="Hello\n")
+    assert refused.code == 5
+    assert not (tmp_path / "home").exists()
+    first = ondevice(*CHAT, "--model", name, "--yes", stdin="Hello\n")
+    assert first.code == 0, first.err
+    assert "none of it stored as it is" in first.err
+    assert f"to {tmp_path / 'home' / 'tiny-Q8_0'}" in first.err
+    hub.rules.asked.clear()
+    for again in (name, "tiny-Q8_0"):
+        done = ondevice(*CHAT, "--model", again, stdin="Hello\n")
+        assert (done.code, done.out) == (0, first.out)
+    assert ondevice("inspect", name, "--json").json["minimum_budget_bytes"] > 0
+    assert hub.rules.asked == []
+    models = {model["name"]: model["source"] for model in ondevice("list", "--json").json["models"]}
+    assert models["tiny-Q8_0"].endswith(":Q8_0/tiny-Q8_0.gguf")
+    # The same name in another repository is another model.
+    refused = ondevice(*CHAT, "another/copy:tiny-Q8_0.gguf", "--yes", stdin="Hello\n")
+    assert refused.code == 3
+    assert f"was made from {name}, not from another/copy:tiny-Q8_0.gguf" in refused.err
+    assert "then the model's name is another--copy--tiny-Q8_0" in refused.err
+    assert ondevice("remove", "tiny-Q8_0", "--yes").code == 0
+    assert list((tmp_path / "home").iterdir()) == []
 
 
 def test_the_smallest_budget_that_is_said_is_enough(ondevice: Run, hub: HubServer, repository: Path) -> None:
@@ -189,6 +223,34 @@ def test_a_folder_is_converted_once(ondevice: Run, tmp_path: Path, monkeypatch: 
     again = ondevice(*CHAT, source, stdin="Hello\n")
     assert (again.code, again.out) == (0, first.out)
     assert "converted" not in again.err
+
+
+def test_a_folder_with_one_file_is_converted(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:
+    """As Hugging Face folders are; the file's own name isn't needed."""
+    file = write_gguf_model(tmp_path / "folder" / "of" / "tiny" / "model.gguf")
+    first = ondevice(*CHAT, file.parent, "--yes", stdin="Hello\n")
+    assert first.code == 0, first.err
+    assert (tmp_path / "home" / "tiny" / "bundle.json").is_file()
+    stories = tmp_path / "stories"
+    stories.mkdir()
+    (stories / "model.bin").write_bytes(b"PK\3\4 and so on")
+    refused = ondevice(*CHAT, stories, "--yes", stdin="Hello\n")
+    assert refused.code == 3
+    assert "is a pickle" in refused.err
+    (stories / "model.bin").unlink()
+    refused = ondevice(*CHAT, stories, "--yes", stdin="Hello\n")
+    assert "holds no bundle.json" in refused.err
+
+
+def test_what_was_rounded_is_said_by_both_commands(ondevice: Run, hub: HubServer, tmp_path: Path) -> None:
+    source = write_mlx_folder(tmp_path / "mlx", Scheme(4, 32), num_hidden_layers=1).path
+    first = ondevice("generate", source, "--yes", "--prompt", "a", "--max-tokens", 1)
+    notes = Bundle.open(tmp_path / "home" / "mlx").manifest.provenance.notes
+    assert notes
+    assert ondevice("remove", "mlx", "--yes").code == 0
+    second = ondevice("convert", source)
+    for said in (first.err, second.err):
+        assert [line for line in said.splitlines() if line in notes] == list(notes)
 
 
 def test_list_and_remove(ondevice: Run, converted: Callable[[str], Path], tmp_path: Path) -> None:

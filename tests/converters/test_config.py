@@ -129,6 +129,19 @@ def test_rope() -> None:
     assert without("llama", "rope_theta", "rope_scaling").ropes == spec()
 
 
+@pytest.mark.parametrize(("scaling", "theta", "named"), [
+    ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}, 1e4, "is 0"),
+    ({"rope_type": "yarn", "factor": 2.0}, 1e4, "is 0"),
+    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 1.0, "rope_theta is 1"),
+])  # fmt: skip
+def test_contexts_and_bases_that_nothing_can_be_divided_by(
+    scaling: dict[str, Any], theta: float, named: str
+) -> None:
+    scaling = {"original_max_position_embeddings": 0, **scaling}
+    with pytest.raises(CheckpointError, match=named):
+        read(rope_scaling=scaling, rope_theta=theta)
+
+
 def test_missing_and_null_keys_take_the_familys_defaults() -> None:
     config = without("llama", "num_key_value_heads", "rms_norm_eps", "hidden_act", "tie_word_embeddings")
     assert (config.num_kv_heads, config.norm.eps, config.activation) == (4, 1e-6, "silu")
@@ -173,6 +186,23 @@ def test_other_rope_scalings_are_refused(scaling: dict[str, Any]) -> None:
         read(rope_scaling=scaling)
     with pytest.raises(UnsupportedModelError, match="rope_parameters"):
         read(rope_scaling=scaling, rope_style="parameters")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"head_dim": 1 << 31}, "a head would have 2147483648 dimensions; the most is 1024"),
+        ({"hidden_size": 1 << 40, "head_dim": None}, "a head would have"),
+        ({"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 10**300}}, "the most is 1677"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-310}}, "beta_slow is 1e-310"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e290}}, "beta_fast 1e"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": -8.0}}, "mscale is -8.0"),
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with(changes: dict[str, Any], match: str) -> None:
+    """They ended in an overflow, or a list of a billion frequencies."""
+    with pytest.raises(CheckpointError, match=match):
+        read("qwen3", **changes)
 
 
 def test_rope_parameters_by_layer_type_are_refused() -> None:

@@ -44,6 +44,8 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.1,
 }
+ABSENT = ("head_dim", "num_key_value_heads", "intermediate_size", "initializer_range")
+"""Keys that a family may lack, where a case says None."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -52,6 +54,7 @@ LONGROPE = {
     "rope_theta": 10000.0,
 }
 GEMMA = {"query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 4}
+OPT = dict.fromkeys(ABSENT) | {"ffn_dim": 160, "init_std": 0.1, "max_position_embeddings": 64}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
     "gemma wide heads": ("Gemma", {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": False}),
@@ -131,6 +134,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"head_dim": None}),
     "olmo2 all heads": ("Olmo2", {"head_dim": None, "num_key_value_heads": 4, "attention_bias": True}),
     "olmo2 yarn": ("Olmo2", {"head_dim": None, "rope_parameters": YARN}),
+    "opt": ("OPT", OPT),
+    "opt gelu": ("OPT", {**OPT, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "opt no biases": ("OPT", {**OPT, "enable_bias": False, "num_attention_heads": 2}),
 }
 
 
@@ -140,7 +146,7 @@ def write_model(folder: Path, family: str, options: dict[str, Any]) -> Any:
     values = {
         name: value for name, value in (SIZES | options).items() if value is not None or name in options
     }
-    values = {name: value for name, value in values.items() if name != "head_dim" or value is not None}
+    values = {name: value for name, value in values.items() if name not in ABSENT or value is not None}
     config = getattr(transformers, f"{family}Config")(**values)
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
@@ -240,7 +246,7 @@ def test_logits_are_those_of_transformers(family: Any, case: str, backend: Backe
     assert np.abs(theirs).max() > 0.05
 
 
-@pytest.mark.parametrize("case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel"])
+@pytest.mark.parametrize("case", ["gemma2 low caps", "gemma3", "glm4", "olmo2", "stablelm parallel", "opt"])
 def test_mlx_logits_are_those_of_transformers(family: Any, case: str) -> None:
     pytest.importorskip("mlx.core")
     from ondevice.backends.mlx_float import MlxFloatBackend

@@ -227,10 +227,12 @@ def test_a_changed_repository_is_not_mixed_in(hub: HubServer, repository: Path, 
     assert weights(convert(tmp_path, force=True)) == weights(api.convert(repository, tmp_path / "expected"))
 
 
-def kill_and_resume(tmp_path: Path, hub: HubServer, kills: int, seed: int) -> dict[str, int]:
+def kill_and_resume(
+    tmp_path: Path, hub: HubServer, kills: int, seed: int, name: str = "some/model"
+) -> dict[str, int]:
     work = tmp_path / "work"
     work.mkdir()
-    command = [sys.executable, "-m", "tests.support.kill_while_downloading", "some/model", str(work)]
+    command = [sys.executable, "-m", "tests.support.kill_while_downloading", name, str(work)]
     result = subprocess.run(
         [*command, str(kills), str(seed)],
         capture_output=True,

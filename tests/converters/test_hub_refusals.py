@@ -74,7 +74,6 @@ def test_no_network_and_the_offline_switch(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["model-q4.gguf"], "some/model holds GGUF files, such as model-q4.gguf: those are opened from disk"),
         (["config.json", "pytorch_model.bin"], "pytorch_model.bin, a pickle"),
         (["README.md"], "no config.json"),
         (["config.json"], "no safetensors"),
@@ -192,10 +191,62 @@ def test_answers_that_lie(hub: HubServer, repository: Path, tmp_path: Path) -> N
         "file:///etc/passwd",
         "http://127.0.0.1:9/x",
         "http://[",
+        f"http://{'a' * 70}.example/x",
+        "http://a..b/x",
+        "http://" + "a" * 70_000,
     ):
         hub.rules.redirect_to = target
         with pytest.raises((DownloadError, CheckpointError)):
             convert(tmp_path)
+
+
+def test_every_hop_is_encrypted_if_the_first_one_is(hub: HubServer) -> None:
+    client = pytest.importorskip("ondevice.converters.hub.client").HubClient()
+    source = client.file("some/model", "config.json", "0" * 40)
+    answers = [
+        SimpleNamespace(url=SimpleNamespace(scheme=scheme), headers={}) for scheme in ("https", "http")
+    ]
+    client.endpoint = "https://hub"
+    for history, last in (answers[1:], answers[0]), (answers[:1], answers[1]):
+        response = SimpleNamespace(history=history, status_code=200, **vars(last))
+        with pytest.raises(DownloadError, match="redirected to where nothing is encrypted"):
+            client._check_answer(source, response)
+
+
+def test_a_kept_source_over_a_connection_that_breaks(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """huggingface_hub tries again a few times, and then lets the error of its HTTP library through."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    expected = sorted(path.name for path in repository.iterdir())
+    with prepare("some/model", tmp_path / "bundle", keep_source=True) as prepared:
+        hub.rules.break_after = [1 << 30, *[5_000] * 6]
+        with pytest.raises(DownloadError, match=r"couldn't be downloaded: .*check the network"):
+            prepared.run()
+    assert hub.rules.break_after == []
+    bundle = api.convert("some/model", tmp_path / "bundle", keep_source=True)
+    assert bundle.is_dir()
+    assert sorted(path.name for path in (tmp_path / "cache").rglob("snapshots/*/*")) == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_errors_of_the_hubs_library(
+    hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error("something")
+
+    monkeypatch.setattr("ondevice.converters.hub.opening.hf_hub_download", fail)
+    with pytest.raises(DownloadError, match="something; check the network"):
+        api.convert("some/model", tmp_path / "bundle", keep_source=True)
+
+
+def test_headers_are_not_kept(hub: HubServer, repository: Path, tmp_path: Path) -> None:
+    """A repository may have thousands of files, whose beginnings are read together with more."""
+    with prepare("some/model", tmp_path / "bundle") as prepared:
+        files = prepared._checkpoint.source_files
+        assert len(files) == 3
+        assert not any(file._head for file in files)
 
 
 def test_headers_of_any_size_are_bounded(hub: HubServer, repository: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ondevice.bundle.reader import Bundle
 from ondevice.converters.training.thresholds import LayerThresholds, write_thresholds
 from ondevice.training import train_predictors
 from tests.support.bundles import convert_bundle, copy_files, made_up_pieces, write_byte_tokenizer
-from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, write_gguf
+from tests.support.gguf_models import BYTE_LEVEL_TOKENS, add_byte_level, add_sentencepiece, write_gguf
 from tests.support.made_up_streams import add_streams
 from tests.support.mlx_folders import MXFP4, Scheme, write_mlx_folder
 from tests.support.models import LINEAR_ROPE, LLAMA3_ROPE, write_checkpoint
@@ -162,11 +162,19 @@ def _write_checkpoints(folder: Path) -> None:
 
 
 def _write_gguf(root: Path) -> None:
-    """A model of the folder `silu`'s shape, in 8 bits, with a tokenizer in its metadata."""
-    (root / "gguf").mkdir()
-    source = write_checkpoint(root / "gguf" / "source", **(SHAPE | {"vocab_size": BYTE_LEVEL_TOKENS}))
-    write_gguf(root / "gguf" / "model.gguf", source, "Q8_0", change=add_byte_level)
-    shutil.rmtree(source)
+    """Models with both kinds of tokenizer in their metadata, of small and of large blocks."""
+    pieces = {"vocab_size": 300, "tie_word_embeddings": True, "rope_scaling": LINEAR_ROPE}
+    wide = {"vocab_size": BYTE_LEVEL_TOKENS, "hidden_size": 256, "num_hidden_layers": 1}
+    cases: dict[str, tuple[str, Any, dict[str, Any]]] = {
+        "gguf": ("Q8_0", add_byte_level, {"vocab_size": BYTE_LEVEL_TOKENS}),
+        "gguf-sentencepiece": ("Q5_1", add_sentencepiece, pieces),
+        "gguf-k": ("Q4_K", add_byte_level, {"family": "qwen3", "head_dim": 64} | wide),
+    }
+    for name, (kind, change, options) in cases.items():
+        (root / name).mkdir()
+        source = write_checkpoint(root / name / "source", **(SHAPE | options))
+        write_gguf(root / name / "model.gguf", source, kind, change=change)
+        shutil.rmtree(source)
 
 
 def _write_llama2c(folder: Path) -> None:

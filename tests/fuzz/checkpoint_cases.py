@@ -181,8 +181,8 @@ def _change_gguf(path: Path, rng: random.Random) -> None:
     if rng.random() < 0.1 or len(data) < 100:
         path.write_bytes(changed_bytes(data, rng))
         return
-    # The header ends with the head's entry; changes beyond it are changes of values.
-    end = max(100, data.find(b"output.weight") + 50)
+    # The header ends with a matrix's entry; changes beyond it are changes of values.
+    end = max(100, data.rfind(b".weight") + 50)
     path.write_bytes(changed_gguf(data, len(data) if rng.random() < 0.2 else min(end, len(data)), rng))
 
 

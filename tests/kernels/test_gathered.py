@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from ondevice.backends.base import Bytes, Float32
+from ondevice.backends.cpu import native_form
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.kernels import _native
-from ondevice.model_config import ACTIVATIONS
-from tests.kernels.test_kernels import RUNNERS, normal, on_every_target, packed
-from tests.support.sources import ArrayFeedForward, Bits, tiny_config
+from ondevice.model_config import Activation, FeedForwardSpec
+from tests.kernels.test_kernels import RUNNERS, TARGETS, normal, on_every_target, packed
+from tests.support.sources import FEED_FORWARDS, ArrayFeedForward, Bits, form, tiny_config, with_feed_forward
+
+RELU = FeedForwardSpec("relu")
+ZEROING = {"relu": RELU, "relu2": FeedForwardSpec("relu2")} | {
+    kind: spec for kind, spec in FEED_FORWARDS.items() if spec.zeros_gates
+}
+GateForm = tuple[int, float, bool]
 
 
 @dataclass(frozen=True)
@@ -24,32 +31,30 @@ class Layer:
     source: ArrayFeedForward
     records: Bytes
     stored: RowFormat
+    bias: Float32 | None = None
+    least: float = 0.0
+    """Neurons with a gate above this fire."""
 
     @staticmethod
-    def of(hidden: int, neurons: int, bits: Bits, stored: RowFormat | None = None) -> Layer:
-        """stored: the format of gate and up rows, if not that of these bits."""
-        stored = stored or RowFormat(bits)
-        quant = QuantConfig(bits, (("feed_forward", stored),))
+    def of(hidden: int, neurons: int, stored: Bits | RowFormat, spec: FeedForwardSpec = RELU) -> Layer:
+        stored = stored if isinstance(stored, RowFormat) else RowFormat(stored)
+        quant = QuantConfig(stored.bits, (("feed_forward", stored),))
         gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
         gate[neurons // 4 : neurons // 2] = -np.abs(gate[neurons // 4 : neurons // 2])
-        layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), quant)
-        source = ArrayFeedForward(gate - 0.15, up, down, layout)
-        return Layer(source, source.read(0, neurons), stored)
+        config = tiny_config(hidden_size=hidden, intermediate_size=neurons)
+        layout = neuron_layout(with_feed_forward(config, spec), quant)
+        source = ArrayFeedForward(gate - 0.15, up if spec.gated else None, down, layout)
+        bias = normal(neurons, seed=3) / 10 if spec.bias else None
+        return Layer(source, source.read(0, neurons), stored, bias, spec.threshold)
 
     @property
     def native(self) -> _native.FeedForward:
         layout = self.source.layout
-        first, second = layout.part_offsets
-        return _native.FeedForward(
-            self.source.hidden_size,
-            self.stored,
-            layout.stride,
-            first,
-            second,
-            second + layout.parts[0][0].nbytes,
-        )
+        gate, *up, down = layout.row_offsets
+        where = (layout.stride, gate, up[0] if up else None, down)
+        return _native.FeedForward(self.source.hidden_size, self.stored, *where, self.bias)
 
-    def dense(self, runner: _native.Runner, x: Float32, activation: int) -> Float32:
+    def dense(self, runner: _native.Runner, x: Float32, activation: GateForm) -> Float32:
         layer, blocks = self.native, -(-self.source.num_neurons // 64)
         segment = _native.Segment(layer.segment_bytes(blocks))
         layer.pack(runner, segment, blocks, 0, self.records)
@@ -61,16 +66,16 @@ class Layer:
 
     def gates(self, runner: _native.Runner, x: Float32) -> Float32:
         out = np.empty((len(x), self.source.num_neurons), dtype=np.float32)
-        packed(runner, self.source.gate, self.stored)[0].forward(runner, x, None, out)
+        packed(runner, self.source.gate, self.stored)[0].forward(runner, x, self.bias, out)
         return out
 
     def without(self, removed: NDArray[np.bool_]) -> Layer:
         """The same layer, but these neurons (F,) contribute nothing: their up and down rows are zero."""
         records = self.records.copy()
         records[removed, self.source.layout.part_offsets[1] :] = 0
-        return Layer(self.source, records, self.stored)
+        return replace(self, records=records)
 
-    def selected(self, runner: _native.Runner, x: Float32, scores: Float32, activation: int) -> Float32:
+    def selected(self, runner: _native.Runner, x: Float32, scores: Float32, activation: GateForm) -> Float32:
         """Those with a score (T, F) above zero, each from a copy of its whole record."""
         ids = np.flatnonzero((scores > 0).any(axis=0)).astype(np.int32)
         copies = [self.records[i].copy() for i in ids]
@@ -82,14 +87,14 @@ class Layer:
         return out
 
     def gathered(
-        self, runner: _native.Runner, x: Float32, activation: int, also: int = 0, blocks: int = 1 << 20
+        self, runner: _native.Runner, x: Float32, activation: GateForm, also: int = 0, blocks: int = 1 << 20
     ) -> Float32:
         """The same from scattered copies of the records of those that fire, and of `also` that don't.
 
         At most so many `blocks` of 64 stored neurons are added at a time.
         """
         gates = self.gates(runner, x)
-        chosen = (gates > 0).any(axis=0)
+        chosen = (gates > self.least).any(axis=0)
         chosen[np.flatnonzero(~chosen)[:also]] = True
         ids = np.flatnonzero(chosen).astype(np.int32)
         part = self.source.layout.part_offsets[1]
@@ -104,30 +109,30 @@ class Layer:
         return out
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("kind", ZEROING)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(("hidden", "neurons"), [(1, 1), (64, 64), (100, 200), (576, 321)])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 19])
 def test_the_neurons_that_fire_give_the_dense_bits(
-    hidden: int, neurons: int, bits: Bits, activation: str, tokens: int
+    hidden: int, neurons: int, bits: Bits, kind: str, tokens: int
 ) -> None:
-    layer, x, act = (
-        Layer.of(hidden, neurons, bits),
-        normal(tokens, hidden, seed=3),
-        ACTIVATIONS.index(activation),
-    )
+    spec = ZEROING[kind]
+    layer, x, act = Layer.of(hidden, neurons, bits, spec), normal(tokens, hidden, seed=3), native_form(spec)
     dense = on_every_target(lambda runner: layer.dense(runner, x, act))
     assert on_every_target(lambda runner: layer.gathered(runner, x, act)).tobytes() == dense.tobytes()
     assert on_every_target(lambda runner: layer.gathered(runner, x, act, also=9)).tobytes() == dense.tobytes()
     in_batches = on_every_target(lambda runner: layer.gathered(runner, x, act, blocks=2))
     assert in_batches.tobytes() == dense.tobytes()
+    scores = layer.gates(RUNNERS[TARGETS[0], 1], x) - np.float32(layer.least)
+    whole = on_every_target(lambda runner: layer.selected(runner, x, scores, act))
+    assert whole.tobytes() == dense.tobytes()
 
 
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("hidden", [100, 1088])
-def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activation: str) -> None:
-    layer, act = Layer.of(hidden, 200, bits), ACTIVATIONS.index(activation)
+def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activation: Activation) -> None:
+    layer, act = Layer.of(hidden, 200, bits), form(activation)
     x, scores = normal(3, hidden, seed=3), normal(3, 200, seed=4)
     scores[:, 64:128] = -1
     together = on_every_target(lambda runner: layer.selected(runner, x, scores, act))
@@ -146,7 +151,7 @@ def test_only_what_a_token_selects_counts_for_it(hidden: int, bits: Bits, activa
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16])
 def test_gates_of_any_sign_count_unless_they_are_zero(bits: Bits, share: float, tokens: int) -> None:
     """As with thresholds: what is cut off has a gate of zero. Tokens share few neurons, or most."""
-    layer, act = Layer.of(200, 330, bits), ACTIVATIONS.index("silu")
+    layer, act = Layer.of(200, 330, bits), form("silu")
     x, part = normal(tokens, 200, seed=3), layer.source.layout.part_offsets[1]
     rng = np.random.default_rng(5)
 
@@ -199,7 +204,7 @@ def patterned_scores(pattern: str, tokens: int, neurons: int) -> Float32:
 def test_tokens_together_have_the_bits_of_each_alone(
     hidden: int, neurons: int, bits: Bits, tokens: int, pattern: str
 ) -> None:
-    layer, act = Layer.of(hidden, neurons, bits), ACTIVATIONS.index("silu")
+    layer, act = Layer.of(hidden, neurons, bits), form("silu")
     x, scores = normal(tokens, hidden, seed=3), patterned_scores(pattern, tokens, neurons)
     together = on_every_target(lambda runner: layer.selected(runner, x, scores, act))
     runner = _native.Runner(1, "auto")
@@ -211,7 +216,7 @@ def test_tokens_together_have_the_bits_of_each_alone(
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
     """600 tokens x 1000 neurons are more hidden values than are computed at a time."""
-    layer, act = Layer.of(64, 1000, bits), ACTIVATIONS.index("relu")
+    layer, act = Layer.of(64, 1000, bits), form("relu")
     x, runner = normal(600, 64, seed=3), _native.Runner(2, "auto")
     assert layer.gathered(runner, x, act).tobytes() == layer.dense(runner, x, act).tobytes()
 
@@ -219,7 +224,7 @@ def test_more_than_scratch_memory_holds_at_once(bits: Bits) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("broken", [np.nan, np.inf, 3e38])
 def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> None:
-    layer, act = Layer.of(200, 130, bits), ACTIVATIONS.index("relu")
+    layer, act = Layer.of(200, 130, bits), form("relu")
     x, scores = normal(9, 200, seed=3), normal(9, 130, seed=4)
     x[4, 7] = broken
     alone = [
@@ -236,7 +241,7 @@ def test_what_is_no_number_stays_with_its_token(bits: Bits, broken: float) -> No
 def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
     layer, runner = Layer.of(100, 70, bits), _native.Runner(1, "auto")
     x, out = normal(2, 100), np.full((2, 100), np.nan, dtype=np.float32)
-    forward = _native.FeedForwardPass(runner, layer.native, x, ACTIVATIONS.index("relu"))
+    forward = _native.FeedForwardPass(runner, layer.native, x, form("relu"))
     none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint64)
     scores = np.zeros((2, 70), dtype=np.float32)
     forward.add_selected(*none, False, scores)
@@ -248,7 +253,7 @@ def test_no_neuron_at_all_gives_zeros(bits: Bits) -> None:
 def test_ids_that_do_not_ascend_within_the_layer_are_refused(ids: list[int]) -> None:
     layer, runner = Layer.of(64, 70, 8), _native.Runner(1, "auto")
     parts = np.full(2, layer.records.ctypes.data, dtype=np.uint64)
-    forward = _native.FeedForwardPass(runner, layer.native, normal(1, 64), ACTIVATIONS.index("relu"))
+    forward = _native.FeedForwardPass(runner, layer.native, normal(1, 64), form("relu"))
     with pytest.raises(ValueError, match="ascend"):
         forward.add_selected(np.array(ids, dtype=np.int32), parts, False, np.ones((1, 70), dtype=np.float32))
 
@@ -258,7 +263,7 @@ def test_a_pass_ends_where_its_scratch_memory_is_used_again() -> None:
     x, out = normal(2, 64), np.empty((2, 64), dtype=np.float32)
 
     def begun() -> _native.FeedForwardPass:
-        return _native.FeedForwardPass(runner, layer.native, x, ACTIVATIONS.index("relu"))
+        return _native.FeedForwardPass(runner, layer.native, x, form("relu"))
 
     for use in (runner.trim, lambda: layer.gates(runner, x), begun):
         forward = begun()

@@ -7,7 +7,7 @@ so that the tolerance covers rounding of float32 sums and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ from ondevice.backends.base import Float32, Norm
 from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig, RowFormat
 from ondevice.kernels import _native
-from ondevice.model_config import ACTIVATIONS
-from tests.support.sources import ArrayFeedForward, quantise_rows, tiny_config
+from ondevice.model_config import ACTIVATIONS, Activation
+from tests.support.sources import ArrayFeedForward, form, quantise_rows, tiny_config
 
 TARGETS = _native.available_targets()
 RUNNERS = {(target, threads): _native.Runner(threads, target) for target in TARGETS for threads in (1, 2)}
@@ -144,7 +144,7 @@ def hidden_activations(runner: _native.Runner, source: ArrayFeedForward, x: Floa
     packed(runner, source.gate, source.layout.parts[0][0].stored)[0].forward(runner, x, None, gate)
     packed(runner, source.up, source.layout.parts[0][0].stored)[0].forward(runner, x, None, up)
     h = np.empty(gate.size, dtype=np.float32)
-    _native.activate(runner, ACTIVATIONS.index("silu"), gate.reshape(-1), up.reshape(-1), h)
+    _native.activate(runner, form("silu"), gate.reshape(-1), up.reshape(-1), h)
     return h.reshape(gate.shape)
 
 
@@ -177,15 +177,13 @@ def test_down_projection(bits: Literal[4, 8, 16], hidden: int, neurons: int) -> 
     layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
     source = ArrayFeedForward(gate, up, down, layout)
     x, blocks = normal(TOKENS, hidden, seed=3), -(-neurons // 64)
-    first, second = layout.part_offsets
-    offsets = (first, second, second + layout.parts[0][0].nbytes)
 
     def run(runner: _native.Runner) -> Float32:
-        layer = _native.FeedForward(hidden, bits, layout.stride, *offsets)
+        layer = _native.FeedForward(hidden, bits, layout.stride, *layout.row_offsets)
         segment = _native.Segment(layer.segment_bytes(blocks))
         layer.pack(runner, segment, blocks, 0, source.read(0, neurons))
         out = np.full((TOKENS, hidden), np.nan, dtype=np.float32)
-        forward = _native.FeedForwardPass(runner, layer, x, ACTIVATIONS.index("silu"))
+        forward = _native.FeedForwardPass(runner, layer, x, form("silu"))
         forward.add([segment])
         forward.finish(out)
         return out
@@ -258,14 +256,16 @@ def test_what_is_not_finite_makes_every_output_of_its_token_so(bits: int, values
 
 def test_no_activation_makes_a_number_of_nan() -> None:
     gate, up = np.array([np.nan, 1.0, np.nan], np.float32), np.array([1.0, np.nan, np.nan], np.float32)
-    for activation in range(5):
+    for activation in ACTIVATIONS:
+        for relu_up in (False, True):
+            gates = form(activation, up_activation="relu" if relu_up else "none")
 
-        def run(runner: _native.Runner, activation: int = activation) -> Float32:
-            out = np.zeros(3, np.float32)
-            _native.activate(runner, activation, gate, up, out)
-            return out
+            def run(runner: _native.Runner, gates: Any = gates) -> Float32:
+                out = np.zeros(3, np.float32)
+                _native.activate(runner, gates, gate, up, out)
+                return out
 
-        assert np.isnan(on_every_target(run)).all()
+            assert np.isnan(on_every_target(run)).all()
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 100, 256])
@@ -339,21 +339,51 @@ def test_activations_against_float64() -> None:
     up = normal(len(gate))
     wide = gate.astype(np.float64)
     with np.errstate(over="ignore"):
-        expected = {
-            0: wide / (1 + np.exp(-wide)),
-            1: wide * np.array([0.5 * (1 + erf(v / np.sqrt(2))) for v in wide]),
-            2: 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
-            3: np.maximum(wide, 0),
-            4: np.maximum(wide, 0) ** 2,
+        expected: dict[Activation, NDArray[np.float64]] = {
+            "silu": wide / (1 + np.exp(-wide)),
+            "gelu": wide * np.array([0.5 * (1 + erf(v / np.sqrt(2))) for v in wide]),
+            "gelu_tanh": 0.5 * wide * (1 + np.tanh(np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3))),
+            "relu": np.maximum(wide, 0),
+            "relu2": np.maximum(wide, 0) ** 2,
+            "fatrelu": np.where(wide > np.float32(7.5), wide, 0),
         }
     for activation, values in expected.items():
+        threshold = 7.5 if activation == "fatrelu" else 0.0
+        for factor, relu_up in ((up, False), (up, True), (None, False)):
+            gates = form(activation, threshold=threshold, up_activation="relu" if relu_up else "none")
 
-        def run(runner: _native.Runner, activation: int = activation) -> Float32:
-            out = np.empty_like(gate)
-            _native.activate(runner, activation, gate, up, out)
-            return out
+            def run(runner: _native.Runner, gates: Any = gates, factor: Any = factor) -> Float32:
+                out = np.empty_like(gate)
+                _native.activate(runner, gates, gate, factor, out)
+                return out
 
-        np.testing.assert_allclose(on_every_target(run), values * up, rtol=2e-6, atol=1e-6)
+            ups = 1.0 if factor is None else np.maximum(factor, 0) if relu_up else factor
+            np.testing.assert_allclose(on_every_target(run), values * ups, rtol=2e-6, atol=1e-6)
+
+
+def test_a_threshold_is_exact() -> None:
+    threshold = np.float32(0.01)
+    near = [threshold, np.nextafter(threshold, np.float32(0)), np.nextafter(threshold, np.float32(1))]
+    gate = np.array([*near, -np.inf, np.inf, -0.0, np.nan], np.float32)
+
+    def run(runner: _native.Runner) -> Float32:
+        out = np.empty_like(gate)
+        _native.activate(runner, form("fatrelu", threshold=float(threshold)), gate, None, out)
+        return out
+
+    expected = np.array([0, 0, near[2], 0, np.inf, 0, np.nan], np.float32)
+    np.testing.assert_array_equal(on_every_target(run), expected)
+
+
+def test_forms_of_gates_are_checked() -> None:
+    runner, values = RUNNERS[TARGETS[0], 1], np.zeros(3, np.float32)
+    for wrong in ((6, 0.0, False), (-1, 0.0, False), (3, 0.5, False), (5, -0.5, False), (5, np.nan, False)):
+        with pytest.raises(ValueError, match="activation"):
+            _native.activate(runner, wrong, values, values, values)
+    with pytest.raises(ValueError, match="a bias"):
+        _native.FeedForward(64, 8, 204, 0, 68, 136, values)
+    with pytest.raises(ValueError, match="two rows"):
+        _native.FeedForward(64, 8, 204, 0, 68, 68)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -14,7 +14,7 @@ from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache, KVLayout
-from ondevice.model_config import ACTIVATIONS
+from ondevice.model_config import ACTIVATIONS, FeedForwardSpec
 from tests.support.sources import ArrayFeedForward, RecordSource, tiny_config
 
 TARGETS = _native.available_targets()
@@ -51,7 +51,7 @@ def test_a_feed_forward_layer(bits: Any, activation: Any, value: float) -> None:
         backend = make_backend(target)
         layer = backend.load_feed_forward(0, source)
         layer.neurons = RecordSource(layer)
-        return backend.feed_forward(x, layer, activation, ForwardBatch(range(len(x)))).copy()
+        return backend.feed_forward(x, layer, FeedForwardSpec(activation), ForwardBatch(range(len(x)))).copy()
 
     out = one([run(target, broken) for target in TARGETS])
     assert np.isnan(out[2]).all()

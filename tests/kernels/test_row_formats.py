@@ -12,7 +12,6 @@ from ondevice.bundle.layout import RowLayout
 from ondevice.config import RowFormat
 from ondevice.converters.quantize import quantize, quantize_reference
 from ondevice.kernels import _native
-from ondevice.model_config import ACTIVATIONS
 from tests.kernels.test_gathered import Layer
 from tests.kernels.test_kernels import (
     RUNNERS,
@@ -22,7 +21,7 @@ from tests.kernels.test_kernels import (
     packed,
     quantised_activations,
 )
-from tests.support.sources import quantise_rows
+from tests.support.sources import form, quantise_rows
 
 FORMATS = [RowFormat(bits, 32, implied) for bits in (4, 8) for implied in (False, True)]  # type: ignore[arg-type]
 
@@ -80,9 +79,8 @@ def test_the_largest_products_of_all_columns_add_up(stored: RowFormat, tokens: i
 def test_the_neurons_that_fire_give_the_dense_bits(
     stored: RowFormat, hidden: int, neurons: int, tokens: int
 ) -> None:
-    bits: Any = stored.bits
-    layer, x = Layer.of(hidden, neurons, bits, stored), normal(tokens, hidden, seed=3)
-    act = ACTIVATIONS.index("relu")
+    layer, x = Layer.of(hidden, neurons, stored), normal(tokens, hidden, seed=3)
+    act = form("relu")
     dense = on_every_target(lambda runner: layer.dense(runner, x, act))
     assert on_every_target(lambda runner: layer.gathered(runner, x, act)).tobytes() == dense.tobytes()
 

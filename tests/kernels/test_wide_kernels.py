@@ -10,11 +10,10 @@ from ondevice.bundle.layout import neuron_layout
 from ondevice.config import QuantConfig
 from ondevice.converters.architectures.common import score_scale
 from ondevice.kernels import _native
-from ondevice.model_config import ACTIVATIONS
 from tests.backends.test_token_tree import PARENTS, TokenTree
 from tests.kernels.test_gathered import Layer
 from tests.kernels.test_kernels import RUNNERS, SHAPES, TARGETS, TOKENS, normal, on_every_target, packed
-from tests.support.sources import ArrayFeedForward, Bits, tiny_config
+from tests.support.sources import ArrayFeedForward, Bits, form, tiny_config
 
 EPS = 1e-5
 SCALAR = RUNNERS["scalar", 1]
@@ -58,14 +57,12 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
     layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
     source = ArrayFeedForward(gate, up, down, layout)
     x, norm, blocks = normal(tokens, hidden, seed=3), normal(hidden, seed=4), -(-neurons // 64)
-    first, second = layout.part_offsets
 
     def run(runner: _native.Runner, wide: bool) -> Float32:
-        up_bytes = layout.parts[0][0].nbytes
-        layer = _native.FeedForward(hidden, bits, layout.stride, first, second, second + up_bytes)
+        layer = _native.FeedForward(hidden, bits, layout.stride, *layout.row_offsets)
         segment = _native.Segment(layer.segment_bytes(blocks))
         layer.pack(runner, segment, blocks, 0, source.read(0, neurons))
-        out, silu = x.copy(), ACTIVATIONS.index("silu")
+        out, silu = x.copy(), form("silu")
         if not wide:
             forward = _native.FeedForwardPass(runner, layer, normed(x, norm), silu)
             forward.add([segment])
@@ -92,7 +89,7 @@ def test_the_neurons_that_count_of_a_layer_that_is_in_memory(
 ) -> None:
     """Scored, chosen and found in one call, or by others: by gates, or predicted for whole records."""
     layer = Layer.of(hidden, neurons, bits)
-    x, norm, relu = normal(tokens, hidden, seed=3), normal(hidden, seed=4), ACTIVATIONS.index("relu")
+    x, norm, relu = normal(tokens, hidden, seed=3), normal(hidden, seed=4), form("relu")
     slots = np.random.default_rng(0).permutation(neurons + 3)[:neurons].astype(np.int32)
     stored = np.zeros((neurons + 3, layer.records.shape[1]), dtype=np.uint8)
     stored[slots] = layer.records
@@ -176,10 +173,10 @@ def test_arguments_are_checked() -> None:
     with pytest.raises(ValueError, match="shape of out"):
         matrix.forward(runner, x, None, out, None, x)
     with pytest.raises(ValueError, match="as long as what it norms"):
-        _native.FeedForwardPass(runner, layer, x, 3, Norm(wrong, EPS))
+        _native.FeedForwardPass(runner, layer, x, form("relu"), Norm(wrong, EPS))
     with pytest.raises(ValueError, match="shape of out"):
-        _native.FeedForwardPass(runner, layer, x, 3).finish(x, out)
-    slots, places = np.zeros(16, np.int32), np.zeros(2, np.uint64)
+        _native.FeedForwardPass(runner, layer, x, form("relu")).finish(x, out)
+    slots, places, relu = np.zeros(16, np.int32), np.zeros(2, np.uint64), form("relu")
     for wrong_slots, narrow, message in (
         (slots + 2, None, "a neuron has no slot"),
         (slots - 1, None, "a neuron has no slot"),
@@ -187,7 +184,7 @@ def test_arguments_are_checked() -> None:
         (slots, matrix, "follow each other"),
     ):
         with pytest.raises(ValueError, match=message):
-            layer.forward_selected(runner, x, matrix, None, narrow, wrong_slots, places, False, 3, x)
+            layer.forward_selected(runner, x, matrix, None, narrow, wrong_slots, places, False, relu, x)
     qkv, angles, context = np.zeros((1, 24), np.float32), np.zeros((1, 4), np.float32), out[:, :8].copy()
     with pytest.raises(ValueError, match="past the last KV block"):
         _native.attend(runner, qkv, none, 0, 8, 1, 1, 0, 0, 1.0, 0.0, angles, angles, None, None, context)

@@ -19,7 +19,7 @@ from ondevice.errors import BudgetError, BundleError, FlashReadError, UsageError
 from ondevice.model.kv_cache import KVCache, KVLayout, allocate_block
 from ondevice.model.rope import Rope
 from ondevice.model.transformer import Cancelled, Transformer
-from ondevice.model_config import ACTIVATIONS, Activation, ModelConfig
+from ondevice.model_config import ACTIVATIONS, Activation, FeedForwardSpec, ModelConfig
 from tests.support.engines import every_logits
 from tests.support.sources import ArrayFeedForward, ArrayLinear, RandomWeights, quantise_rows, tiny_config
 
@@ -49,7 +49,9 @@ def test_feed_forward_reads_gate_up_and_down_from_the_records(bits: Any) -> None
     gate, up, down = (normal(72, 40, seed=seed) for seed in range(3))
     source = ArrayFeedForward(gate, up, down, neuron_layout(config, QuantConfig(bits)))
     x = normal(2, 40, seed=9)
-    out = BACKEND.feed_forward(x, BACKEND.load_feed_forward(0, source), "relu", ForwardBatch(range(len(x))))
+    out = BACKEND.feed_forward(
+        x, BACKEND.load_feed_forward(0, source), FeedForwardSpec("relu"), ForwardBatch(range(len(x)))
+    )
     gate, up, down = (quantise_rows(matrix, bits)[3] for matrix in (gate, up, down))
     np.testing.assert_allclose(out, np.maximum(x @ gate.T, 0) * (x @ up.T) @ down, rtol=1e-4, atol=1e-4)
 
@@ -64,10 +66,11 @@ def test_activations_at_known_points() -> None:
         "gelu_tanh": [0, tanh - 1, 0, tanh, 1e4],
         "relu": [0, 0, 0, 1, 1e4],
         "relu2": [0, 0, 0, 1, 1e8],
+        "fatrelu": [0, 0, 0, 0, 1e4],
     }
     assert set(expected) == set(ACTIVATIONS)
     for name, values in expected.items():
-        np.testing.assert_allclose(activate(x, name), values, rtol=1e-6, atol=1e-30, err_msg=name)
+        np.testing.assert_allclose(activate(x, name, 1.0), values, rtol=1e-6, atol=1e-30, err_msg=name)
 
 
 def test_rms_norm_of_a_constant_row_is_its_sign_times_the_weight() -> None:

@@ -82,7 +82,7 @@ void run(Runner& runner, int bits) {
   const std::vector<const ondevice::Segment*> segments{&segment};
   twice("feed_forward", bits, [&] {
     ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), kCols, kTokens, kCols, bits),
-                                   ondevice::Activation::kSilu);
+                                   {ondevice::Activation::kSilu});
     pass.add(segments, pass.tokens());
     pass.finish(y.data());
   });
@@ -97,7 +97,7 @@ void run(Runner& runner, int bits) {
                                           false,      gates.data(), kRows};
   twice("feed_forward of selected neurons", bits, [&] {
     ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), kCols, kTokens, kCols, bits),
-                                   ondevice::Activation::kRelu);
+                                   {ondevice::Activation::kRelu});
     pass.add_selected(neurons);
     pass.finish(y.data());
   });
@@ -109,7 +109,7 @@ void run(Runner& runner, int bits) {
   }
   twice("feed_forward of a layer in memory", bits, [&] {
     layer.forward_selected(runner, {matrix, nullptr, nullptr}, {slots.data(), places.data(), false}, x.data(),
-                           kCols, kTokens, ondevice::Activation::kRelu, y.data(), norm, nullptr);
+                           kCols, kTokens, {ondevice::Activation::kRelu}, y.data(), norm, nullptr);
   });
 }
 

@@ -24,6 +24,7 @@
 namespace {
 
 using ondevice::Activation;
+using ondevice::GateForm;
 using ondevice::kKvBlock;
 
 struct Vector {
@@ -91,11 +92,11 @@ ondevice::Matrix gate_matrix(Runner& runner, int bits, int64_t hidden, const Rec
   return gate;
 }
 
-// The neurons with a gate above zero for any token, from their records.
-void add_selected(ondevice::FeedForwardPass& pass, const Records& records, const Floats& gates) {
+// The neurons with a gate above `limit` for any token, from their records.
+void add_selected(ondevice::FeedForwardPass& pass, const Records& records, const Floats& gates, float limit) {
   const int64_t tokens = pass.tokens(), neurons = static_cast<int64_t>(gates.size()) / tokens;
   std::vector<int32_t> ids(static_cast<size_t>(neurons));
-  const int64_t count = ondevice::select(gates.data(), tokens, neurons, ids.data());
+  const int64_t count = ondevice::select(gates.data(), tokens, neurons, limit, ids.data());
   std::vector<const uint8_t*> parts;
   for (int64_t k = 0; k < count; ++k)
     parts.push_back(records.bytes.data() + ids[k] * records.shape.stride + records.shape.up);
@@ -104,7 +105,7 @@ void add_selected(ondevice::FeedForwardPass& pass, const Records& records, const
 
 Floats forward_selected(Runner& runner, const ondevice::FeedForward& layer, const Records& records,
                         const ondevice::Matrix& gate, const Floats& x, const ondevice::Norm& norm,
-                        int64_t tokens, Activation act) {
+                        int64_t tokens, const GateForm& form) {
   std::vector<int32_t> slots;
   std::vector<const uint8_t*> parts;
   for (int64_t n = 0; n < gate.rows(); ++n) {
@@ -112,16 +113,20 @@ Floats forward_selected(Runner& runner, const ondevice::FeedForward& layer, cons
     parts.push_back(records.bytes.data() + slots.back() * records.shape.stride + records.shape.up);
   }
   Floats y(x.begin(), x.begin() + tokens * layer.hidden());
-  layer.forward_selected(runner, {gate, nullptr, nullptr}, {slots.data(), parts.data(), false}, y.data(),
-                         layer.hidden(), tokens, act, y.data(), norm, y.data());
+  layer.forward_selected(runner, {gate, layer.bias(), nullptr}, {slots.data(), parts.data(), false}, y.data(),
+                         layer.hidden(), tokens, form, y.data(), norm, y.data());
   return y;
 }
 
 // The same neurons in one segment, or split: in segments of one block, and for activations that make zeros,
 // only the neurons that fire. Equal bytes are kept under equal names.
-void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, bool split, Vectors* out) {
-  const Records records = make_records(runner, bits, hidden, neurons);
-  const ondevice::FeedForward layer(hidden, bits, records.shape);
+void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, bool split, bool gated,
+                  Vectors* out) {
+  Records records = make_records(runner, bits, hidden, neurons);
+  // An ungated layer's records have an up row here as well, which isn't read.
+  if (!gated) records.shape.up = records.shape.down;
+  const Floats bias = Random(9).values(neurons);
+  const ondevice::FeedForward layer(hidden, bits, records.shape, gated ? nullptr : bias.data(), neurons);
   const int64_t blocks = (neurons + kGroup - 1) / kGroup, step = split ? 1 : blocks;
   std::vector<ondevice::Segment> segments;
   for (int64_t block = 0; block < blocks; block += step) {
@@ -136,35 +141,38 @@ void feed_forward(Runner& runner, int bits, int64_t hidden, int64_t neurons, boo
   const Floats x = Random(7).values(17 * hidden), weight = Random(8).values(hidden);
   const ondevice::Matrix gate = gate_matrix(runner, bits, hidden, records);
   const ondevice::Norm norm{weight.data(), 1e-5f};
-  for (int act = 0; act < 5; ++act)
+  for (int act = 0; act < 6; ++act)
     for (const int64_t tokens : {1, 2, 3, 7, 17}) {
       Floats y(static_cast<size_t>(tokens * hidden)), gates(static_cast<size_t>(tokens * neurons));
-      gate.forward(runner, x.data(), hidden, tokens, nullptr, gates.data());
+      gate.forward(runner, x.data(), hidden, tokens, layer.bias(), gates.data());
       const Activation activation = static_cast<Activation>(act);
-      const bool selected = split && (activation == Activation::kRelu || activation == Activation::kRelu2);
+      const bool fat = activation == Activation::kFatRelu;
+      const GateForm form{activation, fat ? 0.25f : 0.0f, fat};
+      const bool selected = split && form.makes_zeros();
       ondevice::FeedForwardPass pass(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
-                                     activation);
+                                     form);
       if (selected)
-        add_selected(pass, records, gates);
+        add_selected(pass, records, gates, form.threshold);
       else
         pass.add(order, pass.tokens());
       pass.finish(y.data());
-      const std::string name = "feed_forward bits=" + std::to_string(bits) + " " + std::to_string(hidden) +
-                               "x" + std::to_string(neurons) + " act=" + std::to_string(act) +
+      const std::string name = (gated ? "feed_forward bits=" : "ungated feed_forward bits=") +
+                               std::to_string(bits) + " " + std::to_string(hidden) + "x" +
+                               std::to_string(neurons) + " act=" + std::to_string(act) +
                                " tokens=" + std::to_string(tokens);
       keep(out, name, y);
       if (tokens > 1) {
         ondevice::FeedForwardPass part(runner, layer, runner.prepare(x.data(), hidden, tokens, hidden, bits),
-                                       activation);
+                                       form);
         part.add(order, tokens / 2);
         part.finish(y.data());
         keep(out, name + " first half", y);
       }
       if (selected) {
-        y = forward_selected(runner, layer, records, gate, x, norm, tokens, activation);
+        y = forward_selected(runner, layer, records, gate, x, norm, tokens, form);
       } else {
         y.assign(x.begin(), x.begin() + tokens * hidden);
-        layer.forward(runner, order, y.data(), hidden, tokens, activation, y.data(), norm, y.data());
+        layer.forward(runner, order, y.data(), hidden, tokens, form, y.data(), norm, y.data());
       }
       keep(out, name + " normed", y);
     }
@@ -262,11 +270,17 @@ void vector_ops(Runner& runner, Vectors* out) {
     kernels.rope(x.data(), cos.data(), sin.data(), dim);
     keep(out, "rope " + std::to_string(dim), x);
   }
-  for (int act = 0; act < 5; ++act) {
+  for (int act = 0; act < 6; ++act) {
     Floats gate, up = random.values(208), h(208);
     for (int i = -104; i < 104; ++i) gate.push_back(static_cast<float>(i) * 0.875f);
-    kernels.activate(static_cast<Activation>(act), gate.data(), up.data(), h.data(), 208);
-    keep(out, "activate " + std::to_string(act), h);
+    const float threshold = act == 5 ? 3.5f : 0.0f;
+    for (const bool relu_up : {false, true}) {
+      kernels.activate({static_cast<Activation>(act), threshold, relu_up}, gate.data(), up.data(), h.data(),
+                       208);
+      keep(out, "activate " + std::to_string(act) + (relu_up ? " relu" : ""), h);
+    }
+    kernels.activate({static_cast<Activation>(act), threshold, false}, gate.data(), nullptr, h.data(), 208);
+    keep(out, "activate alone " + std::to_string(act), h);
   }
   for (const int bits : {4, 8}) {
     const Floats x = random.values(200);
@@ -357,7 +371,7 @@ Vectors run(const std::string& target, int threads, bool hardware_checksums) {
          std::vector<std::pair<int, int>>{{1, 1}, {16, 64}, {17, 65}, {37, 100}, {200, 320}})
       linear(runner, bits, rows, cols, &out);
     for (const auto& [hidden, neurons] : std::vector<std::pair<int, int>>{{64, 64}, {100, 130}, {192, 321}})
-      feed_forward(runner, bits, hidden, neurons, split, &out);
+      for (const bool gated : {true, false}) feed_forward(runner, bits, hidden, neurons, split, gated, &out);
   }
   for (const int bits : {4, 8})
     for (const bool implied : {false, true})

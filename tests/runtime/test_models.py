@@ -22,6 +22,7 @@ from ondevice.errors import (
 )
 from ondevice.model_config import ModelConfig
 from ondevice.runtime import backend_choice, models
+from ondevice.runtime.repository import Repository, converted_from, parse_repository
 from tests.support.paths import SHIPPED
 
 
@@ -126,19 +127,40 @@ def test_a_checkpoint_is_told_from_a_bundle(home: Path, tmp_path: Path) -> None:
 
 
 def test_every_alias_names_a_repository() -> None:
-    assert all(models._REPOSITORY.fullmatch(repository) for repository in models.ALIASES.values())
+    assert all(parse_repository(name) == Repository(name) for name in models.ALIASES.values())
     assert not any("/" in alias for alias in models.ALIASES)
 
 
 def test_a_source_is_a_path_or_a_repository(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     assert models.find_source(str(tmp_path)) == tmp_path
-    assert models.find_source("llama-7b") == models.Repository("huggyllama/llama-7b")
-    assert models.find_source("some/model") == models.Repository("some/model")
+    assert models.find_source("llama-7b") == Repository("huggyllama/llama-7b")
+    assert models.find_source("some/model") == Repository("some/model")
     with pytest.raises(ModelNotFoundError, match="no checkpoint at"):
         models.find_source("./not/here.bin")
-    with pytest.raises(UnsupportedModelError, match=r"hf download some/model tiny\.gguf"):
-        models.find_source("some/model:tiny.gguf")
+    assert models.find_source("some/model:Q8_0/a.gguf") == Repository("some/model", "Q8_0/a.gguf")
+    for name in ("some/model:../a.gguf", "some/model:/a.gguf", "some/model:", "some/model:a.gguf:b"):
+        with pytest.raises(ModelNotFoundError, match="no checkpoint at"):
+            models.find_source(name)
+    with pytest.raises(UnsupportedModelError, match=r"with \.gguf at the end; some/model names all of it"):
+        models.find_source("some/model:Q4_K_M")
+
+
+def test_the_name_of_a_bundle_of_a_repositorys_file(home: Path) -> None:
+    names = {
+        "some/model": "model",
+        "some/model:Q8_0/tiny-Q8_0.gguf": "tiny-Q8_0",
+        "some/model:tiny.v1-00002-of-00003.gguf": "tiny.v1",
+    }
+    for source, name in names.items():
+        assert models.default_output(source) == home / name
+    with pytest.raises(ModelNotFoundError, match=f"convert some/model:tiny.gguf --output {home}/tiny"):
+        models.find_model("some/model:tiny.gguf")
+    parts = [Repository("some/model", f"tiny-0000{number}-of-00003.gguf") for number in (1, 2)]
+    assert parts[0].is_same(parts[1])
+    assert not parts[0].is_same(Repository("some/model"))
+    assert converted_from("Some/model@0123abcd:tiny.gguf") == Repository("Some/model", "tiny.gguf")
+    assert converted_from("tiny") is None
 
 
 def test_nothing_is_downloaded_that_no_conversion_reads() -> None:

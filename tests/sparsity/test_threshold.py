@@ -31,7 +31,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import Activation
+from ondevice.model_config import FeedForwardSpec
 from ondevice.sparsity import fetch
 from ondevice.sparsity.fetch import NeuronFetcher
 from ondevice.sparsity.policies import POLICIES
@@ -135,7 +135,7 @@ class MaskedReference(ReferenceBackend):
         self,
         x: Float32,
         weight: ReferenceFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
@@ -144,7 +144,7 @@ class MaskedReference(ReferenceBackend):
         assert added is not None
         x = self.normed(x, norm)
         importance, threshold = self._cutoffs[next(i for i, w in enumerate(self._layers) if w is weight)]
-        active = activate(x @ weight.gate.T, activation)
+        active = activate(x @ weight.gate.T, spec.activation)
         counts = np.abs(active) * importance > threshold
         self.share = counts.mean()
         product: Float32 = (np.where(counts, active, np.float32(0)) * (x @ weight.up.T)) @ weight.down

@@ -24,6 +24,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 PIECE_BYTES = 1 << 14
+LARGE = (".safetensors", ".gguf")
+"""Suffixes of files that lie on another host."""
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
@@ -43,6 +45,8 @@ class HubRules:
     ignore_ranges: bool = False
     describe: Callable[[dict[str, Any]], Any] = lambda answer: answer
     """Changes the description of a repository before it is sent."""
+    change: Callable[[int, dict[str, str], int], tuple[int, dict[str, str], int]] = lambda *answer: answer
+    """Changes the status, the headers and the length that an answer begins with."""
     lie_of_total: int = 0
     """Bytes added to the size in Content-Range."""
     redirect_to: str = ""
@@ -54,7 +58,9 @@ class HubRules:
     leaked_tokens: int = 0
     """Requests to the other host that had a token with them."""
     sent_bytes: int = 0
-    """Bytes of safetensors files that were sent."""
+    """Bytes of safetensors and GGUF files that were sent."""
+    tag: str = ""
+    """The hash that the hub tells with every large file, instead of its own."""
 
 
 class HubServer(ThreadingHTTPServer):
@@ -123,10 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self._error(404, "EntryNotFound")
             return
-        headers = {"X-Repo-Commit": commit(folder), "ETag": f'"{content_hash(path)}"'}
-        large = name.endswith(".safetensors")
+        large = path.suffix in LARGE
+        headers = {"X-Repo-Commit": commit(folder), "ETag": f'"{identity(path)}"'}
         if rules.redirect_to or (large and rules.redirects):
-            headers |= {"X-Linked-ETag": headers["ETag"], "X-Linked-Size": str(path.stat().st_size)}
+            tag = f'"{rules.tag}"' if rules.tag else headers["ETag"]
+            headers |= {"X-Linked-ETag": tag, "X-Linked-Size": str(path.stat().st_size)}
             target = (
                 rules.redirect_to
                 or f"http://localhost:{self.server.server_address[1]}/lfs/{repository}/{name}"
@@ -149,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(status, headers | {"Accept-Ranges": "bytes"}, stop - start)
         if self.command == "HEAD":
             return
-        large = path.suffix == ".safetensors"
+        large = path.suffix in LARGE
         with self.server.lock:
             left = rules.break_after.pop(0) if large and rules.break_after else stop - start
         with path.open("rb") as stream:
@@ -168,6 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _begin(self, status: int, headers: dict[str, str], nbytes: int) -> None:
+        status, headers, nbytes = self.server.rules.change(status, headers, nbytes)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -184,6 +192,15 @@ def content_hash(path: Path) -> str:
     return _hash(path, status.st_size, status.st_mtime_ns)
 
 
+def identity(path: Path) -> str:
+    """What the hub knows a file's content by: sha256 of large ones, another hash of others."""
+    return content_hash(path)[: None if path.suffix in LARGE else 40]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
 @cache
 def _hash(path: Path, nbytes: int, modified_ns: int) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -192,18 +209,19 @@ def _hash(path: Path, nbytes: int, modified_ns: int) -> str:
 def commit(folder: Path) -> str:
     """A commit that changes with the content of any file."""
     digest = hashlib.sha1()
-    for path in sorted(folder.iterdir()):
-        digest.update(f"{path.name} {content_hash(path)}".encode())
+    for path in _files(folder):
+        digest.update(f"{path.relative_to(folder)} {content_hash(path)}".encode())
     return digest.hexdigest()
 
 
 def description(repository: str, folder: Path) -> dict[str, Any]:
     """What the hub says of a repository, with sizes and hashes."""
     siblings = []
-    for path in sorted(folder.iterdir()):
-        entry: dict[str, Any] = {"rfilename": path.name, "size": path.stat().st_size}
-        if path.suffix == ".safetensors":
-            entry["lfs"] = {"sha256": content_hash(path), "size": entry["size"], "pointerSize": 134}
+    for path in _files(folder):
+        name, size = path.relative_to(folder).as_posix(), path.stat().st_size
+        entry: dict[str, Any] = {"rfilename": name, "size": size}
+        if path.suffix in LARGE:
+            entry["lfs"] = {"sha256": content_hash(path), "size": size, "pointerSize": 134}
         siblings.append(entry | {"blobId": content_hash(path)[:40]})
     return {"_id": "0", "id": repository, "modelId": repository, "sha": commit(folder), "siblings": siblings}
 

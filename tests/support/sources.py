@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ondevice.backends.base import Backend, Bytes, Float32, HeadNorms, Int32, Norm, RowChunk
+from ondevice.backends.base import Backend, Biases, Bytes, Float32, HeadNorms, Int32, Norm, RowChunk
+from ondevice.backends.cpu import native_form
 from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
@@ -17,7 +18,7 @@ from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
-from ondevice.model_config import LayerSpec, ModelConfig, NormSpec, RopeSpec
+from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RopeSpec
 
 Bits = Literal[4, 8, 16]
 
@@ -42,7 +43,8 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def every_block() -> ModelConfig:
-    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel."""
+    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel;
+    and learned positions."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
     turning = plain.ropes[0].frequencies
@@ -58,7 +60,28 @@ def every_block() -> ModelConfig:
         layers=layers,
         embedding_multiplier=1.5,
         logit_soft_cap=2.0,
+        learned_positions=True,
     )
+
+
+FEED_FORWARDS = {
+    "ungated": FeedForwardSpec("relu", gated=False, bias=True, output_bias=True),
+    "ungated-gelu": FeedForwardSpec("gelu", gated=False, bias=True),
+    "ungated-relu2": FeedForwardSpec("relu2", gated=False),
+    "fatrelu": FeedForwardSpec("fatrelu", threshold=0.25, output_bias=True),
+    "drelu": FeedForwardSpec("relu", up_activation="relu"),
+}
+"""Feed-forwards that `every_block` doesn't have; a model's layers have equal ones."""
+
+
+def form(activation: Activation, **options: Any) -> tuple[int, float, bool]:
+    """What the kernels take for a feed-forward's arithmetic. options: fields of FeedForwardSpec."""
+    return native_form(FeedForwardSpec(activation, **options))
+
+
+def with_feed_forward(config: ModelConfig, spec: FeedForwardSpec) -> ModelConfig:
+    """`config` with another feed-forward in every layer."""
+    return replace(config, layers=tuple(replace(layer, feed_forward=spec) for layer in config.layers))
 
 
 def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
@@ -134,10 +157,10 @@ class ArrayLinear:
 
 @dataclass(frozen=True)
 class ArrayFeedForward:
-    """`FeedForwardSource` over gate, up and (transposed) down, each (F, D)."""
+    """`FeedForwardSource` over gate, up (None: ungated) and (transposed) down, each (F, D)."""
 
     gate: Float32
-    up: Float32
+    up: Float32 | None
     down: Float32
     layout: RecordLayout
     file: int = 0
@@ -152,7 +175,8 @@ class ArrayFeedForward:
 
     def read(self, first: int, count: int) -> Bytes:
         rows = slice(first, first + count)
-        return records(self.layout, [[self.gate[rows]], [self.up[rows], self.down[rows]]])
+        second = [matrix[rows] for matrix in (self.up, self.down) if matrix is not None]
+        return records(self.layout, [[self.gate[rows]], second])
 
     def check_gates(self, first: int, records: Bytes) -> None:
         """There is one copy of them."""
@@ -213,11 +237,15 @@ class RandomWeights:
             vector(f"{i}.k_norm", config.head_dim, 1.0)
             vector(f"{i}.qkv.bias", config.qkv_size, 0.0)
             vector(f"{i}.out.bias", width, 0.0)
+            vector(f"{i}.gate.bias", neurons, 0.0)
+            vector(f"{i}.down.bias", width, 0.0)
             matrix(f"{i}.qkv", config.qkv_size, width, width)
             matrix(f"{i}.out", width, config.query_size, config.query_size)
             matrix(f"{i}.gate", neurons, width, width)
             matrix(f"{i}.up", neurons, width, width)
             matrix(f"{i}.down", neurons, width, neurons)
+        if config.learned_positions:
+            matrix("positions", config.max_context, width, 1)
 
     def load(self, backend: Backend, stored: Bits | QuantConfig = 16) -> Transformer:
         """The model, loaded into `backend`."""
@@ -233,6 +261,17 @@ class RandomWeights:
             bias = backend.load_vector(self.vectors[f"{name}.bias"]) if config.norm.bias else None
             weight = backend.load_vector(self.vectors[name])
             return Norm(weight, config.norm.eps, bias, config.norm.kind == "layer")
+
+        def feed_forward(layer: int, spec: FeedForwardSpec) -> Any:
+            names = [name for name in ("gate", "up", "down") if spec.gated or name != "up"]
+            matrices = {name: self.matrices[f"{layer}.{name}"] for name in names}
+            layout = neuron_layout(config, quant)
+            source = ArrayFeedForward(**({"up": None} | matrices), layout=layout)
+            biases = (
+                backend.load_vector(self.vectors[f"{layer}.{name}.bias"]) if exists else None
+                for name, exists in (("gate", spec.bias), ("down", spec.output_bias))
+            )
+            return backend.load_feed_forward(layer, source, None, Biases(*biases))
 
         def head_norms(layer: int, spec: LayerSpec) -> HeadNorms | None:
             if spec.attention.head_norm == "none":
@@ -253,18 +292,16 @@ class RandomWeights:
                 attention_output_norm=norm(f"{i}.attention_output_norm", spec.norms_output),
                 feed_forward_norm=norm(f"{i}.feed_forward_norm", spec.norms_input),
                 feed_forward_output_norm=norm(f"{i}.feed_forward_output_norm", spec.norms_output),
-                feed_forward=backend.load_feed_forward(
-                    i,
-                    ArrayFeedForward(
-                        *(self.matrices[f"{i}.{name}"] for name in ("gate", "up", "down")),
-                        layout=neuron_layout(config, quant),
-                    ),
-                ),
+                feed_forward=feed_forward(i, spec.feed_forward),
             )
             for i, spec in enumerate(config.layers)
         ]
         head = linear("head", "head")
-        weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head)
+        positions = None
+        if config.learned_positions:
+            loaded = backend.load_vector(self.matrices["positions"].reshape(-1))
+            positions = loaded.reshape(self.matrices["positions"].shape)
+        weights = ModelWeights(backend.load_embedding(table), layers, norm("final_norm"), head, positions)
         return Transformer(config, backend, weights)
 
 

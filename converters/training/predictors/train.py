@@ -33,6 +33,7 @@ from ondevice.converters.training import neuron_order
 from ondevice.converters.training.activations import (
     Activations,
     gate_rows,
+    gate_shift,
     record_activations,
     temporarily_recorded,
 )
@@ -53,6 +54,7 @@ from ondevice.converters.training.sidecars import MEASURED_SHARE, held_out, save
 from ondevice.converters.training.token_counts import count_tokens, write_token_counts
 from ondevice.errors import UnsupportedModelError
 from ondevice.kernels import _native
+from ondevice.model_config import ZEROING_NAMES
 from ondevice.units import usable_cores
 
 SCORED_TOKENS = 256
@@ -174,7 +176,7 @@ def check(
     if not bundle.config.zeros_gates:
         raise UnsupportedModelError(
             f"{bundle.name} has {bundle.config.activation} gates, which are hardly ever exactly zero: "
-            "there is nothing to predict; it takes relu or relu2"
+            f"there is nothing to predict; it takes {ZEROING_NAMES}"
         )
     return held_out(pieces, options.measured_share)
 
@@ -197,11 +199,12 @@ def fit_layer(
     Of the first `trained` recorded tokens, some are held back and set its thresholds; the others train it.
     The later tokens measure it. Its rates are those of the stored, quantised matrices.
     """
-    gate = gate_rows(bundle, layer)
+    gate, shift = gate_rows(bundle, layer), gate_shift(bundle, layer)
     inputs, fired = activations.inputs(layer), activations.fired(layer)
     rng = np.random.default_rng([options.seed, layer])
     ranks = rank_options(options, len(gate), gate.shape[1], bundle.quant.bits)
-    chosen = train_layer(inputs[:trained], fired[:trained], gate, ranks, options.training, rng, arrays)
+    samples = inputs[:trained], fired[:trained]
+    chosen = train_layer(*samples, gate, ranks, options.training, rng, arrays, shift)
     _, held = split(trained, options.training)
     # Samples that judged ranks may calibrate now, since other samples measure from here on.
     calibrating = np.union1d(held.calibrating, held.measuring)

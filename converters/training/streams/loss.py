@@ -22,7 +22,16 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from ondevice.backends.base import FeedForwardSource, Float32, KVLayout, LinearSource, Norm, Selector
+from ondevice.backends.base import (
+    NO_BIASES,
+    Biases,
+    FeedForwardSource,
+    Float32,
+    KVLayout,
+    LinearSource,
+    Norm,
+    Selector,
+)
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.mlx_float import MlxFeedForward, MlxFloatBackend
 from ondevice.backends.mlx_kv import MlxKV, no_block
@@ -37,7 +46,7 @@ from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import PrunedDraft, Transformer
 from ondevice.model.weights import LowRank, ModelWeights, MultiStreamLayer, MultiStreamWeights
-from ondevice.model_config import Activation, ModelConfig
+from ondevice.model_config import FeedForwardSpec, ModelConfig
 from ondevice.units import usable_cores
 
 STREAM_WEIGHT = 0.1
@@ -101,22 +110,21 @@ class ResidentBackend(MlxFloatBackend):
         self,
         x: mx.array,
         weight: MlxFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: mx.array | None = None,
     ) -> mx.array:
         own = batch.num_exact_rows
         if self._neurons and own < x.shape[0]:
-            first = (matrix[: self._neurons] for matrix in (weight.gate, weight.up, weight.down))
-            text = super().feed_forward(x[:own], weight, activation, batch, norm)
-            streams = super().feed_forward(x[own:], MlxFeedForward(*first), activation, batch, norm)
+            text = super().feed_forward(x[:own], weight, spec, batch, norm)
+            streams = super().feed_forward(x[own:], weight.first(self._neurons), spec, batch, norm)
             product = mx.concatenate([text, streams])
             return product if added is None else added + product
         if not self._tokens:
-            return super().feed_forward(x, weight, activation, batch, norm, added)
+            return super().feed_forward(x, weight, spec, batch, norm, added)
         x = normed(x, norm)
-        gates = activate(x @ weight.gate.T, activation)
+        gates = activate(weight.gates(x), spec.activation, spec.threshold)
         used = mx.stop_gradient(gates[:own]) != 0
         if id(weight) in self._used:
             used = mx.concatenate([self._used[id(weight)], used])
@@ -127,7 +135,7 @@ class ResidentBackend(MlxFloatBackend):
             gates = mx.concatenate([gates[:own], mx.where(resident, gates[own:], 0.0)])
         if self._tokens > 1:
             self._used[id(weight)] = used[1 - self._tokens :]
-        product = (gates * (x @ weight.up.T)) @ weight.down
+        product = weight.output(x, gates, spec)
         return product if added is None else added + product
 
 
@@ -160,11 +168,17 @@ class _TopBackend(MlxFloatBackend):
         return None
 
     def load_feed_forward(
-        self, layer: int, source: FeedForwardSource, selector: Selector | None = None
+        self,
+        layer: int,
+        source: FeedForwardSource,
+        selector: Selector | None = None,
+        biases: Biases = NO_BIASES,
     ) -> Any:
         # The feed-forward is the last part of a layer.
         self._layer = layer + 1
-        return super().load_feed_forward(layer, source, selector) if layer >= self._first_layer else None
+        if layer < self._first_layer:
+            return None
+        return super().load_feed_forward(layer, source, selector, biases)
 
     def top(self, weights: ModelWeights) -> Sequence[Any]:
         """The layers that were kept."""

@@ -24,8 +24,8 @@ F sigmoid_weighted(F x, F argument) {  // x / (1 + e^-argument)
   return div(x, add(set1(1.0f), exp_lanes(sub(zero(), argument))));
 }
 
-F activation(Activation act, F x) {
-  switch (act) {
+F activation(const GateForm& form, F x) {
+  switch (form.act) {
     case Activation::kSilu:
       return sigmoid_weighted(x, x);
     case Activation::kGelu:
@@ -37,6 +37,8 @@ F activation(Activation act, F x) {
     // max returns its second operand if either is NaN. That is x, so NaN stays NaN.
     case Activation::kRelu:
       return max(zero(), x);
+    case Activation::kFatRelu:
+      return above_or_zero(x, set1(form.threshold));
     default: {
       const F positive = max(zero(), x);
       return mul(positive, positive);
@@ -46,10 +48,14 @@ F activation(Activation act, F x) {
 
 }  // namespace
 
-void activate(Activation act, const float* gate, const float* up, float* h, int64_t n) {
+void activate(const GateForm& form, const float* gate, const float* up, float* h, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {
     const int64_t left = n - i;
-    const F value = mul(activation(act, load_partial(gate + i, left)), load_partial(up + i, left));
+    F value = activation(form, load_partial(gate + i, left));
+    if (up) {
+      const F factor = load_partial(up + i, left);
+      value = mul(value, form.relu_up ? max(zero(), factor) : factor);
+    }
     store_partial(h + i, value, left);
   }
 }

@@ -35,6 +35,11 @@ static inline F fma(F x, F y, F z) {
 }
 static inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 static inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+// Lanes of x that are above those of limit, or NaN; zeros for the others.
+static inline F above_or_zero(F x, F limit) {
+  return {_mm256_andnot_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_LE_OQ), x.a),
+          _mm256_andnot_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_LE_OQ), x.b)};
+}
 static inline F abs(F x) {
   const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
   return {_mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask)};

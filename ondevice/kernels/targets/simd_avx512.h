@@ -31,6 +31,10 @@ static inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 // b where a is not the larger, as the comparison a > b ? a : b.
 static inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 static inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+// Lanes of x that are above those of limit, or NaN; zeros for the others.
+static inline F above_or_zero(F x, F limit) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLE_UQ), x.v)};
+}
 static inline F abs(F a) { return {_mm512_abs_ps(a.v)}; }
 // The larger of |b| and a non-negative a, compared as integers: infinity and NaN are larger than any number.
 static inline F max_magnitude(F a, F b) {

@@ -67,6 +67,12 @@ static inline F min(F a, F b) {
   F r;
   ONDEVICE_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]));
 }
+// Lanes of x that are above those of limit, or NaN; zeros for the others.
+static inline F above_or_zero(F x, F limit) {
+  for (int i = 0; i < 4; ++i)
+    x.v[i] = vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x.v[i]), vcleq_f32(x.v[i], limit.v[i])));
+  return x;
+}
 static inline F abs(F a) {
   F r;
   ONDEVICE_EACH(vabsq_f32(a.v[i]));

@@ -64,6 +64,11 @@ static inline F min(F a, F b) {
   F r;
   ONDEVICE_EACH(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
 }
+// Lanes of x that are above those of limit, or NaN; zeros for the others.
+static inline F above_or_zero(F x, F limit) {
+  for (int i = 0; i < 16; ++i) x.v[i] = x.v[i] <= limit.v[i] ? 0.0f : x.v[i];
+  return x;
+}
 static inline F abs(F a) {
   F r;
   ONDEVICE_EACH(fabsf(a.v[i]));

@@ -25,7 +25,7 @@ from ondevice.backends.reference import (
     ReferenceBackend,
     ReferenceFeedForward,
     ReferenceLinear,
-    activate,
+    hidden,
 )
 from ondevice.bundle.reader import Bundle
 from ondevice.converters.convert import convert
@@ -33,7 +33,7 @@ from ondevice.flash.reader import FlashReader
 from ondevice.model.kv_cache import KVCache, KVLayout
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import Activation
+from ondevice.model_config import FeedForwardSpec
 from tests.benchmarks.explain.threshold_quality import given_text, own_text
 from tests.benchmarks.lib import rounding
 from tests.benchmarks.lib.rounding import Float64
@@ -69,7 +69,7 @@ class RoundedBackend(ReferenceBackend):
         self,
         x: Float32,
         weight: ReferenceFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
@@ -77,9 +77,8 @@ class RoundedBackend(ReferenceBackend):
         if self.moments is not None:
             entering = self.normed(x, norm)
             self._add(weight.gate, entering)
-            fired = activate(entering @ weight.gate.T, activation) * (entering @ weight.up.T)
-            self._add(weight.down, fired)
-        return super().feed_forward(x, weight, activation, batch, norm, added)
+            self._add(weight.down, hidden(entering, weight, spec))
+        return super().feed_forward(x, weight, spec, batch, norm, added)
 
     def _add(self, weight: Float32, x: Float32) -> None:
         if self.moments is not None:

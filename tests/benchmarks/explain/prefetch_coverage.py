@@ -41,13 +41,13 @@ class Watched(mlx.MlxBackend):
         super().prefetch(x, norm, weight)
 
     def feed_forward(  # type: ignore[override]
-        self, x: Any, weight: Any, activation: Any, batch: Any, norm: Any = None, **more: Any
+        self, x: Any, weight: Any, spec: Any, batch: Any, norm: Any = None, **more: Any
     ) -> Any:
         layer = self.feed_forwards.index(weight)
         early = self.prefetched.pop(layer, None)
         if early is not None and len(early) == 1:
             self.seen.setdefault(layer, []).append((early[0], self._scores(x, weight, norm)[0]))
-        return super().feed_forward(x, weight, activation, batch, norm=norm, **more)
+        return super().feed_forward(x, weight, spec, batch, norm=norm, **more)
 
     def _scores(self, x: Any, weight: Any, norm: Any) -> Scores:
         scores: Scores = np.array(self._scored(x, weight.selector, norm)[0])

@@ -78,7 +78,8 @@ def held(layer: ReferenceFeedForward, share: float, coarse: str | None) -> Refer
             found[whole:rest] = rounded(rows[whole:rest], bits)
         return found
 
-    return ReferenceFeedForward(matrix(layer.gate), matrix(layer.up), matrix(layer.down))
+    assert layer.up is not None
+    return replace(layer, gate=matrix(layer.gate), up=matrix(layer.up), down=matrix(layer.down))
 
 
 def drafter(model: Transformer, share: float, coarse: str | None) -> Transformer:

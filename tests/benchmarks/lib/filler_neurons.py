@@ -31,7 +31,7 @@ from ondevice.measure.prompts import BUILT_IN
 from ondevice.model.kv_cache import KVCache
 from ondevice.model.loading import bundle_files, load_weights
 from ondevice.model.transformer import Transformer
-from ondevice.model_config import Activation, ModelConfig
+from ondevice.model_config import FeedForwardSpec, ModelConfig
 from ondevice.units import usable_cores
 from tests.benchmarks.lib.stored_model import Q4, StoredModel
 
@@ -68,12 +68,12 @@ class RecordingBackend(ReferenceBackend):
         self,
         x: Float32,
         weight: ReferenceFeedForward,
-        activation: Activation,
+        spec: FeedForwardSpec,
         batch: ForwardBatch,
         norm: Norm | None = None,
         added: Float32 | None = None,
     ) -> Float32:
-        found = super().feed_forward(x, weight, activation, batch, norm, added)
+        found = super().feed_forward(x, weight, spec, batch, norm, added)
         self.before.append(x)
         self.after.append(found)
         return found

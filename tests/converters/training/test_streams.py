@@ -126,10 +126,14 @@ def test_masks_change_streams_and_nothing_else() -> None:
         rng.standard_normal((4, 8)).astype(np.float32),
     )
     plain, masked = MlxFloatBackend(), ResidentBackend(2)
-    first = masked.feed_forward(mx.array(text[:5]), weight, "relu", ForwardBatch(range(5)))
+    first = masked.feed_forward(mx.array(text[:5]), weight, FeedForwardSpec("relu"), ForwardBatch(range(5)))
     x = mx.array(np.concatenate([text[5:], ends]))
-    second = np.array(masked.feed_forward(x, weight, "relu", ForwardBatch(range(2), stream_rows=4)))
-    both = np.array(plain.feed_forward(mx.array(text), weight, "relu", ForwardBatch(range(7))))
+    second = np.array(
+        masked.feed_forward(x, weight, FeedForwardSpec("relu"), ForwardBatch(range(2), stream_rows=4))
+    )
+    both = np.array(
+        plain.feed_forward(mx.array(text), weight, FeedForwardSpec("relu"), ForwardBatch(range(7)))
+    )
     np.testing.assert_allclose(np.concatenate([np.array(first), second[:2]]), both, atol=1e-5)
     fired = text @ gate.T > 0
     for row, end in enumerate(ends):
@@ -143,7 +147,7 @@ def test_streams_of_dense_models_are_masked_to_a_prefix_of_the_neurons() -> None
     gate, up, down, x = (rng.standard_normal((rows, 8)).astype(np.float32) for rows in (40, 40, 40, 6))
     weight = MlxFeedForward(mx.array(gate), mx.array(up), mx.array(down))
     batch = ForwardBatch(range(2), stream_rows=4)
-    found = np.array(ResidentBackend(0, 15).feed_forward(mx.array(x), weight, "silu", batch))
+    found = np.array(ResidentBackend(0, 15).feed_forward(mx.array(x), weight, FeedForwardSpec("silu"), batch))
     for row, used in ((row, 40 if row < 2 else 15) for row in range(6)):
         gates = x[row] @ gate[:used].T
         hidden = gates / (1 + np.exp(-gates)) * (x[row] @ up[:used].T)

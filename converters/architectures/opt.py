@@ -1,0 +1,97 @@
+"""OPT (arXiv 2205.01068): learned positions, LayerNorms, and feed-forwards without a gate.
+
+`fc1` decides which neurons fire, so it takes the place of a gate.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import numpy as np
+
+from ondevice.converters.architectures.adapting import renamed
+from ondevice.converters.architectures.common import (
+    Description,
+    Family,
+    Tensors,
+    alike,
+    decoder,
+    read_activation,
+    read_sizes,
+    score_scale,
+)
+from ondevice.converters.architectures.config_reader import ConfigReader
+from ondevice.converters.architectures.tensors import POSITIONS
+from ondevice.converters.checkpoints.views import RowsOf
+from ondevice.errors import CheckpointError, UnsupportedModelError
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig, NormSpec, RopeSpec
+
+_FIRST_POSITION = 2
+"""Row of the position table that a text's first token has."""
+_DECODER = re.compile(r"(?:model\.)?decoder\.(.+)")
+_MODULES = {
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn_layer_norm": "input_layernorm",
+    "final_layer_norm": "post_attention_layernorm",
+    "fc1": "mlp.gate_proj",
+    "fc2": "mlp.down_proj",
+}
+_NAMES = {f"{old}.{end}": f"{new}.{end}" for old, new in _MODULES.items() for end in ("weight", "bias")}
+
+
+def _read(reader: ConfigReader) -> Description:
+    sizes = read_sizes(reader, max_context=2048, heads=12, vocab_size=50272, intermediate_key="ffn_dim")
+    if not reader.boolean("do_layer_norm_before", True):
+        raise UnsupportedModelError(
+            "config.json: do_layer_norm_before is false, as in OPT-350m, whose norms follow the residual; "
+            "the other OPT models convert"
+        )
+    width = reader.integer("word_embed_proj_dim", sizes.hidden_size)
+    if width != sizes.hidden_size:
+        raise UnsupportedModelError(
+            f"config.json: word_embed_proj_dim is {width} and hidden_size {sizes.hidden_size}; embeddings of "
+            "another width (project_in, project_out), as OPT-350m has them, can't be converted"
+        )
+    reader.only("_remove_final_layer_norm", False)
+    if not reader.boolean("layer_norm_elementwise_affine", True):
+        raise UnsupportedModelError(
+            "config.json: layer_norm_elementwise_affine is false; only norms with weights can be converted"
+        )
+    for dropped in ("dropout", "activation_dropout", "layerdrop", "init_std"):
+        reader.number(dropped, 0.0)
+    bias = reader.boolean("enable_bias", True)
+    attention = AttentionSpec(score_scale(sizes.head_dim), bias=bias, output_bias=bias)
+    activation = read_activation(reader, "activation_function", "relu")
+    feed_forward = FeedForwardSpec(activation, gated=False, bias=bias, output_bias=bias)
+    config = decoder(
+        "opt",
+        sizes,
+        alike(sizes.num_layers, attention, feed_forward),
+        [RopeSpec((0.0,) * (sizes.head_dim // 2))],
+        norm=NormSpec("layer", 1e-5, bias=True),
+        learned_positions=True,
+        tie_embeddings=reader.boolean("tie_word_embeddings", True),
+    )
+    return Description(config, partial(_adapt, config))
+
+
+def _adapt(config: ModelConfig, tensors: Tensors) -> Tensors:
+    found = {}
+    for name, tensor in tensors.items():
+        inner = _DECODER.fullmatch(name)
+        name = name if inner is None else f"model.{inner[1]}"
+        found[name.replace("model.final_layer_norm.", "model.norm.")] = tensor
+    table = found.get(POSITIONS)
+    if table is not None:
+        if not table.shape or table.shape[0] != config.max_context + _FIRST_POSITION:
+            raise CheckpointError(
+                f"{table.name} has shape {list(table.shape)}; config.json asks for "
+                f"{config.max_context + _FIRST_POSITION} rows; take both from the same repository"
+            )
+        rows = np.arange(_FIRST_POSITION, _FIRST_POSITION + config.max_context)
+        found[POSITIONS] = RowsOf(POSITIONS, table, rows)
+    return renamed(found, _NAMES)
+
+
+OPT = Family("opt", "OPTForCausalLM", _read)

@@ -1,0 +1,69 @@
+"""GGUF models in parts: `NAME-00001-of-00003.gguf` and so on, each with a header of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ondevice.converters.checkpoints.base import SourceFile
+from ondevice.converters.checkpoints.gguf_file import MAX_TENSORS, GgufHeader
+from ondevice.errors import CheckpointError
+
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+MAX_PARTS = 512
+
+
+@dataclass(frozen=True)
+class Part:
+    file: SourceFile
+    header: GgufHeader
+
+
+def gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """The models in GGUF files: the sorted names of the files of each, by what they have in common.
+
+    Encoders of images (`mmproj`) and statistics (`imatrix`) aren't models.
+    """
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        part = PART.fullmatch(name)
+        if name.endswith(".gguf") and not name.rpartition("/")[2].startswith(("mmproj", "imatrix")):
+            models.setdefault(f"{part['stem']} of {part['count']}" if part else name, []).append(name)
+    return models
+
+
+def open_parts(named: str, opened: Callable[[str], Part]) -> list[Part]:
+    """The parts of a model, in order; only the first keeps its metadata. opened: opens a file by its name."""
+    match = PART.fullmatch(named)
+    if match is None:
+        part = opened(named)
+        if (part.header.integer("split.count") or 1) > 1:
+            raise CheckpointError(
+                f"{named} is one of {part.header.integer('split.count')} parts, whose names must end in "
+                "-00001-of-00003.gguf and so on, all in one folder; give them their own names back"
+            )
+        return [part]
+    count = int(match["count"])
+    if not 1 <= count <= MAX_PARTS:
+        raise CheckpointError(f"{named} would have {count} parts; 1 to {MAX_PARTS} are possible")
+    parts = []
+    for number in range(1, count + 1):
+        name = f"{match['stem']}-{number:05d}-of-{count:05d}.gguf"
+        part = opened(name)
+        header = part.header
+        if (header.integer("split.no"), header.integer("split.count")) != (number - 1, count):
+            raise CheckpointError(
+                f"{name} says that it is part {header.integer('split.no')} (from 0) of "
+                f"{header.integer('split.count')}; download the parts again"
+            )
+        parts.append(part if number == 1 else Part(part.file, replace(header, metadata={})))
+        if sum(len(part.header.tensors) for part in parts) > MAX_TENSORS:
+            raise CheckpointError(f"the parts of {match['stem']} have more than {MAX_TENSORS} tensors")
+    total = parts[0].header.integer("split.tensors.count")
+    found = sum(len(part.header.tensors) for part in parts)
+    if total is not None and total != found:
+        raise CheckpointError(
+            f"the parts of {match['stem']} have {found} tensors of {total}; download them again"
+        )
+    return parts
