@@ -37,7 +37,7 @@ from ondevice.errors import OndeviceError
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import _native
 from ondevice.model.kv_cache import KVCache
-from ondevice.model.loading import bundle_files, load_weights
+from ondevice.model.loading import NeuronRecords, bundle_files, load_weights
 from ondevice.model.transformer import Transformer
 from ondevice.sparsity.policies import fires
 from ondevice.sparsity.segments import SegmentPool
@@ -326,6 +326,20 @@ def _observed(backend: TrainingBackend, neurons: int) -> ObservedBackend:
     from ondevice.converters.training.observed_mlx import ObservedMlx
 
     return ObservedMlx(neurons)
+
+
+def gate_shift(bundle: Bundle, layer: int) -> Float32 | None:
+    """(F,) what is added to a layer's gate products so that neurons fire above zero; None: nothing.
+
+    It is the gates' bias less the activation's threshold.
+    """
+    spec = bundle.config.feed_forward
+    if not spec.bias and not spec.threshold:
+        return None
+    with FlashReader(bundle_files(bundle), threads=2) as reader:
+        bias = NeuronRecords(bundle, reader, layer).gate_bias()
+    shift = np.zeros(bundle.config.intermediate_size, np.float32) if bias is None else bias
+    return shift - np.float32(spec.threshold)
 
 
 def gate_rows(bundle: Bundle, layer: int) -> Float32:

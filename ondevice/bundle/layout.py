@@ -51,6 +51,11 @@ def gate_file_name(layer: int) -> str:
     return f"gates-{layer:05d}.safetensors"
 
 
+def gate_bias_name(layer: int) -> str:
+    """The resident tensor of biases of `layer`'s gates, which has the neurons' order."""
+    return f"layers.{layer}.feed_forward.gate.bias"
+
+
 def padded(n: int, multiple: int) -> int:
     """`n` rounded up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple

@@ -28,7 +28,7 @@ from ondevice.backends.base import (
     Selector,
 )
 from ondevice.bundle.gates import GateDigest
-from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout
+from ondevice.bundle.layout import DATA_OFFSET, POSITIONS, RESIDENT, RecordLayout, RowLayout, gate_bias_name
 from ondevice.bundle.predictors import PREDICTORS, OperatingPoint
 from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
@@ -227,8 +227,7 @@ def _selector_parts(
     index = FIRST_NEURON_FILE + config.num_layers
 
     def gates(layer: int, file: int, layout: RecordLayout, digest: GateDigest | None = None) -> MatrixPart:
-        name = f"layers.{layer}.feed_forward.gate.bias"
-        bias = partial(resident.vector, name) if config.feed_forward.bias else None
+        bias = partial(resident.vector, gate_bias_name(layer)) if config.feed_forward.bias else None
         return _gate_part(bundle, reader, file, layout, bias, digest)
 
     if sparsity == "exact":
@@ -438,7 +437,7 @@ class NeuronRecords:
         if not bundle.config.feed_forward.bias:
             return None
         resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE, self.bits)
-        return resident.vector(f"layers.{self._layer}.feed_forward.gate.bias")
+        return resident.vector(gate_bias_name(self._layer))
 
     def check_gates(self, first: int, records: Bytes) -> None:
         if self._gates is not None and first <= self._gates.rows:
