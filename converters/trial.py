@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,7 +107,7 @@ def _through_layer(
         loaded = _loaded(backend, layer_parts(bundle, resident, layer))
         feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
         feed_forward.neurons = _Pieces(source, neurons)
-        weights = layer_weights(config, loaded, feed_forward)
+        weights = layer_weights(config, config.layers[0].attention, loaded, feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
         positions = None
         if x is None:
@@ -136,6 +137,7 @@ def _logits(
     """(T, V) logits of the last layer's output x (T, D), as pieces of a few columns."""
     config = bundle.config
     head = head_part(bundle, resident, EmbeddingRecords(bundle, reader))
+    biases = resident.vector("head.bias") if config.head_bias else None
     count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, *head.stored).nbytes)
     for first in range(0, config.vocab_size, count):
 
@@ -146,7 +148,9 @@ def _logits(
         with closing(backend):
             number = min(count, config.vocab_size - first)
             norm = norm_parts(config, resident, "final_norm")
-            loaded = _loaded(backend, [*norm, replace(head, num_rows=number, rows=piece)])
+            bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
+            part = replace(head, num_rows=number, rows=piece, bias=bias)
+            loaded = _loaded(backend, [*norm, part])
             logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)
