@@ -94,6 +94,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         if spec.attention.head_norm != "none":
             for which in "qk":
                 yield f"{prefix}.attention.{which}_norm.weight", [tensors[name.head_norm(which)]]
+                if spec.attention.head_norm_bias:
+                    yield f"{prefix}.attention.{which}_norm.bias", [tensors[name.head_norm_bias(which)]]
         yield f"{prefix}.attention.out", [tensors[name.projection("o")]]
         if spec.attention.output_bias:
             yield f"{prefix}.attention.out.bias", [tensors[name.projection_bias("o")]]
@@ -112,6 +114,8 @@ def resident_sources(checkpoint: Checkpoint) -> Iterator[tuple[str, list[SourceT
         yield "final_norm.bias", [tensors[names.FINAL_NORM_BIAS]]
     if not config.tie_embeddings:
         yield "head", [tensors[names.HEAD]]
+    if config.head_bias:
+        yield "head.bias", [tensors[names.HEAD_BIAS]]
 
 
 def _norm(

@@ -108,7 +108,7 @@ def _through_layer(
         loaded = _loaded(backend, layer_parts(bundle, resident, layer))
         feed_forward = backend.load_feed_forward(0, source, biases=feed_forward_biases(loaded))
         feed_forward.neurons = _Pieces(source, neurons)
-        weights = layer_weights(config, loaded, feed_forward)
+        weights = layer_weights(config, config.layers[0].attention, loaded, feed_forward)
         embedding = backend.load_embedding(EmbeddingRecords(bundle, reader))
         positions = None
         if x is None:
@@ -140,6 +140,7 @@ def _logits(
     rows: Rows = partial(resident.rows, "head")
     if config.tie_embeddings:
         rows = EmbeddingRecords(bundle, reader).rows
+    biases = resident.vector("head.bias") if config.head_bias else None
     count = max(1, PIECE_BYTES // RowLayout(config.hidden_size, bits).nbytes)
     for first in range(0, config.vocab_size, count):
 
@@ -150,7 +151,9 @@ def _logits(
         with closing(backend):
             number = min(count, config.vocab_size - first)
             norm = norm_parts(config, resident, "final_norm")
-            loaded = _loaded(backend, [*norm, MatrixPart("head", number, config.hidden_size, bits, piece)])
+            bias = None if biases is None else partial(biases.__getitem__, slice(first, first + number))
+            part = MatrixPart("head", number, config.hidden_size, bits, piece, bias)
+            loaded = _loaded(backend, [*norm, part])
             logits = backend.linear(x, loaded["head"], loaded_norm(config, loaded, "final_norm"))
             cap = config.logit_soft_cap
             yield np.array(backend.soft_cap(logits, cap) if cap else logits)

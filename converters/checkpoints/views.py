@@ -119,6 +119,46 @@ class Scaled(_View):
         return scaled.astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Joined(_View):
+    """The vectors `parts`, of one type, one after the other."""
+
+    name: str
+    parts: tuple[SourceTensor, ...]
+
+    @property
+    def source(self) -> SourceTensor:  # type: ignore[override]
+        return self.parts[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(prod(part.shape) for part in self.parts),)
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        return tuple(dict.fromkeys(file for part in self.parts for file in part.files))
+
+    def rows(self, start: int, stop: int) -> Weights:
+        return self.vector()[start:stop]
+
+    def columns(self, start: int, stop: int) -> Weights:
+        raise ValueError(f"{self.name} is a vector; it has no columns")
+
+    def quantised_rows(self, start: int, stop: int, bits: int) -> SourceCodes | None:
+        return None
+
+    def vector(self) -> NDArray[np.float32]:
+        return np.concatenate([part.vector() for part in self.parts])
+
+    def sample(self, start: int, nbytes: int) -> bytes:
+        found = b""
+        for part in self.parts:
+            if start < part.nbytes and len(found) < nbytes:
+                found += part.sample(start, nbytes - len(found))
+            start = max(0, start - part.nbytes)
+        return found
+
+
 def head_rows(heads: int, order: Sequence[int]) -> NDArray[np.int64]:
     """Rows of a projection of `heads` heads, each head's in `order`."""
     rows: NDArray[np.int64] = np.arange(heads)[:, None] * len(order) + np.array(order)

@@ -229,13 +229,14 @@ class Norm(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The RMS norms (`Norm`) of queries and keys: of every head, with weights (Dh,), or of all heads as one
-    vector, with weights (H * Dh,) and (KVH * Dh,).
+    """The norms of queries and keys, each of which is of every head, or `together` of all as one vector.
+
+    Weights and biases are (Dh,), the same for every head, or those of all heads, (H * Dh,) and (KVH * Dh,).
     """
 
-    q: Vector
-    k: Vector
-    eps: float
+    q: Norm
+    k: Norm
+    together: bool = False
 
 
 class Biases(NamedTuple):

@@ -220,8 +220,12 @@ class _Attention:
         self._qkv = mx.array(random.standard_normal((MOST_ROWS, config.qkv_size), dtype=np.float32))
         angles = np.pi * random.random((MOST_ROWS, config.head_dim // 2), dtype=np.float32)
         self._turns = np.cos(angles), np.sin(angles)
-        q, k = (mx.ones(size) for size in config.head_norm_sizes(layer))
-        self._norms = HeadNorms(q, k, own.norm.eps) if spec.head_norm != "none" else None
+        sizes, biased = config.head_norm_sizes(layer), spec.head_norm_bias
+        q, k = (
+            Norm(mx.ones(size), own.norm.eps, mx.ones(size) if biased else None, biased) for size in sizes
+        )
+        together = spec.head_norm == "projection"
+        self._norms = None if spec.head_norm == "none" else HeadNorms(q, k, together)
         shape = (keys, 1, config.head_dim)
         before = [mx.array(random.standard_normal(shape, dtype=np.float32)) for _ in range(2)]
         self._kv.arrays.write(0, *before, 0)

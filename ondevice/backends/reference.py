@@ -146,6 +146,14 @@ class ReferenceBackend:
         found: Float32 = (wide / np.sqrt(mean_square + norm.eps)).astype(np.float32) * norm.weight
         return found if norm.bias is None else found + norm.bias
 
+    def normed_heads(self, heads: Float32, norm: Norm, together: bool) -> Float32:
+        """norm(heads) for heads (T, H, Dh): of each head, or of all of a token as one vector."""
+        if together:
+            return self.normed(heads.reshape(len(heads), -1), norm).reshape(heads.shape)
+        own = norm.weight.reshape(-1, heads.shape[2])
+        bias = None if norm.bias is None else norm.bias.reshape(own.shape)
+        return self.normed(heads, norm._replace(weight=own, bias=bias))
+
     def add_normed(self, x: Float32, y: Float32, norm: Norm) -> Float32:
         return x + self.normed(y, norm)
 
@@ -200,8 +208,9 @@ class ReferenceBackend:
         heads, kv_heads = kv.layout.config.num_heads, kv.layout.config.num_kv_heads
         q, k, v = np.split(qkv.reshape(len(qkv), heads + 2 * kv_heads, -1), [heads, heads + kv_heads], axis=1)
         if norms is not None:
-            q = self.normed(_as_normed(q, spec), Norm(norms.q, norms.eps)).reshape(q.shape)
-            k = self.normed(_as_normed(k, spec), Norm(norms.k, norms.eps)).reshape(k.shape)
+            q, k = (
+                self.normed_heads(heads, norm, norms.together) for heads, norm in ((q, norms.q), (k, norms.k))
+            )
         self.kv_write(kv, layer, self.rope(k, cos, sin), v, position)
         return self.attention(self.rope(q, cos, sin), kv, layer, position, spec, tree)
 
@@ -322,11 +331,6 @@ def activate(x: Float32, activation: Activation, threshold: float = 0.0) -> Floa
         case "fatrelu":
             wide = np.where(wide <= threshold, 0.0, wide)
     return wide.astype(np.float32)
-
-
-def _as_normed(heads: Float32, spec: AttentionSpec) -> Float32:
-    """heads (T, H, Dh) with what is normed together along the last axis."""
-    return heads.reshape(len(heads), -1) if spec.head_norm == "projection" else heads
 
 
 @dataclass(frozen=True)

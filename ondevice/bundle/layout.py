@@ -218,6 +218,8 @@ def resident_tensors(config: ModelConfig, quant: QuantConfig) -> dict[str, Tenso
     tensors |= norm_tensors("final_norm", config)
     if not config.tie_embeddings:
         tensors |= linear_tensors("head", config.vocab_size, config.hidden_size, quant)
+    if config.head_bias:
+        tensors["head.bias"] = TensorSpec("F32", (config.vocab_size,))
     return tensors
 
 
@@ -238,6 +240,7 @@ def _layer_tensors(
     tensors |= vector(f"{attention}.qkv.bias", config.qkv_size * spec.attention.bias)
     for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
         tensors |= vector(f"{attention}.{which}_norm.weight", size)
+        tensors |= vector(f"{attention}.{which}_norm.bias", size * spec.attention.head_norm_bias)
     tensors |= linear_tensors(f"{attention}.out", hidden, config.query_size, quant)
     tensors |= vector(f"{attention}.out.bias", hidden * spec.attention.output_bias)
     tensors |= norm("attention_output_norm", spec.norms_output)

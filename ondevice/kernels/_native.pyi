@@ -188,7 +188,7 @@ def attend(
     soft_cap: float,
     cos: Float32,
     sin: Float32,
-    norms: tuple[Float32, Float32, float] | None,
+    norms: tuple[Norm, Norm, bool] | None,
     tree: Tree | None,
     out: Float32,
 ) -> None:
@@ -197,7 +197,7 @@ def attend(
     qkv: (T, (heads + 2 * kv_heads) * head_dim), each row a token's queries, keys and values.
     blocks: addresses of the KV blocks; position: the first token's; window: 0 means all positions.
     scale, soft_cap: of scores; 0 means no cap.
-    cos, sin: (T, head_dim / 2); norms: weights of queries and keys, of each head or of all, and epsilon.
+    cos, sin: (T, head_dim / 2); norms: of queries, of keys, and whether all heads are normed as one vector.
     out: (T, heads * head_dim).
     """
 

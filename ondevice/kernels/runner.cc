@@ -99,12 +99,14 @@ void Runner::attend(float* qkv, const HeadTransform& transform, const AttentionA
     for (int64_t t = begin; t < end; ++t) {
       float* row = qkv + t * args.q_stride;
       if (transform.norms_projection) {
-        table_->norm(row, transform.q_norm, keys_at, row);
-        table_->norm(row + keys_at, transform.k_norm, values_at - keys_at, row + keys_at);
+        table_->norm(row, transform.q_norm.norm, keys_at, row);
+        table_->norm(row + keys_at, transform.k_norm.norm, values_at - keys_at, row + keys_at);
       }
       for (int64_t at = 0; at < values_at; at += dim) {
-        const Norm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
-        if (norm.weight && !transform.norms_projection) table_->norm(row + at, norm, dim, row + at);
+        const HeadNorm& norm = at < keys_at ? transform.q_norm : transform.k_norm;
+        const int64_t head = (at < keys_at ? at : at - keys_at) / dim;
+        if (norm.norm.weight && !transform.norms_projection)
+          table_->norm(row + at, norm.of(head), dim, row + at);
         table_->rope(row + at, transform.cos + t * dim / 2, transform.sin + t * dim / 2, dim);
       }
       table_->kv_write(args.kv, args.position + t, row + keys_at, row + values_at);

@@ -12,10 +12,23 @@
 
 namespace ondevice {
 
+// A norm over a head. step: from one head's weights (and biases) to the next one's, 0 if all have the same.
+struct HeadNorm {
+  Norm norm;
+  int64_t step;
+
+  Norm of(int64_t head) const {
+    Norm found = norm;
+    found.weight += head * step;
+    if (found.bias) found.bias += head * step;
+    return found;
+  }
+};
+
 // What happens to queries and keys between their projection and attention: a norm over each head, or over all
 // of them as one vector, then rotary embedding by cos and sin (T, head_dim / 2).
 struct HeadTransform {
-  Norm q_norm, k_norm;
+  HeadNorm q_norm, k_norm;
   bool norms_projection;
   const float *cos, *sin;
 };

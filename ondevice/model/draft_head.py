@@ -48,13 +48,13 @@ def load_draft_head(
 class _ChosenRows:
     """`LinearSource` of some rows of a matrix, whose chunks are the next results of `ahead`."""
 
-    bias: Float32 | None = None
-
     def __init__(self, matrix: MatrixPart, chosen: NDArray[np.int64], ahead: ReadAhead) -> None:
         """chosen: ascending rows of the matrix."""
         self.rows = len(chosen)
         self.cols = matrix.cols
         self.bits: Literal[4, 8, 16] = matrix.bits
+        bias = None if matrix.bias is None else ahead.next()
+        self.bias: Float32 | None = None if bias is None else bias[chosen]
         self._matrix = matrix
         self._chosen = chosen
         self._ahead = ahead

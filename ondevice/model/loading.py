@@ -40,7 +40,7 @@ from ondevice.kernels import memory
 from ondevice.model.tensor_file import ReadAhead, TensorFile
 from ondevice.model.transformer import Cancelled
 from ondevice.model.weights import LayerWeights, ModelWeights
-from ondevice.model_config import FeedForwardSpec, ModelConfig
+from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 
 # Indices of files in the flash reader.
 RESIDENT_FILE = 0
@@ -116,30 +116,42 @@ def load_weights(
             records = NeuronRecords(bundle, reader, layer)
             chosen, biases = selector.load(backend, ahead), feed_forward_biases(loaded)
             neurons = backend.load_feed_forward(layer, records, chosen, biases)
-            loaded_layers.append(layer_weights(config, loaded, neurons))
+            loaded_layers.append(layer_weights(config, config.layers[layer].attention, loaded, neurons))
         last = {part.field: part.load(backend, ahead) for part in final_norm}
         loaded_head = head.load(backend, ahead)
     norm = loaded_norm(config, last, "final_norm")
     return ModelWeights(backend.load_embedding(embedding), loaded_layers, norm, loaded_head, table)
 
 
-def layer_weights(config: ModelConfig, loaded: Mapping[str, Any], feed_forward: FeedForward) -> LayerWeights:
+def layer_weights(
+    config: ModelConfig, attention: AttentionSpec, loaded: Mapping[str, Any], feed_forward: FeedForward
+) -> LayerWeights:
     """A layer's weights of what `layer_parts` loaded, by field, and its neurons."""
 
     def norm(field: str) -> Norm | None:
         return loaded_norm(config, loaded, field) if field in loaded else None
 
-    q, k, eps = loaded.get("q_norm"), loaded.get("k_norm"), config.norm.eps
     return LayerWeights(
         attention_norm=norm("attention_norm"),
         qkv=loaded["qkv"],
-        head_norms=None if q is None else HeadNorms(q, k, eps),
+        head_norms=head_norms(attention, config.norm.eps, loaded),
         out=loaded["out"],
         attention_output_norm=norm("attention_output_norm"),
         feed_forward_norm=norm("feed_forward_norm"),
         feed_forward=feed_forward,
         feed_forward_output_norm=norm("feed_forward_output_norm"),
     )
+
+
+def head_norms(spec: AttentionSpec, eps: float, loaded: Mapping[str, Any]) -> HeadNorms | None:
+    """The norms of queries and keys of loaded vectors: q_norm, k_norm, and the same with `_bias`."""
+    if spec.head_norm == "none":
+        return None
+    q, k = (
+        Norm(loaded[which], eps, loaded.get(f"{which}_bias"), spec.head_norm == "layer")
+        for which in ("q_norm", "k_norm")
+    )
+    return HeadNorms(q, k, spec.head_norm == "projection")
 
 
 def position_parts(config: ModelConfig, resident: TensorFile) -> list[Part]:
@@ -183,7 +195,9 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
         return [VectorPart(field, partial(resident.vector, f"{prefix}.{name}"))] if exists else []
 
     def head_norm(which: str) -> list[Part]:
-        return vector(which, f"attention.{which}.weight", attention.head_norm != "none")
+        name, exists = f"attention.{which}", attention.head_norm != "none"
+        bias = vector(f"{which}_bias", f"{name}.bias", attention.head_norm_bias)
+        return [*vector(which, f"{name}.weight", exists), *bias]
 
     return [
         *norm("attention_norm", spec.norms_input),
@@ -212,7 +226,8 @@ def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords)
     """The output head: in the resident file, or the embedding's records where they are tied."""
     config = bundle.config
     rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
-    return MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, rows)
+    bias = partial(resident.vector, "head.bias") if config.head_bias else None
+    return MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, rows, bias)
 
 
 def _selector_parts(

@@ -191,7 +191,7 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
     feed_forward = FeedForwardSpec("relu2")
     layers = (
         LayerSpec(AttentionSpec(0.3, 1, 16, 50.0, "projection", True, True), feed_forward, "both"),
-        LayerSpec(AttentionSpec(0.25), feed_forward, "after", parallel=True),
+        LayerSpec(AttentionSpec(0.25, head_norm="layer"), feed_forward, "after", parallel=True),
     )
     config = replace(
         CONFIG,
@@ -202,6 +202,7 @@ def test_every_model_option_survives(tmp_path: Path) -> None:
         embedding_multiplier=8.5,
         logit_soft_cap=30.0,
         learned_positions=True,
+        head_bias=True,
     )
     assert _written(tmp_path / "b", Recipe(config=config)).config == config
 

@@ -162,8 +162,8 @@ def test_weights_are_the_same_however_they_are_cut(
         assert layer.head_norms is not None
         assert layer.attention_norm is not None
         assert layer.feed_forward_norm is not None
-        assert (layer.head_norms.q == theirs["self_attn.q_norm.weight"]).all()
-        assert (layer.head_norms.k == theirs["self_attn.k_norm.weight"]).all()
+        assert (layer.head_norms.q.weight == theirs["self_attn.q_norm.weight"]).all()
+        assert (layer.head_norms.k.weight == theirs["self_attn.k_norm.weight"]).all()
         assert (layer.attention_norm.weight == theirs["input_layernorm.weight"]).all()
         assert (layer.feed_forward_norm.weight == theirs["post_attention_layernorm.weight"]).all()
         assert (layer.feed_forward.gate == theirs["mlp.gate_proj.weight"]).all()

@@ -16,6 +16,7 @@ from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
 from ondevice.config import GROUP_SIZE, QuantConfig
 from ondevice.converters.architectures.common import llama_config
+from ondevice.model.loading import head_norms as loaded_head_norms
 from ondevice.model.transformer import Transformer
 from ondevice.model.weights import LayerWeights, ModelWeights
 from ondevice.model_config import Activation, FeedForwardSpec, LayerSpec, ModelConfig, NormSpec, RopeSpec
@@ -43,13 +44,13 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def every_block() -> ModelConfig:
-    """Layers of every kind: each place of norms, both kinds of head norms, windows, caps, ropes, parallel;
-    and learned positions."""
+    """Layers of every kind: each place of norms, all kinds of head norms, windows, caps, ropes, parallel;
+    learned positions, a head with a bias."""
     plain = tiny_config(intermediate_size=136, attention_bias=True, attention_output_bias=True)
     spec = plain.layers[0]
-    turning = plain.ropes[0].frequencies
+    turning, attention = plain.ropes[0].frequencies, replace(spec.attention, head_norm="layer")
     layers = (
-        replace(spec, norms="both", attention=replace(spec.attention, soft_cap=0.7, window=11, scale=0.5)),
+        replace(spec, norms="both", attention=replace(attention, soft_cap=0.7, window=11, scale=0.5)),
         replace(spec, norms="after", attention=replace(spec.attention, head_norm="projection", rope=1)),
         replace(spec, parallel=True, attention=replace(spec.attention, head_norm="head", rope=2)),
     )
@@ -61,6 +62,7 @@ def every_block() -> ModelConfig:
         embedding_multiplier=1.5,
         logit_soft_cap=2.0,
         learned_positions=True,
+        head_bias=True,
     )
 
 
@@ -238,6 +240,7 @@ class RandomWeights:
             matrix(f"{i}.down", neurons, width, neurons)
         if config.learned_positions:
             matrix("positions", config.max_context, width, 1)
+        vector("head.bias", config.vocab_size, 0.0)
 
     def load(self, backend: Backend, bits: Bits = 16) -> Transformer:
         """The model, loaded into `backend`."""
@@ -268,11 +271,16 @@ class RandomWeights:
         def head_norms(layer: int, spec: LayerSpec) -> HeadNorms | None:
             if spec.attention.head_norm == "none":
                 return None
-            q, k = (
-                backend.load_vector(np.resize(self.vectors[f"{layer}.{which}_norm"], size))
-                for which, size in zip("qk", config.head_norm_sizes(spec), strict=True)
-            )
-            return HeadNorms(q, k, config.norm.eps)
+            kind, loaded = spec.attention.head_norm, {}
+            for which, size in zip("qk", config.head_norm_sizes(spec), strict=True):
+                weight = np.resize(self.vectors[f"{layer}.{which}_norm"], size)
+                loaded[f"{which}_norm"] = backend.load_vector(weight)
+                if kind == "layer":
+                    # Every head's are different, so that one read for another shows.
+                    ramp = np.linspace(-1, 1, size, dtype=np.float32)
+                    loaded[f"{which}_norm"] = backend.load_vector(weight + ramp)
+                    loaded[f"{which}_norm_bias"] = backend.load_vector(ramp)
+            return loaded_head_norms(spec.attention, config.norm.eps, loaded)
 
         table = ArrayEmbedding(self.matrices["embedding"], bits, embedding_layout(config, quant))
         layers = [
@@ -288,7 +296,7 @@ class RandomWeights:
             )
             for i, spec in enumerate(config.layers)
         ]
-        head = backend.load_linear(ArrayLinear(self.matrices["head"], bits))
+        head = linear("head", config.head_bias)
         positions = None
         if config.learned_positions:
             loaded = backend.load_vector(self.matrices["positions"].reshape(-1))
