@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.token_tree import TokenTree
 from ondevice.bundle.layout import RecordLayout
+from ondevice.config import RowFormat
 from ondevice.model_config import AttentionSpec, FeedForwardSpec, ModelConfig
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -130,7 +131,7 @@ class RowChunk(NamedTuple):
     scales: Float16
     """(n, G); (n, 0) at 16 bits."""
     biases: Float16
-    """(n, G); (n, 0) at 16 bits."""
+    """(n, G); (n, 0) at 16 bits and where biases are implied."""
 
 
 class LinearSource(Protocol):
@@ -143,7 +144,7 @@ class LinearSource(Protocol):
     def cols(self) -> int: ...
 
     @property
-    def bits(self) -> Literal[4, 8, 16]: ...
+    def stored(self) -> RowFormat: ...
 
     @property
     def bias(self) -> Float32 | None:
@@ -171,9 +172,6 @@ class FeedForwardSource(Protocol):
 
     @property
     def hidden_size(self) -> int: ...
-
-    @property
-    def bits(self) -> Literal[4, 8, 16]: ...
 
     @property
     def layout(self) -> RecordLayout: ...
@@ -204,9 +202,6 @@ class EmbeddingSource(Protocol):
 
     @property
     def hidden_size(self) -> int: ...
-
-    @property
-    def bits(self) -> Literal[4, 8, 16]: ...
 
     @property
     def layout(self) -> RecordLayout: ...

@@ -18,7 +18,6 @@ from ondevice.backends.base import Float32, HeadNorms, Int32, KVStore, Norm
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.reference import read_rows
 from ondevice.backends.token_tree import TokenTree
-from ondevice.bundle.layout import RowLayout
 from ondevice.model_config import Activation, AttentionSpec, FeedForwardSpec
 
 
@@ -43,7 +42,7 @@ class MlxOps:
         """Nothing to do: everything is in memory."""
 
     def embedding(self, table: Any, tokens: Int32) -> mx.array:
-        return mx.array(read_rows(table.read(tokens), 0, RowLayout(table.hidden_size, table.bits)))
+        return mx.array(read_rows(table.read(tokens), 0, table.layout.parts[0][0]))
 
     def linear(
         self, x: mx.array, weight: Any, norm: Norm | None = None, added: mx.array | None = None

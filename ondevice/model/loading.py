@@ -34,7 +34,7 @@ from ondevice.bundle.reader import Bundle, CheckedFile
 from ondevice.bundle.streams import STREAMS
 from ondevice.bundle.thresholds import THRESHOLDS, ThresholdPoint, importance_name
 from ondevice.callbacks import IsCancelled, never_cancelled
-from ondevice.config import Sparsity
+from ondevice.config import RowFormat, Sparsity
 from ondevice.flash.reader import FlashReader
 from ondevice.kernels import memory
 from ondevice.model.tensor_file import ReadAhead, TensorFile
@@ -96,7 +96,7 @@ def load_weights(
         point: the operating point of `predicted` or `threshold`.
     """
     config = bundle.config
-    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE, bundle.quant.bits)
+    resident = TensorFile(bundle, reader, bundle.file(RESIDENT), RESIDENT_FILE)
     embedding = EmbeddingRecords(bundle, reader)
     layers = [layer_parts(bundle, resident, layer) for layer in range(config.num_layers)]
     final_norm = norm_parts(config, resident, "final_norm")
@@ -183,10 +183,10 @@ def layer_parts(bundle: Bundle, resident: TensorFile, layer: int) -> list[Part]:
     spec = config.layers[layer]
     attention, feed_forward = spec.attention, spec.feed_forward
 
-    def matrix(field: str, rows: int, cols: int, has_bias: bool) -> list[Part]:
-        name = f"{prefix}.attention.{field}"
+    def matrix(field: Literal["qkv", "out"], rows: int, cols: int, has_bias: bool) -> list[Part]:
+        name, stored = f"{prefix}.attention.{field}", bundle.quant.of(field)
         bias = partial(resident.vector, f"{name}.bias") if has_bias else None
-        return [MatrixPart(field, rows, cols, bundle.quant.bits, partial(resident.rows, name), bias)]
+        return [MatrixPart(field, rows, cols, stored, partial(resident.rows, name, stored), bias)]
 
     def norm(field: str, exists: bool) -> list[Part]:
         return norm_parts(config, resident, f"{prefix}.{field}") if exists else []
@@ -225,9 +225,10 @@ def norm_parts(config: ModelConfig, resident: TensorFile, name: str) -> list[Par
 def head_part(bundle: Bundle, resident: TensorFile, embedding: EmbeddingRecords) -> MatrixPart:
     """The output head: in the resident file, or the embedding's records where they are tied."""
     config = bundle.config
-    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head")
+    stored = bundle.quant.of("embedding" if config.tie_embeddings else "head")
+    rows = embedding.rows if config.tie_embeddings else partial(resident.rows, "head", stored)
     bias = partial(resident.vector, "head.bias") if config.head_bias else None
-    return MatrixPart("head", config.vocab_size, config.hidden_size, bundle.quant.bits, rows, bias)
+    return MatrixPart("head", config.vocab_size, config.hidden_size, stored, rows, bias)
 
 
 def _selector_parts(
@@ -254,13 +255,14 @@ def _selector_parts(
             for layer in layers
         ]
     if sparsity == "predicted" and isinstance(point, OperatingPoint) and bundle.predictors is not None:
-        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index, bundle.predictors.bits)
+        file = TensorFile(bundle, reader, bundle.added_file(PREDICTORS), index)
+        stored = RowFormat(bundle.predictors.bits)
         return [
-            _SelectorParts(_predictor_parts(config, file, layer, rank, offset), predicted=True)
+            _SelectorParts(_predictor_parts(config, file, stored, layer, rank, offset), predicted=True)
             for layer, (rank, offset) in enumerate(zip(bundle.predictors.ranks, point.offsets, strict=True))
         ]
     if sparsity == "threshold" and isinstance(point, ThresholdPoint):
-        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index, bundle.quant.bits)
+        file = TensorFile(bundle, reader, bundle.added_file(THRESHOLDS), index)
         return [
             _SelectorParts(
                 (gates(layer, FIRST_NEURON_FILE + layer, bundle.neuron_layout),),
@@ -274,7 +276,7 @@ def _selector_parts(
 
 
 def _predictor_parts(
-    config: ModelConfig, file: TensorFile, layer: int, rank: int, offset: float
+    config: ModelConfig, file: TensorFile, stored: RowFormat, layer: int, rank: int, offset: float
 ) -> tuple[MatrixPart, ...]:
     down, up = f"layers.{layer}.down", f"layers.{layer}.up"
 
@@ -282,8 +284,8 @@ def _predictor_parts(
         return file.vector(f"layers.{layer}.bias") + np.float32(offset)
 
     return (
-        MatrixPart("down", rank, config.hidden_size, file.bits, partial(file.rows, down)),
-        MatrixPart("up", config.intermediate_size, rank, file.bits, partial(file.rows, up), bias),
+        MatrixPart("down", rank, config.hidden_size, stored, partial(file.rows, down, stored)),
+        MatrixPart("up", config.intermediate_size, rank, stored, partial(file.rows, up, stored), bias),
     )
 
 
@@ -303,7 +305,7 @@ def _gate_part(
         "gate",
         config.intermediate_size,
         config.hidden_size,
-        bundle.quant.bits,
+        bundle.quant.of("feed_forward"),
         rows,
         bias,
         read_bytes=layout.stride,
@@ -351,7 +353,7 @@ class MatrixPart:
     field: str
     num_rows: int
     cols: int
-    bits: Literal[4, 8, 16]
+    stored: RowFormat
     rows: Rows
     bias: Callable[[], Float32] | None = None
     read_bytes: int = 0
@@ -360,7 +362,7 @@ class MatrixPart:
     @property
     def starts(self) -> range:
         """First row of each chunk."""
-        row_bytes = max(self.read_bytes, RowLayout(self.cols, self.bits).codes_bytes)
+        row_bytes = max(self.read_bytes, RowLayout(self.cols, *self.stored).codes_bytes)
         return range(0, self.num_rows, max(1, CHUNK_BYTES // row_bytes))
 
     def tasks(self) -> Iterator[Callable[[], Any]]:
@@ -417,7 +419,7 @@ class _ReadLinear:
     def __init__(self, matrix: MatrixPart, bias: Float32 | None, ahead: ReadAhead) -> None:
         self.rows = matrix.num_rows
         self.cols = matrix.cols
-        self.bits = matrix.bits
+        self.stored = matrix.stored
         self.bias = bias
         self._count = len(matrix.starts)
         self._ahead = ahead
@@ -437,7 +439,6 @@ class NeuronRecords:
         self.file = FIRST_NEURON_FILE + layer
         self.num_neurons = bundle.config.intermediate_size
         self.hidden_size = bundle.config.hidden_size
-        self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout: RecordLayout = bundle.neuron_layout
         self._gates = GateDigest(bundle, layer) if bundle.config.zeros_gates else None
 
@@ -451,7 +452,7 @@ class NeuronRecords:
         bundle = self._bundle
         if not bundle.config.feed_forward.bias:
             return None
-        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE, self.bits)
+        resident = TensorFile(bundle, self._reader, bundle.file(RESIDENT), RESIDENT_FILE)
         return resident.vector(gate_bias_name(self._layer))
 
     def check_gates(self, first: int, records: Bytes) -> None:
@@ -467,7 +468,6 @@ class EmbeddingRecords:
         self.file = EMBEDDING_FILE
         self.vocab_size = bundle.config.vocab_size
         self.hidden_size = bundle.config.hidden_size
-        self.bits: Literal[4, 8, 16] = bundle.quant.bits
         self.layout: RecordLayout = bundle.embedding_layout
 
     def read(self, tokens: Int32) -> Bytes:

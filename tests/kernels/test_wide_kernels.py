@@ -57,7 +57,7 @@ def test_a_feed_forward_of_normed_rows_on_top_of_others(
 ) -> None:
     gate, up, down = (normal(neurons, hidden, seed=seed) for seed in range(3))
     layout = neuron_layout(tiny_config(hidden_size=hidden, intermediate_size=neurons), QuantConfig(bits))
-    source = ArrayFeedForward(gate, up, down, bits, layout)
+    source = ArrayFeedForward(gate, up, down, layout)
     x, norm, blocks = normal(tokens, hidden, seed=3), normal(hidden, seed=4), -(-neurons // 64)
 
     def run(runner: _native.Runner, wide: bool) -> Float32:

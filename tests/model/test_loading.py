@@ -49,7 +49,7 @@ def file_over(data: Bytes, **spans: tuple[int, int]) -> tuple[TensorFile, Memory
     bundle: Any = SimpleNamespace(tensor_span=named.get)
     file: Any = SimpleNamespace(path=Path("file"), nbytes=len(data))
     reader: Any = MemoryReader(data)
-    return TensorFile(bundle, reader, file, 0, 8), reader
+    return TensorFile(bundle, reader, file, 0), reader
 
 
 def test_reads_in_order_of_use_take_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ class Recorder(ReferenceBackend):
                 yield chunk
 
         watched: Any = SimpleNamespace(
-            rows=source.rows, cols=source.cols, bits=source.bits, bias=source.bias, chunks=chunks
+            rows=source.rows, cols=source.cols, stored=source.stored, bias=source.bias, chunks=chunks
         )
         return super().load_linear(watched)
 

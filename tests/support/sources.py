@@ -14,7 +14,7 @@ from ondevice.backends.feed_forward_layer import FeedForwardLayer
 from ondevice.backends.forward_batch import ForwardBatch
 from ondevice.backends.neuron_source import NeuronSource
 from ondevice.bundle.layout import RecordLayout, RowLayout, embedding_layout, neuron_layout
-from ondevice.config import GROUP_SIZE, QuantConfig
+from ondevice.config import MatrixKind, QuantConfig, RowFormat
 from ondevice.converters.architectures.common import llama_config
 from ondevice.model.loading import head_norms as loaded_head_norms
 from ondevice.model.transformer import Transformer
@@ -86,26 +86,32 @@ def with_feed_forward(config: ModelConfig, spec: FeedForwardSpec) -> ModelConfig
     return replace(config, layers=tuple(replace(layer, feed_forward=spec) for layer in config.layers))
 
 
-def quantise_rows(weight: Float32, bits: Bits) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
+def quantise_rows(weight: Float32, stored: Bits | RowFormat) -> tuple[Bytes, np.ndarray, np.ndarray, Float32]:
     """weight (n, K) -> codes, scales, biases as a bundle stores them, and the values they stand for."""
     rows, cols = weight.shape
-    layout = RowLayout(cols, bits)
+    layout = RowLayout(cols, *(stored if isinstance(stored, RowFormat) else RowFormat(stored)))
+    bits = layout.bits
     wide = np.zeros((rows, layout.padded_cols), dtype=np.float32)
     wide[:, :cols] = weight
     if bits == 16:
         half = wide.astype(np.float16)
         nothing = np.zeros((rows, 0), dtype=np.float16)
         return half.view(np.uint8), nothing, nothing, half.astype(np.float32)[:, :cols]
-    groups = wide.reshape(rows, layout.groups, GROUP_SIZE)
+    groups = wide.reshape(rows, layout.groups, layout.group_size)
     low, high = groups.min(axis=2), groups.max(axis=2)
     scales = ((high - low) / (2**bits - 1)).astype(np.float16)
     biases = low.astype(np.float16)
+    if layout.implied_bias:
+        zero = layout.stored.zero
+        scales = (np.abs(groups).max(axis=2) / (zero - 1)).astype(np.float16)
+        biases = (-zero * scales.astype(np.float32)).astype(np.float16)
     step = np.where(scales == 0, 1, scales).astype(np.float32)[:, :, None]
     q = np.clip(np.rint((groups - biases.astype(np.float32)[:, :, None]) / step), 0, 2**bits - 1)
     exact = scales.astype(np.float32)[:, :, None] * q + biases.astype(np.float32)[:, :, None]
     codes = q.astype(np.uint8).reshape(rows, -1)
     if bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    biases = biases[:, :0] if layout.implied_bias else biases
     return codes, scales, biases, exact.astype(np.float32).reshape(rows, -1)[:, :cols]
 
 
@@ -116,7 +122,7 @@ def records(layout: RecordLayout, parts: list[list[Float32]]) -> Bytes:
     for offset, row_layouts, matrices in zip(layout.part_offsets, layout.parts, parts, strict=True):
         at = offset
         for row, matrix in zip(row_layouts, matrices, strict=True):
-            codes, scales, biases, _ = quantise_rows(matrix, row.bits)  # type: ignore[arg-type]
+            codes, scales, biases, _ = quantise_rows(matrix, row.stored)
             stored = np.concatenate([codes, scales.view(np.uint8), biases.view(np.uint8)], axis=1)
             out[:, at : at + row.nbytes] = stored
             at += row.nbytes
@@ -128,9 +134,13 @@ class ArrayLinear:
     """`LinearSource` over a float matrix (N, K)."""
 
     weight: Float32
-    bits: Bits
+    bits: Bits | RowFormat
     bias: Float32 | None = None
     step: int = 7
+
+    @property
+    def stored(self) -> RowFormat:
+        return self.bits if isinstance(self.bits, RowFormat) else RowFormat(self.bits)
 
     @property
     def rows(self) -> int:
@@ -141,7 +151,7 @@ class ArrayLinear:
         return self.weight.shape[1]
 
     def chunks(self) -> Iterator[RowChunk]:
-        codes, scales, biases, _ = quantise_rows(self.weight, self.bits)
+        codes, scales, biases, _ = quantise_rows(self.weight, self.stored)
         for row0 in range(0, self.rows, self.step):
             rows = slice(row0, row0 + self.step)
             yield RowChunk(row0, codes[rows], scales[rows], biases[rows])
@@ -154,7 +164,6 @@ class ArrayFeedForward:
     gate: Float32
     up: Float32 | None
     down: Float32
-    bits: Bits
     layout: RecordLayout
     file: int = 0
 
@@ -180,7 +189,6 @@ class ArrayEmbedding:
     """`EmbeddingSource` over a float table (V, D)."""
 
     table: Float32
-    bits: Bits
     layout: RecordLayout
     file: int = 0
 
@@ -242,13 +250,13 @@ class RandomWeights:
             matrix("positions", config.max_context, width, 1)
         vector("head.bias", config.vocab_size, 0.0)
 
-    def load(self, backend: Backend, bits: Bits = 16) -> Transformer:
+    def load(self, backend: Backend, stored: Bits | QuantConfig = 16) -> Transformer:
         """The model, loaded into `backend`."""
-        config, quant = self.config, QuantConfig(bits)
+        config, quant = self.config, stored if isinstance(stored, QuantConfig) else QuantConfig(stored)
 
-        def linear(name: str, has_bias: bool) -> Any:
+        def linear(name: str, kind: MatrixKind, has_bias: bool = False) -> Any:
             bias = self.vectors[f"{name}.bias"] if has_bias else None
-            return backend.load_linear(ArrayLinear(self.matrices[name], bits, bias))
+            return backend.load_linear(ArrayLinear(self.matrices[name], quant.of(kind), bias))
 
         def norm(name: str, exists: bool = True) -> Any:
             if not exists:
@@ -261,7 +269,7 @@ class RandomWeights:
             names = [name for name in ("gate", "up", "down") if spec.gated or name != "up"]
             matrices = {name: self.matrices[f"{layer}.{name}"] for name in names}
             layout = neuron_layout(config, quant)
-            source = ArrayFeedForward(**({"up": None} | matrices), bits=bits, layout=layout)
+            source = ArrayFeedForward(**({"up": None} | matrices), layout=layout)
             biases = (
                 backend.load_vector(self.vectors[f"{layer}.{name}.bias"]) if exists else None
                 for name, exists in (("gate", spec.bias), ("down", spec.output_bias))
@@ -282,13 +290,13 @@ class RandomWeights:
                     loaded[f"{which}_norm_bias"] = backend.load_vector(ramp)
             return loaded_head_norms(spec.attention, config.norm.eps, loaded)
 
-        table = ArrayEmbedding(self.matrices["embedding"], bits, embedding_layout(config, quant))
+        table = ArrayEmbedding(self.matrices["embedding"], embedding_layout(config, quant))
         layers = [
             LayerWeights(
                 attention_norm=norm(f"{i}.attention_norm", spec.norms_input),
-                qkv=linear(f"{i}.qkv", spec.attention.bias),
+                qkv=linear(f"{i}.qkv", "qkv", spec.attention.bias),
                 head_norms=head_norms(i, spec),
-                out=linear(f"{i}.out", spec.attention.output_bias),
+                out=linear(f"{i}.out", "out", spec.attention.output_bias),
                 attention_output_norm=norm(f"{i}.attention_output_norm", spec.norms_output),
                 feed_forward_norm=norm(f"{i}.feed_forward_norm", spec.norms_input),
                 feed_forward_output_norm=norm(f"{i}.feed_forward_output_norm", spec.norms_output),
@@ -296,7 +304,7 @@ class RandomWeights:
             )
             for i, spec in enumerate(config.layers)
         ]
-        head = linear("head", config.head_bias)
+        head = linear("head", "head", config.head_bias)
         positions = None
         if config.learned_positions:
             loaded = backend.load_vector(self.matrices["positions"].reshape(-1))
