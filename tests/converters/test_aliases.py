@@ -195,7 +195,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_qkv_bias": False, "vocab_size": 100352,
     },
     "relu-llama-7b": {**LLAMA, "hidden_act": "relu"},
+    "turbosparse-mistral-7b": {
+        "architectures": ["BambooForCausalLM"], "model_type": "bamboo", "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_bamboo.BambooConfig",
+            "AutoModel": "modeling_bamboo.BambooForCausalLM",
+            "AutoModelForCausalLM": "modeling_bamboo.BambooForCausalLM",
+        },
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "relu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.41.0", "use_cache": False, "vocab_size": 32064,
+    },
 }  # fmt: skip
+SAME_TENSORS = {"bamboo": ("mistral", "MistralForCausalLM")}
+"""Families that `transformers` lacks, and one that has their tensors."""
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -232,9 +247,11 @@ def test_the_published_config_is_read(alias: str) -> None:
 def test_a_tiny_checkpoint_of_every_alias_converts(tmp_path: Path, alias: str) -> None:
     values = shrunk(CONFIGS[alias])
     own = {key: value for key, value in values.items() if key not in ("auto_map", "cache_implementation")}
-    config = transformers.AutoConfig.for_model(own.pop("model_type"), **json.loads(json.dumps(own)))
+    known = own.pop("model_type"), values["architectures"][0]
+    model_type, class_name = SAME_TENSORS.get(known[0], known)
+    config = transformers.AutoConfig.for_model(model_type, **json.loads(json.dumps(own)))
     torch.manual_seed(1)
-    model = getattr(transformers, values["architectures"][0])(config)
+    model = getattr(transformers, class_name)(config)
     model.save_pretrained(tmp_path / "source")
     (tmp_path / "source" / "config.json").write_text(json.dumps(values))
     bundle = Bundle.open(convert(tmp_path / "source", tmp_path / "bundle", "q4"))
