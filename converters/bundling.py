@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from ondevice.bundle.layout import RESIDENT, RecordLayout, file_layout
 from ondevice.config import QuantConfig
 from ondevice.converters.fidelity import Fidelity, joined, measure
-from ondevice.converters.quantize import QuantizedRows, SourceCodes, Weights, quantize, store_codes
+from ondevice.converters.quantize import (
+    QuantizedRows,
+    RoundedRows,
+    SourceCodes,
+    Weights,
+    quantize,
+    store_codes,
+)
 from ondevice.converters.reading import Block
 from ondevice.kernels import _native
 from ondevice.model_config import ModelConfig
@@ -49,7 +56,7 @@ def pack(
     with closing(blocks):
         for block in blocks:
             first = block.rows[0]
-            if not isinstance(first, SourceCodes) and first.ndim == 1:
+            if isinstance(first, np.ndarray) and first.ndim == 1:
                 yield Chunk(block.file, block.tensor, first, block.nbytes)
                 continue
             rows = [
@@ -91,10 +98,14 @@ def _group_chunks(tensor: str, groups: Sequence[QuantizedRows], bits: int) -> It
         yield Chunk(RESIDENT, f"{tensor}.biases", np.concatenate([rows.biases for rows in groups]))
 
 
-def _stored(runner: _native.Runner, source: Weights | SourceCodes, bits: int, name: str) -> QuantizedRows:
-    return (
-        store_codes(source, name) if isinstance(source, SourceCodes) else quantize(runner, source, bits, name)
-    )
+def _stored(
+    runner: _native.Runner, source: Weights | SourceCodes | RoundedRows, bits: int, name: str
+) -> QuantizedRows:
+    if isinstance(source, RoundedRows):
+        return source.rows
+    if isinstance(source, SourceCodes):
+        return store_codes(source, name)
+    return quantize(runner, source, bits, name)
 
 
 def _fidelity(block: Block, rows: Sequence[QuantizedRows], bits: int) -> dict[str, Fidelity]:

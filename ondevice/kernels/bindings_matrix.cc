@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "error_feedback.h"
 #include "matrix.h"
 #include "quantize_rows.h"
 
@@ -83,6 +84,45 @@ void bind_quantisation(nb::module_& m) {
   });
 }
 
+using Rounding = bool (*)(Runner&, const float*, int64_t, int64_t, const float*, uint8_t*, uint16_t*,
+                          uint16_t*);
+
+// Binds round_columns or round_rows, whose factor is (n, n) for n columns or rows.
+void bind_rounding(nb::module_& m, const char* name, Rounding rounding, bool by_row) {
+  m.def(name, [rounding, by_row](Runner& runner, const CArray<const float, 2>& w,
+                                 const CArray<const float, 2>& factor, const CArray<uint8_t, 2>& codes,
+                                 const CArray<uint16_t, 2>& scales, const CArray<uint16_t, 2>& biases) {
+    const int64_t rows = w.shape(0), cols = w.shape(1), groups = groups_of(cols),
+                  inputs = by_row ? rows : cols;
+    require(rows > 0 && cols > 0, "w is (R, C)");
+    require(
+        static_cast<int64_t>(factor.shape(0)) == inputs && static_cast<int64_t>(factor.shape(1)) == inputs,
+        "factor is (n, n) for n inputs");
+    require(static_cast<int64_t>(codes.shape(0)) == rows &&
+                static_cast<int64_t>(codes.shape(1)) == groups * kGroup / 2,
+            "codes are (R, padded_cols / 2)");
+    for (const auto* values : {&scales, &biases})
+      require(
+          static_cast<int64_t>(values->shape(0)) == rows && static_cast<int64_t>(values->shape(1)) == groups,
+          "scales and biases are (R, G)");
+    nb::gil_scoped_release release;
+    return rounding(runner, w.data(), rows, cols, factor.data(), codes.data(), scales.data(), biases.data());
+  });
+}
+
+void bind_error_feedback(nb::module_& m) {
+  m.def("feedback_factor", [](Runner& runner, const CArray<double, 2>& h, const CArray<float, 2>& factor) {
+    const int64_t n = h.shape(0);
+    require(n > 0 && static_cast<int64_t>(h.shape(1)) == n, "h is (n, n)");
+    require(static_cast<int64_t>(factor.shape(0)) == n && static_cast<int64_t>(factor.shape(1)) == n,
+            "factor is (n, n)");
+    nb::gil_scoped_release release;
+    return feedback_factor(runner, h.data(), n, factor.data());
+  });
+  bind_rounding(m, "round_columns", round_columns, false);
+  bind_rounding(m, "round_rows", round_rows, true);
+}
+
 }  // namespace
 
 void bind_matrix(nb::module_& m) {
@@ -115,6 +155,7 @@ void bind_matrix(nb::module_& m) {
           nb::arg("runner"), nb::arg("x"), nb::arg("bias").none(), nb::arg("out"),
           nb::arg("norm").none() = nb::none(), nb::arg("added").none() = nb::none());
   bind_quantisation(m);
+  bind_error_feedback(m);
 }
 
 }  // namespace ondevice
