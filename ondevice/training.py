@@ -260,9 +260,10 @@ def convert_and_train(
     """Convert as `convert` does, round by `text` if at 4 bits, order the neurons by it and train predictors.
 
     The bundle gets its name when all is done: an interrupted run leaves no bundle under that name. A resumed
-    run gives the same bytes as one without interruption, and runs the text through the layers anew. A model whose gates are hardly ever zero gets no
-    predictors. Its neurons are ordered by what they add, as drafts use the first ones. on_training is called
-    with the share of the training that is done, and its current step. The files of a repository are kept.
+    run gives the same bytes as one without interruption; it runs the text through the layers anew. A model
+    whose gates are hardly ever zero gets no predictors. Its neurons are ordered by what they add, as drafts
+    use the first ones. on_training is called with the share of the training that is done, and its current
+    step. The files of a repository are kept.
 
     Raises what `convert` and `train_predictors` raise. Before anything is written, raises UsageError for a
     model without a tokenizer and for too little text.
